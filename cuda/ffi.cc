@@ -1,0 +1,403 @@
+// The boundary to XLA and Python: the only file that sees XLA or nanobind headers. Handlers turn
+// buffers and attributes into the structs of attention.h and pass a Status on as an ffi::Error.
+
+#include "xla/ffi/api/ffi.h"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <initializer_list>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <type_traits>
+#include <vector>
+
+#include "attention.h"
+
+namespace nb = nanobind;
+namespace ffi = xla::ffi;
+
+namespace jaxflash {
+
+// What both passes are told, as one dictionary attribute.
+struct Attributes {
+  float scale;
+  int64_t left;   // kUnlimited and above: no limit
+  int64_t right;  // likewise
+  bool bottom_right;
+  bool highest_precision;
+  bool has_q_lengths;  // the optional operands follow in this order
+  bool has_kv_lengths;
+};
+
+}  // namespace jaxflash
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jaxflash::Attributes, ffi::StructMember<float>("scale"),
+                                      ffi::StructMember<int64_t>("left"),
+                                      ffi::StructMember<int64_t>("right"),
+                                      ffi::StructMember<bool>("bottom_right"),
+                                      ffi::StructMember<bool>("highest_precision"),
+                                      ffi::StructMember<bool>("has_q_lengths"),
+                                      ffi::StructMember<bool>("has_kv_lengths"));
+
+namespace jaxflash {
+namespace {
+
+int32_t clamp_side(int64_t side) {
+  return static_cast<int32_t>(std::min<int64_t>(std::max<int64_t>(side, -kMaxLength), kUnlimited));
+}
+
+// ---- Shapes -------------------------------------------------------------------------------------
+
+// (*B, length, heads, dim)
+struct Shape {
+  ffi::Span<const int64_t> dims;
+  size_t batch_rank() const { return dims.size() - 3; }
+  int64_t batch(size_t axis) const { return dims[axis]; }
+  int64_t length() const { return dims[batch_rank()]; }
+  int64_t heads() const { return dims[batch_rank() + 1]; }
+  int64_t dim() const { return dims[batch_rank() + 2]; }
+};
+
+ffi::Error invalid(const std::string& what) {
+  return ffi::Error::InvalidArgument("jaxflash: " + what);
+}
+
+ffi::Error to_error(const Status& status) {
+  if (status.ok()) return ffi::Error::Success();
+  return ffi::Error(ffi::ErrorCode::kFailedPrecondition,
+                    std::string("jaxflash: ") + status.message);
+}
+
+std::optional<Math> math_of(ffi::DataType dtype, bool highest_precision) {
+  switch (dtype) {
+    case ffi::DataType::F16:
+      return Math::kFloat16;
+    case ffi::DataType::BF16:
+      return Math::kBFloat16;
+    case ffi::DataType::F32:
+      return highest_precision ? Math::kFloat32 : Math::kTF32;
+    default:
+      return std::nullopt;
+  }
+}
+
+// Merges neighbouring batch axes over which every operand either steps densely or broadcasts, so
+// that an ordinary call has one axis however many leading axes the arrays have.
+class BatchAxes {
+ public:
+  // `full` holds the extents; each operand's extent is the full one or 1 (broadcast).
+  BatchAxes(Shape full, std::initializer_list<Shape> operands) : rank_(full.batch_rank()) {
+    for (size_t axis = 0; axis < rank_; ++axis) {
+      if (full.batch(axis) == 1) continue;
+      bool merges = !groups_.empty();
+      for (const Shape& operand : operands) {
+        merges = merges && (operand.batch(axis) == 1) == (operand.batch(groups_.back().last) == 1);
+      }
+      if (merges) {
+        groups_.back().extent *= full.batch(axis);
+        groups_.back().last = axis;
+      } else {
+        groups_.push_back({full.batch(axis), axis});
+      }
+    }
+  }
+
+  bool fits() const { return groups_.size() <= kMaxBatchAxes; }
+
+  void describe(Problem* problem) const {
+    problem->num_batch_axes = static_cast<int32_t>(groups_.size());
+    for (size_t i = 0; i < groups_.size(); ++i) problem->batch_extent[i] = groups_[i].extent;
+  }
+
+  Tensor tensor(void* data, Shape shape) const {
+    Tensor tensor = {};
+    tensor.data = data;
+    tensor.head_stride = shape.dim();
+    tensor.seq_stride = shape.heads() * shape.dim();
+    int64_t stride = shape.length() * tensor.seq_stride;
+    for (size_t i = groups_.size(); i-- > 0;) {
+      const bool broadcast = shape.batch(groups_[i].last) == 1;
+      tensor.batch_stride[i] = broadcast ? 0 : stride;
+      if (!broadcast) stride *= groups_[i].extent;
+    }
+    return tensor;
+  }
+
+ private:
+  struct Group {
+    int64_t extent;
+    size_t last;  // one of its axes, to look up which operands broadcast
+  };
+  size_t rank_;
+  std::vector<Group> groups_;
+};
+
+bool batch_fits(Shape operand, Shape full) {
+  for (size_t axis = 0; axis < full.batch_rank(); ++axis) {
+    if (operand.batch(axis) != full.batch(axis) && operand.batch(axis) != 1) return false;
+  }
+  return true;
+}
+
+int64_t batch_count(Shape full) {
+  int64_t count = 1;
+  for (size_t axis = 0; axis < full.batch_rank(); ++axis) count *= full.batch(axis);
+  return count;
+}
+
+// Checks q, k, v against the output, whose batch axes are of full extent, and fills the problem.
+ffi::Error describe(const Attributes& attributes, ffi::AnyBuffer q, ffi::AnyBuffer k,
+                    ffi::AnyBuffer v, Shape out, ffi::RemainingArgs optional, Problem* problem) {
+  const Shape q_shape{q.dimensions()}, k_shape{k.dimensions()}, v_shape{v.dimensions()};
+  const size_t rank = out.dims.size();
+  if (rank < 3 || q_shape.dims.size() != rank || k_shape.dims.size() != rank ||
+      v_shape.dims.size() != rank) {
+    return invalid("q, k, v and out must have one rank, at least 3");
+  }
+  if (!batch_fits(q_shape, out) || !batch_fits(k_shape, out) || !batch_fits(v_shape, out)) {
+    return invalid("each batch axis of q, k and v must be that of the result or 1");
+  }
+  if (q_shape.length() != out.length() || q_shape.heads() != out.heads() ||
+      k_shape.length() != v_shape.length() || k_shape.heads() != v_shape.heads() ||
+      q_shape.dim() != k_shape.dim() || v_shape.dim() != out.dim()) {
+    return invalid("the shapes of q, k, v and the result do not fit together");
+  }
+  if (k_shape.heads() == 0 || q_shape.heads() % k_shape.heads() != 0) {
+    return invalid("query heads must be a multiple of key heads");
+  }
+  if (q_shape.length() > kMaxLength || k_shape.length() > kMaxLength) {
+    return invalid("sequences are limited to 2^30 positions");
+  }
+  const std::optional<Math> math = math_of(q.element_type(), attributes.highest_precision);
+  if (!math || k.element_type() != q.element_type() || v.element_type() != q.element_type()) {
+    return invalid("q, k and v must share one dtype of float16, bfloat16, float32");
+  }
+  problem->math = *math;
+  problem->q_len = static_cast<int32_t>(q_shape.length());
+  problem->kv_len = static_cast<int32_t>(k_shape.length());
+  problem->q_heads = static_cast<int32_t>(q_shape.heads());
+  problem->kv_heads = static_cast<int32_t>(k_shape.heads());
+  problem->head_dim = static_cast<int32_t>(q_shape.dim());
+  problem->value_dim = static_cast<int32_t>(v_shape.dim());
+  problem->scale = attributes.scale;
+  problem->band.left = clamp_side(attributes.left);
+  problem->band.right = clamp_side(attributes.right);
+  problem->band.bottom_right = attributes.bottom_right;
+
+  size_t next = 0;
+  const int64_t batch = batch_count(out);
+  auto lengths = [&](bool given, const int32_t** data) {
+    if (!given) return true;
+    auto buffer = optional.get<ffi::Buffer<ffi::S32>>(next++);
+    if (!buffer.has_value() || static_cast<int64_t>(buffer->element_count()) != batch) return false;
+    *data = buffer->typed_data();
+    return true;
+  };
+  if (!lengths(attributes.has_q_lengths, &problem->band.q_lengths) ||
+      !lengths(attributes.has_kv_lengths, &problem->band.kv_lengths)) {
+    return invalid("sequence lengths must be int32, one per sequence of the batch");
+  }
+  return ffi::Error::Success();
+}
+
+// ---- Handlers -----------------------------------------------------------------------------------
+
+#ifdef JAXFLASH_WITH_KERNELS
+
+ffi::Error forward(CUstream_st* stream, Attributes attributes, ffi::AnyBuffer q, ffi::AnyBuffer k,
+                   ffi::AnyBuffer v, ffi::RemainingArgs optional, ffi::Result<ffi::AnyBuffer> out,
+                   ffi::Result<ffi::Buffer<ffi::F32>> lse) {
+  const Shape full{out->dimensions()};
+  ForwardParams params = {};
+  if (ffi::Error error = describe(attributes, q, k, v, full, optional, &params.problem);
+      error.failure()) {
+    return error;
+  }
+  const Shape q_shape{q.dimensions()}, k_shape{k.dimensions()}, v_shape{v.dimensions()};
+  const BatchAxes axes(full, {q_shape, k_shape, v_shape});
+  if (!axes.fits()) return invalid("too many batch axes that broadcast differently");
+  axes.describe(&params.problem);
+  params.q = axes.tensor(q.untyped_data(), q_shape);
+  params.k = axes.tensor(k.untyped_data(), k_shape);
+  params.v = axes.tensor(v.untyped_data(), v_shape);
+  params.out = axes.tensor(out->untyped_data(), full);
+  params.lse = lse->typed_data();
+  return to_error(jaxflash_forward(&params, stream));
+}
+
+ffi::Error backward(CUstream_st* stream, Attributes attributes, bool has_dlse, bool deterministic,
+                    ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::AnyBuffer out,
+                    ffi::AnyBuffer dout, ffi::Buffer<ffi::F32> lse, ffi::RemainingArgs optional,
+                    ffi::Result<ffi::AnyBuffer> dq, ffi::Result<ffi::AnyBuffer> dk,
+                    ffi::Result<ffi::AnyBuffer> dv, ffi::Result<ffi::Buffer<ffi::U8>> workspace) {
+  // Values of the value's head size, but full batch extents, which the query gradient has.
+  const Shape out_shape{out.dimensions()}, dout_shape{dout.dimensions()};
+  const Shape dq_shape{dq->dimensions()}, dk_shape{dk->dimensions()}, dv_shape{dv->dimensions()};
+  BackwardParams params = {};
+  const Shape q_shape{q.dimensions()}, k_shape{k.dimensions()}, v_shape{v.dimensions()};
+  std::vector<int64_t> full_dims(dq_shape.dims.begin(), dq_shape.dims.end());
+  if (full_dims.empty() || v_shape.dims.size() == 0) return invalid("arrays must have rank >= 3");
+  full_dims.back() = v_shape.dims[v_shape.dims.size() - 1];
+  const Shape full{ffi::Span<const int64_t>(full_dims.data(), full_dims.size())};
+  if (ffi::Error error = describe(attributes, q, k, v, full, optional, &params.problem);
+      error.failure()) {
+    return error;
+  }
+  const BatchAxes axes(full, {q_shape, k_shape, v_shape, out_shape, dout_shape});
+  if (!axes.fits()) return invalid("too many batch axes that broadcast differently");
+  axes.describe(&params.problem);
+  params.q = axes.tensor(q.untyped_data(), q_shape);
+  params.k = axes.tensor(k.untyped_data(), k_shape);
+  params.v = axes.tensor(v.untyped_data(), v_shape);
+  params.out = axes.tensor(out.untyped_data(), out_shape);
+  params.dout = axes.tensor(dout.untyped_data(), dout_shape);
+  params.lse = lse.typed_data();
+  if (has_dlse) {
+    auto dlse =
+        optional.get<ffi::Buffer<ffi::F32>>(attributes.has_q_lengths + attributes.has_kv_lengths);
+    if (!dlse.has_value() || dlse->element_count() != lse.element_count()) {
+      return invalid("dlse must be float32 of the shape of lse");
+    }
+    params.dlse = dlse->typed_data();
+  }
+  params.dq = axes.tensor(dq->untyped_data(), dq_shape);
+  params.dk = axes.tensor(dk->untyped_data(), dk_shape);
+  params.dv = axes.tensor(dv->untyped_data(), dv_shape);
+  params.workspace = workspace->untyped_data();
+  params.deterministic = deterministic;
+  if (workspace->size_bytes() < jaxflash_backward_workspace_bytes(&params.problem)) {
+    return invalid("the backward workspace is too small");
+  }
+  return to_error(jaxflash_backward(&params, stream));
+}
+
+#endif  // JAXFLASH_WITH_KERNELS
+
+// Stands in for the kernels on platforms that have none, so that asking for them there is an error
+// with a text rather than an unknown custom call.
+ffi::Error wrong_platform(ffi::RemainingArgs, ffi::RemainingRets) {
+  return ffi::Error(ffi::ErrorCode::kUnimplemented,
+                    "jaxflash: implementation='cuda' needs an NVIDIA GPU and JAX's CUDA platform; "
+                    "this computation runs on another one. Use implementation='xla' or None");
+}
+
+}  // namespace
+}  // namespace jaxflash
+
+XLA_FFI_DEFINE_HANDLER(kWrongPlatform, jaxflash::wrong_platform,
+                       ffi::Ffi::Bind().RemainingArgs().RemainingRets());
+
+#ifdef JAXFLASH_WITH_KERNELS
+
+XLA_FFI_DEFINE_HANDLER(kForward, jaxflash::forward,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<CUstream_st*>>()
+                           .Attr<jaxflash::Attributes>("problem")
+                           .Arg<ffi::AnyBuffer>()  // q (*B, T, N, H), each batch axis full or 1
+                           .Arg<ffi::AnyBuffer>()  // k (*B, S, K, H), likewise
+                           .Arg<ffi::AnyBuffer>()  // v (*B, S, K, h), likewise
+                           .RemainingArgs()        // q_lengths (*B), kv_lengths (*B), where given
+                           .Ret<ffi::AnyBuffer>()  // out (*B, T, N, h)
+                           .Ret<ffi::Buffer<ffi::F32>>(),  // lse (*B, T, N)
+                       {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER(kBackward, jaxflash::backward,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<CUstream_st*>>()
+                           .Attr<jaxflash::Attributes>("problem")
+                           .Attr<bool>("has_dlse")
+                           .Attr<bool>("deterministic")
+                           .Arg<ffi::AnyBuffer>()         // q (*B, T, N, H), batch axes full or 1
+                           .Arg<ffi::AnyBuffer>()         // k (*B, S, K, H), likewise
+                           .Arg<ffi::AnyBuffer>()         // v (*B, S, K, h), likewise
+                           .Arg<ffi::AnyBuffer>()         // out (*B, T, N, h), likewise
+                           .Arg<ffi::AnyBuffer>()         // dout (*B, T, N, h), likewise
+                           .Arg<ffi::Buffer<ffi::F32>>()  // lse (*B, T, N)
+                           .RemainingArgs()               // lengths as above, dlse (*B, T, N)
+                           .Ret<ffi::AnyBuffer>()         // dq (*B, T, N, H)
+                           .Ret<ffi::AnyBuffer>()         // dk (*B, S, K, H)
+                           .Ret<ffi::AnyBuffer>()         // dv (*B, S, K, h)
+                           .Ret<ffi::Buffer<ffi::U8>>(),  // workspace
+                       {ffi::Traits::kCmdBufferCompatible});
+
+#endif  // JAXFLASH_WITH_KERNELS
+
+// ---- The Python module --------------------------------------------------------------------------
+
+namespace {
+
+template <class Handler>
+nb::capsule capsule(Handler* handler) {
+  static_assert(std::is_invocable_r_v<XLA_FFI_Error*, Handler, XLA_FFI_CallFrame*>,
+                "an FFI handler takes an XLA_FFI_CallFrame*");
+  return nb::capsule(reinterpret_cast<void*>(handler));
+}
+
+}  // namespace
+
+NB_MODULE(_extension, m) {
+  m.doc() = "FFI handlers of the jaxflash kernels, and what the kernel library was built with.";
+  m.attr("ffi_api_version") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
+  m.def(
+      "wrong_platform_handler", [] { return capsule(kWrongPlatform); },
+      "Handler that reports a platform without kernels.");
+
+#ifdef JAXFLASH_WITH_KERNELS
+  m.attr("kernels") = true;
+  m.def(
+      "cuda_handlers",
+      [] {
+        nb::dict handlers;
+        handlers["forward"] = capsule(kForward);
+        handlers["backward"] = capsule(kBackward);
+        return handlers;
+      },
+      "Handlers for the CUDA platform, by pass.");
+  m.def(
+      "backward_workspace_bytes",
+      [](int64_t batch, int64_t q_len, int64_t kv_len, int64_t q_heads, int64_t kv_heads,
+         int64_t head_dim, int64_t value_dim) {
+        jaxflash::Problem problem = {};
+        problem.num_batch_axes = 1;
+        problem.batch_extent[0] = batch;
+        problem.q_len = static_cast<int32_t>(q_len);
+        problem.kv_len = static_cast<int32_t>(kv_len);
+        problem.q_heads = static_cast<int32_t>(q_heads);
+        problem.kv_heads = static_cast<int32_t>(kv_heads);
+        problem.head_dim = static_cast<int32_t>(head_dim);
+        problem.value_dim = static_cast<int32_t>(value_dim);
+        return jaxflash_backward_workspace_bytes(&problem);
+      },
+      nb::kw_only(), nb::arg("batch"), nb::arg("q_len"), nb::arg("kv_len"), nb::arg("q_heads"),
+      nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("value_dim"),
+      "Bytes of workspace that the backward pass of one problem needs.");
+  m.def("build_info", [] { return std::string(jaxflash_build_info()); });
+  m.def("variants", [] {
+    const jaxflash::Variant* variants = nullptr;
+    const int32_t count = jaxflash_variants(&variants);
+    std::vector<std::tuple<std::string, std::string, std::string, int32_t>> rows;
+    for (int32_t i = 0; i < count; ++i) {
+      rows.emplace_back(variants[i].family, variants[i].pass, variants[i].math,
+                        variants[i].head_dim);
+    }
+    return rows;
+  });
+  m.def("devices", [] {
+    jaxflash::Device devices[64];
+    const int32_t count = jaxflash_devices(devices, 64);
+    std::vector<std::tuple<std::string, int32_t, int32_t, int32_t>> rows;
+    for (int32_t i = 0; i < count; ++i) {
+      rows.emplace_back(devices[i].name, devices[i].major, devices[i].minor,
+                        devices[i].shared_memory_per_block);
+    }
+    return rows;
+  });
+#else
+  m.attr("kernels") = false;
+#endif
+}

@@ -1,0 +1,232 @@
+"""The public operation: arguments in, checked and sorted by `_spec`, computed by `_vjp`."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import jax
+from jax.typing import ArrayLike
+
+from jaxflash import _spec, _support, _vjp
+
+Implementation = _spec.Implementation
+CausalAlignment = _spec.CausalAlignment
+Window = int | tuple[int | None, int | None] | None
+
+
+@overload
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = ...,
+    mask: ArrayLike | None = ...,
+    *,
+    scale: float | None = ...,
+    is_causal: bool = ...,
+    query_seq_lengths: ArrayLike | None = ...,
+    key_value_seq_lengths: ArrayLike | None = ...,
+    local_window_size: Window = ...,
+    implementation: Implementation | None = ...,
+    return_residual: Literal[False] = ...,
+    segment_ids: ArrayLike | tuple[ArrayLike, ArrayLike] | None = ...,
+    causal_alignment: CausalAlignment = ...,
+    logits_soft_cap: float | None = ...,
+    sink: ArrayLike | None = ...,
+    alibi_slopes: ArrayLike | None = ...,
+    dropout_rate: float = ...,
+    dropout_rng: jax.Array | None = ...,
+    precision: jax.lax.PrecisionLike = ...,
+    deterministic_backward: bool = ...,
+) -> jax.Array: ...
+
+
+@overload
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = ...,
+    mask: ArrayLike | None = ...,
+    *,
+    scale: float | None = ...,
+    is_causal: bool = ...,
+    query_seq_lengths: ArrayLike | None = ...,
+    key_value_seq_lengths: ArrayLike | None = ...,
+    local_window_size: Window = ...,
+    implementation: Implementation | None = ...,
+    return_residual: Literal[True],
+    segment_ids: ArrayLike | tuple[ArrayLike, ArrayLike] | None = ...,
+    causal_alignment: CausalAlignment = ...,
+    logits_soft_cap: float | None = ...,
+    sink: ArrayLike | None = ...,
+    alibi_slopes: ArrayLike | None = ...,
+    dropout_rate: float = ...,
+    dropout_rng: jax.Array | None = ...,
+    precision: jax.lax.PrecisionLike = ...,
+    deterministic_backward: bool = ...,
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: Window = None,
+    implementation: Implementation | None = None,
+    return_residual: bool = False,
+    segment_ids: ArrayLike | tuple[ArrayLike, ArrayLike] | None = None,
+    causal_alignment: CausalAlignment = "top_left",
+    logits_soft_cap: float | None = None,
+    sink: ArrayLike | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    dropout_rate: float = 0.0,
+    dropout_rng: jax.Array | None = None,
+    precision: jax.lax.PrecisionLike = None,
+    deterministic_backward: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    r"""Scaled dot-product attention in memory linear in the sequence length.
+
+    Takes the arguments of :func:`jax.nn.dot_product_attention` with their meaning, and more:
+
+    .. math::
+        \mathrm{Attention}(Q, K, V) = \mathrm{softmax}(\mathrm{mask}(
+            \mathrm{cap}(\mathit{scale} \cdot QK^T + \mathit{bias}))) V
+
+    computed without the logits ever being stored (FlashAttention-2, Dao 2023, algorithms 1 and 2).
+    Letters of the shapes: ``*B`` any number of batch axes, none included; ``T`` query length;
+    ``S`` key/value length; ``N`` query heads; ``K`` key/value heads, a divisor of ``N`` (query
+    head ``n`` uses key head ``n // (N // K)``); ``H`` query/key head size; ``h`` value head size.
+
+    Args:
+      query: ``(*B, T, N, H)``, float16, bfloat16, float32 (or float64, never on the kernels).
+      key: ``(*B, S, K, H)``, the dtype of query.
+      value: ``(*B, S, K, h)``, the dtype of query.
+      bias: floating array that broadcasts to ``(*B, N, T, S)``, added to the scaled logits. Each
+        axis is 1 or full; leading axes may be missing. Its gradient is computed only if asked for.
+      mask: bool array that broadcasts likewise; True means attend.
+      scale: factor of the logits, a Python number; None means ``1 / sqrt(H)``.
+      is_causal: query ``i`` sees the keys at positions up to its own.
+      query_seq_lengths: int32 ``(*B)``; rows from there on are padding: output 0, no gradient.
+      key_value_seq_lengths: int32 ``(*B)``; keys from there on are seen by nobody.
+      local_window_size: ``(left, right)``, or one int for both: query ``i`` sees the keys from
+        ``i - left`` to ``i + right``, both included; a side of None has no limit.
+      implementation: ``"cuda"`` runs the CUDA kernels or raises NotImplementedError with every
+        reason against it; ``"xla"`` is the blockwise path in plain JAX, on any platform; None
+        takes the kernels on CUDA when :func:`supported` has nothing against them, else ``"xla"``.
+      return_residual: also return the logarithm of the softmax's denominator.
+      segment_ids: int ``(*B, T)``, or a pair ``(*B, T)``, ``(*B, S)``: only equal ids attend.
+      causal_alignment: where query ``i`` stands for causal, window and ALiBi: at key position
+        ``i`` (``"top_left"``) or ``i + S - T`` (``"bottom_right"``; with sequence lengths, those
+        of the sequence).
+      logits_soft_cap: ``c`` in ``c * tanh(logits / c)``, applied after the bias, before the mask.
+      sink: ``(N,)``, a logit per head that takes part in the softmax without a value.
+      alibi_slopes: ``(N,)`` or ``(*B, N)``; subtracts ``slope * |position of i - j|`` from the
+        logits (Press et al. 2021).
+      dropout_rate: probability, in [0, 1), with which a softmax probability is dropped; the others
+        are scaled up. The mask depends on (key, batch, head, row, column) alone.
+      dropout_rng: PRNG key for the dropout.
+      precision: of the products of float32 inputs: DEFAULT rounds operands to TF32 on GPUs, HIGH
+        and HIGHEST are accurate to float32; None follows ``jax_default_matmul_precision``.
+      deterministic_backward: gradients are bitwise the same from run to run. The output is so
+        always.
+
+    Returns:
+      Output ``(*B, T, N, h)`` in query's dtype. With ``return_residual``, a pair of it and the lse
+      ``(*B, T, N)`` in float32 (float64 for float64 inputs), natural logarithm, differentiable.
+
+    Raises:
+      ValueError: an argument is wrong; the text names it, what came and what is allowed.
+      NotImplementedError: ``implementation="cuda"`` and the kernels do not take this call.
+
+    Two things differ from jax.nn. A query row that sees no key has output 0, gradients 0 and lse
+    -inf; jax.nn returns the mean of all values there. The lse is float32 and has a gradient;
+    jax.nn rounds it to the dtype of key and stops its gradient.
+
+    The function has first derivatives in reverse mode. Masked-out keys never reach the result,
+    NaN or infinity in them included, if no row of the call sees them.
+    """
+    spec, operands = _spec.make(
+        query,
+        key,
+        value,
+        bias,
+        mask,
+        scale=scale,
+        is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size,
+        segment_ids=segment_ids,
+        causal_alignment=causal_alignment,
+        logits_soft_cap=logits_soft_cap,
+        sink=sink,
+        alibi_slopes=alibi_slopes,
+        dropout_rate=dropout_rate,
+        dropout_rng=dropout_rng,
+        precision=precision,
+        deterministic_backward=deterministic_backward,
+    )
+    out, lse = _vjp.attention(spec, choose_path(spec, operands, implementation), operands)
+    return (out, lse) if return_residual else out
+
+
+def supported(
+    query, key, value, bias=None, mask=None, *, implementation="cuda", return_residual=False, **kwargs
+) -> tuple[str, ...]:
+    """Why the CUDA kernels cannot take a call: every reason, or none when they can.
+
+    Takes the arguments of :func:`dot_product_attention`; arrays may be `jax.ShapeDtypeStruct`.
+    Nothing is computed and no GPU is needed or asked.
+
+    Args:
+      query: as in :func:`dot_product_attention`; likewise the other arguments.
+      key: likewise.
+      value: likewise.
+      bias: likewise.
+      mask: likewise.
+      implementation: checked, and otherwise without meaning here.
+      return_residual: likewise.
+      **kwargs: likewise.
+
+    Returns:
+      Reasons, each a short text; an empty tuple if the kernels take the call.
+
+    Raises:
+      ValueError: an argument is wrong, as in :func:`dot_product_attention`.
+    """
+    _spec.check_implementation(implementation)
+    spec, operands = _spec.make(query, key, value, bias, mask, **{**_DEFAULTS, **kwargs})
+    return _support.reasons_against_kernels(spec, operands)
+
+
+_DEFAULTS = {
+    name: default
+    for name, default in dot_product_attention.__kwdefaults__.items()
+    if name not in ("implementation", "return_residual")
+}
+
+
+def choose_path(
+    spec: _spec.AttentionSpec, operands: _spec.Operands, implementation: Implementation | None
+) -> _vjp.Path:
+    """Where the call runs; raises what the caller must know when it asked for the kernels."""
+    implementation = _spec.check_implementation(implementation)
+    if implementation == "xla":
+        return "xla"
+    reasons = _support.reasons_against_kernels(spec, operands)
+    if implementation is None:
+        return "xla" if reasons else "auto"
+    if reasons:
+        raise NotImplementedError(
+            "implementation='cuda' cannot take this call (implementation='xla' can): "
+            + "; ".join(reasons)
+        )
+    return "cuda"

@@ -1,0 +1,392 @@
+"""What a call asks for: one frozen description of everything static, and one place of validation.
+
+Letters: B batch (any number of leading axes, written ``*B``), T query length, S key/value length,
+N query heads, K key/value heads, H query/key head size, h value head size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Implementation = Literal["cuda", "xla"]
+CausalAlignment = Literal["top_left", "bottom_right"]
+
+IMPLEMENTATIONS = ("cuda", "xla")
+CAUSAL_ALIGNMENTS = ("top_left", "bottom_right")
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionSpec:
+    """Everything static about a call except shapes and dtypes, which the operands carry.
+
+    Attributes:
+        scale: factor of the logits.
+        left: keys visible before a query's own position, or None without a limit.
+        right: keys visible after it (0 when causal), or None without a limit.
+        bottom_right: query i stands at key position i + S - T instead of i; with sequence lengths,
+            S and T are those of the sequence.
+        logits_soft_cap: cap c in c * tanh(logits / c), or None.
+        dropout_rate: probability that a probability is dropped.
+        highest_precision: float32 products accurate to float32; otherwise TF32 where there is
+            hardware for it.
+        deterministic_backward: gradients are bitwise the same from run to run.
+    """
+
+    scale: float
+    left: int | None
+    right: int | None
+    bottom_right: bool
+    logits_soft_cap: float | None
+    dropout_rate: float
+    highest_precision: bool
+    deterministic_backward: bool
+
+
+class Operands(NamedTuple):
+    """The arrays of a call; what was not given is None. A pytree, also used for its gradients.
+
+    ``query_positions`` and ``key_positions`` replace the row and column numbers that the band of
+    the spec (causal, window) and ``alibi_slopes`` compare; they come from packed sequences, not
+    from the caller.
+    """
+
+    query: Any  # (*B, T, N, H)
+    key: Any  # (*B, S, K, H)
+    value: Any  # (*B, S, K, h)
+    bias: Any = None  # (*#B, #N, #T, #S), # meaning "or 1"
+    mask: Any = None  # (*#B, #N, #T, #S) bool, True = attend
+    query_seq_lengths: Any = None  # (*B) int32
+    key_value_seq_lengths: Any = None  # (*B) int32
+    query_segment_ids: Any = None  # (*B, T) int32
+    key_segment_ids: Any = None  # (*B, S) int32
+    sink: Any = None  # (N)
+    alibi_slopes: Any = None  # (*B, N) or (N)
+    dropout_seed: Any = None  # (2) uint32
+    query_positions: Any = None  # (*B, T) int32
+    key_positions: Any = None  # (*B, S) int32
+
+
+def make(
+    query,
+    key,
+    value,
+    bias,
+    mask,
+    *,
+    scale,
+    is_causal,
+    query_seq_lengths,
+    key_value_seq_lengths,
+    local_window_size,
+    segment_ids,
+    causal_alignment,
+    logits_soft_cap,
+    sink,
+    alibi_slopes,
+    dropout_rate,
+    dropout_rng,
+    precision,
+    deterministic_backward,
+) -> tuple[AttentionSpec, Operands]:
+    """Checks the arguments of `jaxflash.dot_product_attention` and sorts them into a spec (static)
+    and operands (arrays, lengths and segment ids brought to their full shapes).
+
+    Raises:
+        ValueError: an argument is wrong; the text names it, what came and what is allowed.
+    """
+    query, key, value = _array("query", query), _array("key", key), _array("value", value)
+    _check_qkv(query, key, value)
+    batch = query.shape[:-3]
+    q_len, q_heads, head_dim = query.shape[-3:]
+    kv_len = key.shape[-3]
+    logits_shape = (*batch, q_heads, q_len, kv_len)
+
+    if bias is not None:
+        bias = _array("bias", bias)
+        if not jnp.issubdtype(bias.dtype, jnp.floating):
+            raise ValueError(f"bias must have a floating dtype, got {bias.dtype}")
+        bias = _broadcastable("bias", bias, logits_shape)
+    if mask is not None:
+        mask = _array("mask", mask)
+        if mask.dtype != jnp.bool_:
+            raise ValueError(f"mask must have dtype bool (True = attend), got {mask.dtype}")
+        mask = _broadcastable("mask", mask, logits_shape)
+
+    query_segment_ids, key_segment_ids = _segment_ids(segment_ids, batch, q_len, kv_len)
+    left, right = _band(is_causal, local_window_size)
+    dropout_rate = _dropout_rate(dropout_rate)
+    if dropout_rate > 0.0 and dropout_rng is None:
+        raise ValueError(f"dropout_rng must be a PRNG key when dropout_rate > 0 ({dropout_rate})")
+
+    spec = AttentionSpec(
+        scale=_scale(scale, head_dim),
+        left=left,
+        right=right,
+        bottom_right=_one_of("causal_alignment", causal_alignment, CAUSAL_ALIGNMENTS)
+        == "bottom_right",
+        logits_soft_cap=_soft_cap(logits_soft_cap),
+        dropout_rate=dropout_rate,
+        highest_precision=_highest_precision(precision),
+        deterministic_backward=_flag("deterministic_backward", deterministic_backward),
+    )
+    operands = Operands(
+        query=query,
+        key=key,
+        value=value,
+        bias=bias,
+        mask=mask,
+        query_seq_lengths=_lengths("query_seq_lengths", query_seq_lengths, batch),
+        key_value_seq_lengths=_lengths("key_value_seq_lengths", key_value_seq_lengths, batch),
+        query_segment_ids=query_segment_ids,
+        key_segment_ids=key_segment_ids,
+        sink=_per_head("sink", sink, q_heads, ((q_heads,),)),
+        alibi_slopes=_per_head(
+            "alibi_slopes", alibi_slopes, q_heads, ((q_heads,), (*batch, q_heads))
+        ),
+        dropout_seed=_dropout_seed(dropout_rng) if dropout_rate > 0.0 else None,
+    )
+    return spec, operands
+
+
+def check_implementation(implementation) -> Implementation | None:
+    if implementation is None:
+        return None
+    return _one_of("implementation", implementation, IMPLEMENTATIONS, extra=" or None")
+
+
+def _array(name: str, x):
+    if isinstance(x, (jax.Array, jax.ShapeDtypeStruct)):
+        return x
+    try:
+        return jnp.asarray(x)
+    except TypeError as error:
+        raise ValueError(f"{name} must be an array, got {type(x).__name__}") from error
+
+
+def _check_qkv(query, key, value) -> None:
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if len(x.shape) < 3:
+            raise ValueError(
+                f"{name} must have shape (*batch, length, heads, head_size), got {x.shape}"
+            )
+        if x.dtype.name not in DTYPES:
+            raise ValueError(f"{name} dtype must be one of {', '.join(DTYPES)}, got {x.dtype}")
+        if x.dtype != query.dtype:
+            raise ValueError(
+                f"query, key and value must have one dtype, got query {query.dtype} "
+                f"and {name} {x.dtype}"
+            )
+        if x.shape[-1] == 0:
+            raise ValueError(f"{name} head size must be at least 1, got shape {x.shape}")
+        if x.shape[:-3] != query.shape[:-3]:
+            raise ValueError(
+                f"{name} must have the leading (batch) axes of query {query.shape[:-3]}, "
+                f"got shape {x.shape}"
+            )
+    if key.shape[-1] != query.shape[-1]:
+        raise ValueError(
+            f"key head size must be that of query ({query.shape[-1]}), got {key.shape[-1]} "
+            f"(key shape {key.shape})"
+        )
+    if value.shape[-3:-1] != key.shape[-3:-1]:
+        raise ValueError(
+            f"value must have the length and heads of key {key.shape[-3:-1]}, "
+            f"got {value.shape[-3:-1]} (value shape {value.shape})"
+        )
+    q_heads, kv_heads = query.shape[-2], key.shape[-2]
+    if kv_heads == 0 or q_heads % kv_heads != 0:
+        raise ValueError(
+            "the number of query heads must be a multiple of the number of key heads, "
+            f"got {q_heads} query heads and {kv_heads} key heads"
+        )
+
+
+def _broadcastable(name: str, x, logits_shape):
+    """`x` with leading axes of size 1 added, so that it has the rank of the logits."""
+    padded = (1,) * (len(logits_shape) - len(x.shape)) + x.shape
+    if len(padded) != len(logits_shape) or any(
+        size not in (1, full) for size, full in zip(padded, logits_shape)
+    ):
+        raise ValueError(
+            f"{name} must broadcast to (*batch, query heads, T, S) = {logits_shape}, each axis "
+            f"1 or full, got shape {x.shape}"
+        )
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(padded, x.dtype)
+    return x if padded == x.shape else x.reshape(padded)
+
+
+def _lengths(name: str, lengths, batch):
+    if lengths is None:
+        return None
+    lengths = _array(name, lengths)
+    if lengths.dtype != jnp.int32:
+        raise ValueError(f"{name} must have dtype int32, got {lengths.dtype}")
+    if lengths.shape == batch:
+        return lengths
+    # jax.nn counts unbatched arrays as a batch of one.
+    if batch == () and lengths.shape == (1,):
+        return jax.ShapeDtypeStruct((), jnp.int32) if _is_abstract(lengths) else lengths.reshape(())
+    raise ValueError(f"{name} must have the batch shape {batch}, got {lengths.shape}")
+
+
+def _segment_ids(segment_ids, batch, q_len, kv_len):
+    if segment_ids is None:
+        return None, None
+    if isinstance(segment_ids, (tuple, list)):
+        if len(segment_ids) != 2:
+            raise ValueError(
+                "segment_ids must be one array or a pair (query ids, key ids), "
+                f"got {len(segment_ids)} of them"
+            )
+        query_ids, key_ids = segment_ids
+    else:
+        query_ids = key_ids = segment_ids
+    query_ids, key_ids = _array("segment_ids", query_ids), _array("segment_ids", key_ids)
+    for which, ids, length in (("query", query_ids, q_len), ("key", key_ids, kv_len)):
+        if not jnp.issubdtype(ids.dtype, jnp.integer):
+            raise ValueError(f"segment_ids must have an integer dtype, got {ids.dtype}")
+        if ids.shape != (*batch, length):
+            raise ValueError(
+                f"segment_ids of the {which} side must have shape {(*batch, length)}, "
+                f"got {ids.shape}"
+            )
+    return query_ids, key_ids
+
+
+def _band(is_causal, local_window_size) -> tuple[int | None, int | None]:
+    """(left, right) of the keys that a query sees around its position."""
+    left = right = None
+    if local_window_size is not None:
+        sides = local_window_size
+        if not isinstance(sides, (tuple, list)):
+            sides = (sides, sides)
+        if len(sides) != 2:
+            raise ValueError(
+                f"local_window_size must be an int or a pair (left, right), got {local_window_size}"
+            )
+        left, right = (_window_side(side, local_window_size) for side in sides)
+    if _flag("is_causal", is_causal):
+        right = 0 if right is None else min(right, 0)
+    return left, right
+
+
+def _window_side(side, window) -> int | None:
+    if side is None:
+        return None
+    try:
+        side = operator.index(side)
+    except TypeError:
+        side = -1
+    if side < 0:
+        raise ValueError(
+            "local_window_size must be a non-negative int or a pair (left, right) of non-negative "
+            f"ints or None (no limit), got {window}"
+        )
+    return side
+
+
+def _scale(scale, head_dim) -> float:
+    if scale is None:
+        return 1.0 / math.sqrt(head_dim)
+    scale = _number("scale", scale)
+    if not math.isfinite(scale):
+        raise ValueError(f"scale must be finite, got {scale}")
+    return scale
+
+
+def _soft_cap(cap) -> float | None:
+    if cap is None:
+        return None
+    cap = _number("logits_soft_cap", cap)
+    if not (math.isfinite(cap) and cap > 0.0):
+        raise ValueError(f"logits_soft_cap must be positive and finite, got {cap}")
+    return cap
+
+
+def _dropout_rate(rate) -> float:
+    rate = _number("dropout_rate", rate)
+    if not 0.0 <= rate < 1.0:
+        raise ValueError(f"dropout_rate must lie in [0, 1), got {rate}")
+    return rate
+
+
+def _number(name: str, x) -> float:
+    if isinstance(x, (bool, str)) or isinstance(x, jax.core.Tracer):
+        raise ValueError(f"{name} must be a Python number known at trace time, got {x!r}")
+    try:
+        return float(x)
+    except TypeError as error:
+        raise ValueError(f"{name} must be a number, got {type(x).__name__}") from error
+
+
+def _flag(name: str, x) -> bool:
+    if not isinstance(x, (bool, np.bool_)):
+        raise ValueError(f"{name} must be True or False, got {x!r}")
+    return bool(x)
+
+
+def _one_of(name: str, x, allowed, extra: str = ""):
+    if not isinstance(x, str) or x not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}{extra}, got {x!r}")
+    return x
+
+
+def _per_head(name: str, x, q_heads, shapes):
+    if x is None:
+        return None
+    x = _array(name, x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"{name} must have a floating dtype, got {x.dtype}")
+    if x.shape not in shapes:
+        allowed = " or ".join(map(str, dict.fromkeys(shapes)))
+        raise ValueError(f"{name} must have shape {allowed}, got {x.shape}")
+    return x
+
+
+def _dropout_seed(rng):
+    """The first two words of a PRNG key, old style (uint32 array) or new (jax.random.key)."""
+    if isinstance(rng, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct((2,), jnp.uint32)
+    if isinstance(rng, jax.Array) and jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
+        if rng.shape != ():
+            raise ValueError(f"dropout_rng must be a single PRNG key, got key shape {rng.shape}")
+        rng = jax.random.key_data(rng)
+    rng = _array("dropout_rng", rng)
+    if rng.dtype != jnp.uint32 or len(rng.shape) != 1 or rng.shape[0] < 2:
+        raise ValueError(
+            f"dropout_rng must be a PRNG key, got an array of shape {rng.shape}, dtype {rng.dtype}"
+        )
+    return rng[:2]
+
+
+def _highest_precision(precision) -> bool:
+    """Whether float32 products must be accurate to float32; None follows jax's own default."""
+    if precision is None:
+        precision = jax.config.jax_default_matmul_precision
+        if precision is None:
+            return False
+        # The configuration knows more names than jax.lax.Precision; those that mean less than
+        # float32 products are our default.
+        return precision in ("high", "highest", "float32", "F32_F32_F32", "BF16_BF16_F32_X6")
+    if isinstance(precision, (tuple, list)) and len(precision) == 2:
+        return any(_highest_precision(p) for p in precision)
+    try:
+        precision = jax.lax.Precision(precision)
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"precision must be a jax.lax.Precision, its name or None, got {precision!r}"
+        ) from error
+    return precision != jax.lax.Precision.DEFAULT
+
+
+def _is_abstract(x) -> bool:
+    return isinstance(x, jax.ShapeDtypeStruct)

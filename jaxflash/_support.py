@@ -1,0 +1,96 @@
+"""What the kernels cover: one table of features, asked before a call and printed for the README."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from jaxflash import _ffi
+from jaxflash._spec import AttentionSpec, Operands
+
+# Longest sequence that the kernels index (cuda/attention.h: kMaxLength).
+_MAX_LENGTH = 1 << 30
+
+# The kernels' name of the arithmetic, by dtype and whether float32 products must be exact.
+_MATH = {
+    ("float16", False): "float16",
+    ("float16", True): "float16",
+    ("bfloat16", False): "bfloat16",
+    ("bfloat16", True): "bfloat16",
+    ("float32", False): "tf32",
+    ("float32", True): "float32",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Feature:
+    """An argument of the call, whether the kernels take it, and how to see that it is used."""
+
+    name: str
+    in_kernels: bool
+    used: Callable[[AttentionSpec, Operands], bool]
+
+
+FEATURES = (
+    Feature("`is_causal`, both alignments", True, lambda s, o: s.right is not None),
+    Feature("`local_window_size`", True, lambda s, o: s.left is not None),
+    Feature("`query_seq_lengths`", True, lambda s, o: o.query_seq_lengths is not None),
+    Feature("`key_value_seq_lengths`", True, lambda s, o: o.key_value_seq_lengths is not None),
+    Feature("`scale`", True, lambda s, o: True),
+    Feature("grouped and multi-query heads", True, lambda s, o: True),
+    Feature("value head size other than the query's", True, lambda s, o: True),
+    Feature("`return_residual` (lse) and its gradient", True, lambda s, o: True),
+    Feature("`deterministic_backward`", True, lambda s, o: s.deterministic_backward),
+    Feature("`bias` and its gradient", False, lambda s, o: o.bias is not None),
+    Feature("`mask`", False, lambda s, o: o.mask is not None),
+    Feature("`segment_ids`", False, lambda s, o: o.query_segment_ids is not None),
+    Feature("`logits_soft_cap`", False, lambda s, o: s.logits_soft_cap is not None),
+    Feature("`sink` and its gradient", False, lambda s, o: o.sink is not None),
+    Feature("`alibi_slopes` and their gradient", False, lambda s, o: o.alibi_slopes is not None),
+    Feature("`dropout_rate`", False, lambda s, o: s.dropout_rate > 0.0),
+    Feature("`varlen_attention` (packed)", False, lambda s, o: o.query_positions is not None),
+)
+
+
+def reasons_against_kernels(spec: AttentionSpec, operands: Operands) -> tuple[str, ...]:
+    """Every reason why the kernels cannot take the call; empty when they can."""
+    if not _ffi.extension.kernels:
+        return ("this installation was built without CUDA kernels (JAXFLASH_CUDA=OFF)",)
+    reasons = [
+        f"{feature.name.replace('`', '')} is not built into the kernels"
+        for feature in FEATURES
+        if not feature.in_kernels and feature.used(spec, operands)
+    ]
+    query, key, value = operands.query, operands.key, operands.value
+    dtype = query.dtype.name
+    math = _MATH.get((dtype, spec.highest_precision))
+    if math is None:
+        reasons.append(f"dtype {dtype}: the kernels take float16, bfloat16 and float32")
+    else:
+        largest = _largest_head_size(math)
+        for name, size in (("query/key", query.shape[-1]), ("value", value.shape[-1])):
+            if size > largest:
+                reasons.append(
+                    f"{name} head size {size}: the {math} kernels in this installation take "
+                    f"1 to {largest}"
+                )
+    for name, length in (("query", query.shape[-3]), ("key", key.shape[-3])):
+        if isinstance(length, int) and length > _MAX_LENGTH:
+            reasons.append(f"{name} length {length}: the kernels take at most 2**30")
+    return tuple(reasons)
+
+
+def _largest_head_size(math: str) -> int:
+    """Largest head size for which both passes are in the library."""
+    sizes = {"forward": 0, "backward": 0}
+    for _, pass_name, built_math, head_dim in _ffi.extension.variants():
+        if built_math == math:
+            sizes[pass_name] = max(sizes[pass_name], head_dim)
+    return min(sizes.values())
+
+
+def table() -> str:
+    """The support table of the README, in Markdown."""
+    rows = ["| feature | CUDA kernels | blockwise path (`xla`) |", "|---|---|---|"]
+    rows += [f"| {f.name} | {'yes' if f.in_kernels else '–'} | yes |" for f in FEATURES]
+    return "\n".join(rows)

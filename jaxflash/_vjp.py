@@ -1,0 +1,131 @@
+"""The differentiation rule, and the choice between kernels and blockwise path.
+
+Residuals are the operands, out and lse; out and lse carry `CHECKPOINT_NAME`, so that
+``jax.checkpoint(policy=save_only_these_names(CHECKPOINT_NAME))`` does not run attention twice.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
+
+from jaxflash import _blockwise, _ffi
+from jaxflash._spec import AttentionSpec, Operands
+
+CHECKPOINT_NAME = "context"
+
+# "auto": the kernels on CUDA, the blockwise path elsewhere, decided when the platform is known.
+Path = Literal["cuda", "xla", "auto"]
+
+
+# Compiled once per spec and shapes, so that an eager call costs a dispatch and no retracing.
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+def attention(spec: AttentionSpec, path: Path, operands: Operands):
+    """(out (*B, T, N, h), lse (*B, T, N)) of checked operands."""
+    return _attention(spec, path, operands)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attention(spec: AttentionSpec, path: Path, operands: Operands):
+    return _forward(spec, path, operands)
+
+
+@jax.tree_util.register_static
+class _Wanted(frozenset):
+    """Names of the operands whose gradient somebody asked for."""
+
+
+class _Residuals(NamedTuple):
+    operands: Operands
+    out: Any
+    lse: Any
+    wanted: _Wanted
+
+
+def _forward_rule(spec: AttentionSpec, path: Path, primals: Operands):
+    given = {name: x for name, x in primals._asdict().items() if x is not None}
+    wanted = _Wanted(name for name, x in given.items() if x.perturbed)
+    operands = Operands(**{name: x.value for name, x in given.items()})
+    out, lse = _forward(spec, path, operands)
+    out = checkpoint_name(out, CHECKPOINT_NAME)
+    lse = checkpoint_name(lse, CHECKPOINT_NAME)
+    return (out, lse), _Residuals(operands, out, lse, wanted)
+
+
+def _backward_rule(spec: AttentionSpec, path: Path, residuals: _Residuals, cotangents):
+    dout, dlse = cotangents
+    if isinstance(dout, SymbolicZero):
+        dout = jnp.zeros_like(residuals.out)
+    if isinstance(dlse, SymbolicZero):
+        dlse = None
+    wanted = frozenset(residuals.wanted)
+    return (_backward_once(spec, path, wanted, residuals[:3], dout, dlse),)
+
+
+_attention.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
+
+
+def _forward(spec: AttentionSpec, path: Path, operands: Operands):
+    def blockwise(operands):
+        return _blockwise.forward(spec, operands)
+
+    def kernels(operands):
+        return _ffi.forward(
+            spec,
+            operands.query,
+            operands.key,
+            operands.value,
+            operands.query_seq_lengths,
+            operands.key_value_seq_lengths,
+        )
+
+    return _on_path(path, kernels, blockwise)(operands)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def _backward_once(spec: AttentionSpec, path: Path, wanted: frozenset[str], saved, dout, dlse):
+    def blockwise(saved, dout, dlse):
+        return _blockwise.backward(spec, *saved, dout, dlse, wanted)
+
+    def kernels(saved, dout, dlse):
+        operands, out, lse = saved
+        dq, dk, dv = _ffi.backward(
+            spec,
+            operands.query,
+            operands.key,
+            operands.value,
+            operands.query_seq_lengths,
+            operands.key_value_seq_lengths,
+            out,
+            lse,
+            dout,
+            dlse,
+        )
+        gradients = {"query": dq, "key": dk, "value": dv}
+        return Operands(**{name: gradients.get(name) if name in wanted else None for name in _ALL})
+
+    return _on_path(path, kernels, blockwise)(saved, dout, dlse)
+
+
+_ALL = Operands._fields
+
+
+@_backward_once.defjvp
+def _no_second_derivative(spec, path, wanted, primals, tangents):
+    raise NotImplementedError(
+        "jaxflash.dot_product_attention has first derivatives only; for higher ones use "
+        "jaxflash.reference.dot_product_attention, which is plain jax.numpy"
+    )
+
+
+def _on_path(path: Path, kernels, blockwise):
+    if path == "cuda":
+        return kernels
+    if path == "xla":
+        return blockwise
+    return functools.partial(jax.lax.platform_dependent, cuda=kernels, default=blockwise)
