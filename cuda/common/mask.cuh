@@ -34,14 +34,14 @@ class BandMask {
   __device__ __forceinline__ Interval keys(Interval rows) const {
     const int last_row = min(rows.end, q_len_) - 1;
     if (last_row < rows.begin) return {0, 0};
-    return {max(rows.begin + lo_, 0), min(last_row + hi_ + 1, kv_len_)};
+    return {max(rows.begin + lo_, 0), min(last_row + hi_, kv_len_ - 1) + 1};
   }
 
   // The rows that see some key of `keys` lie in this interval.
   __device__ __forceinline__ Interval rows(Interval keys) const {
     const int last_key = min(keys.end, kv_len_) - 1;
     if (last_key < keys.begin) return {0, 0};
-    return {max(keys.begin - hi_, 0), min(last_key - lo_ + 1, q_len_)};
+    return {max(keys.begin - hi_, 0), min(last_key - lo_, q_len_ - 1) + 1};
   }
 
   // Every row of `rows` sees every key of `keys`: no element needs a test.

@@ -1,0 +1,133 @@
+// From products to probabilities, on accumulator fragments whose rows are spread over four
+// neighbouring lanes: a thread holds two columns of row g = lane / 4 (elements 0, 1) and two of row
+// g + 8 (elements 2, 3) of every 8 columns.
+#pragma once
+
+#include "common/mask.cuh"
+
+namespace jaxflash {
+
+inline constexpr float kLog2E = 1.4426950408889634f;
+inline constexpr float kLn2 = 0.6931471805599453f;
+
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// The step from a product q.k to its logit: today the scale. What comes later (bias, soft cap,
+// slopes) is another type with the same members.
+class ScaleScore {
+ public:
+  __device__ __forceinline__ explicit ScaleScore(const Problem& problem)
+      : scale_(problem.scale), scale_log2_(problem.scale * kLog2E) {}
+
+  // In units of log 2, so that exp2 gives the probability.
+  __device__ __forceinline__ float logit(float s, int /*row*/, int /*key*/) const {
+    return s * scale_log2_;
+  }
+  // Of the natural logit with respect to the product.
+  __device__ __forceinline__ float derivative(float /*s*/, int /*row*/, int /*key*/) const {
+    return scale_;
+  }
+  // Where logit(s) == factor() * s with a positive factor, that factor: the exponential then
+  // absorbs it, and the products need no rewriting. Otherwise 0.
+  __device__ __forceinline__ float factor() const { return scale_log2_ > 0.f ? scale_log2_ : 0.f; }
+
+ private:
+  float scale_;
+  float scale_log2_;
+};
+
+// Running reference and sum of the rows of kRowTiles fragments of 16 rows. The reference is the row
+// maximum, but lazily: it moves only when a row has outgrown it by 2^8, because moving it means
+// rescaling the output, and 2^8 is harmless in every element type. Sums stay per thread until the
+// end. Logits are factor * s, in units of log 2.
+template <int kRowTiles>
+class OnlineSoftmax {
+ public:
+  __device__ __forceinline__ OnlineSoftmax() {
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        // So far down that the first visible key moves it, yet finite: (-inf) - (-inf) is NaN.
+        offset_[m][r] = 1e30f;
+        sum_[m][r] = 0.f;
+      }
+    }
+  }
+
+  // Looks at a new tile; multiplies the output so far if a reference moves.
+  template <int kBlocks, int kOutBlocks>
+  __device__ __forceinline__ void advance(const float (&s)[kRowTiles][kBlocks][4],
+                                          float (&o)[kRowTiles][kOutBlocks][4], float factor) {
+    float top[kRowTiles][2];
+    bool outgrown = false;
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float even = s[m][0][2 * r], odd = s[m][0][2 * r + 1];  // two chains halve the latency
+#pragma unroll
+        for (int n = 1; n < kBlocks; ++n) {
+          even = fmaxf(even, s[m][n][2 * r]);
+          odd = fmaxf(odd, s[m][n][2 * r + 1]);
+        }
+        float row_top = fmaxf(even, odd);
+        row_top = fmaxf(row_top, __shfl_xor_sync(~0u, row_top, 1));
+        row_top = fmaxf(row_top, __shfl_xor_sync(~0u, row_top, 2));
+        constexpr float kSlack = 8.f;
+        outgrown |= fmaf(row_top, factor, offset_[m][r]) > kSlack;
+        top[m][r] = row_top;
+      }
+    }
+    // One vote for the warp: the branch does not diverge.
+    if (!__any_sync(~0u, outgrown)) return;
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        // From the rounded offsets, as the exponentials use them: large logits stay consistent.
+        const float offset = fminf(offset_[m][r], -top[m][r] * factor);
+        const float correction = exp2_approx(offset - offset_[m][r]);
+        offset_[m][r] = offset;
+        sum_[m][r] *= correction;
+#pragma unroll
+        for (int n = 0; n < kOutBlocks; ++n) {
+          o[m][n][2 * r] *= correction;
+          o[m][n][2 * r + 1] *= correction;
+        }
+      }
+    }
+  }
+
+  // Turns one accumulator of products into probabilities relative to the reference.
+  __device__ __forceinline__ void exponentials(float (&s)[4], int m, float factor) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      s[i] = exp2_approx(fmaf(s[i], factor, offset_[m][i / 2]));
+      sum_[m][i / 2] += s[i];
+    }
+  }
+
+  // Over the whole row; the same in the four lanes that share it.
+  __device__ __forceinline__ float row_sum(int m, int r) const {
+    float sum = sum_[m][r];
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    sum += __shfl_xor_sync(~0u, sum, 2);
+    return sum;
+  }
+
+  // Natural logarithm of the row's sum of exponentials; -inf if it is 0.
+  __device__ __forceinline__ float lse(float row_sum, int m, int r) const {
+    return (log2f(row_sum) - offset_[m][r]) * kLn2;
+  }
+
+ private:
+  float offset_[kRowTiles][2];  // minus the reference, in units of log 2
+  float sum_[kRowTiles][2];
+};
+
+}  // namespace jaxflash
