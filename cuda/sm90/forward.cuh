@@ -1,0 +1,170 @@
+// Host side of the Hopper forward pass: which calls it takes, and the launch.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+
+#include "attention.h"
+#include "common/status.h"
+#include "sm90/forward_kernel.cuh"
+#include "sm90/tensor_map.h"
+#include "sm90/tile_config.h"
+
+namespace jaxflash::sm90 {
+
+namespace detail {
+
+// The operands of a call as TMA sees them.
+struct ForwardMaps {
+  BatchAxes batch;
+  MappedTensor q, k, v, out;
+};
+
+inline bool map_forward(const ForwardParams& params, ForwardMaps& maps) {
+  const Problem& problem = params.problem;
+  const Tensor* const tensors[4] = {&params.q, &params.k, &params.v, &params.out};
+  int64_t strides[4][kBatchDims];
+  if (!merge_batch_axes(problem, tensors, maps.batch, strides)) return false;
+  maps.q = map_tensor(params.q, problem.head_dim, problem.q_len, problem.q_heads, maps.batch,
+                      strides[0]);
+  maps.k = map_tensor(params.k, problem.head_dim, problem.kv_len, problem.kv_heads, maps.batch,
+                      strides[1]);
+  maps.v = map_tensor(params.v, problem.value_dim, problem.kv_len, problem.kv_heads, maps.batch,
+                      strides[2]);
+  maps.out = map_tensor(params.out, problem.value_dim, problem.q_len, problem.q_heads, maps.batch,
+                        strides[3]);
+  return mappable(maps.q) && mappable(maps.k) && mappable(maps.v) && mappable(maps.out);
+}
+
+inline int64_t batch_size(const Problem& problem) {
+  int64_t size = 1;
+  for (int axis = 0; axis < problem.num_batch_axes; ++axis) size *= problem.batch_extent[axis];
+  return size;
+}
+
+// Tiles of one call: their indices, and the rounds beyond the last, stay within 31 bits.
+inline constexpr int64_t kMaxTiles = int64_t{1} << 30;
+
+// The order of tiles. A mask that limits one side only makes the tiles of a head differ in length;
+// the longest then go first, so that the last ones to run are short.
+template <class Tile>
+TileOrder tile_order(const Problem& problem, int64_t batch) {
+  constexpr int kRows = 64 * Tile::kWarpGroups;
+  TileOrder order{};
+  order.q_tiles = (problem.q_len + kRows - 1) / kRows;
+  order.heads = static_cast<uint32_t>(batch * problem.q_heads);
+  const bool limited_left = problem.band.left < kUnlimited;
+  const bool limited_right = problem.band.right < kUnlimited;
+  if (limited_left == limited_right || order.q_tiles == 1) return order;
+  order.last_is_longest = limited_right;
+  // Keys and values of a section fit in the L2 (50 MB, shared with everything else), or else at
+  // most 16 heads are read at a time: their blocks run in step, so each key tile still comes from
+  // memory once a round.
+  constexpr int64_t kSectionBytes = 32 << 20;
+  constexpr int64_t kFewHeads = 16;
+  const int64_t bytes = int64_t{problem.kv_len} * (problem.head_dim + problem.value_dim) * 2;
+  const int64_t group = problem.q_heads / problem.kv_heads;
+  const int64_t fitting = kSectionBytes / std::max<int64_t>(bytes, 1) * group;
+  order.section_heads =
+      static_cast<uint32_t>(std::min<int64_t>(std::max(fitting, kFewHeads), order.heads));
+  return order;
+}
+
+// Lets the kernel use its shared memory on the current device, once for each device.
+template <class Traits>
+cudaError_t allow_shared_memory(const void* kernel, int device) {
+  static std::atomic<uint64_t> allowed{0};
+  const uint64_t bit = uint64_t{1} << (device % 64);
+  if (device < 64 && (allowed.load(std::memory_order_acquire) & bit) != 0) return cudaSuccess;
+  const cudaError_t error = cudaFuncSetAttribute(
+      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kSharedBytes);
+  if (error == cudaSuccess) allowed.fetch_or(bit, std::memory_order_release);
+  return error;
+}
+
+}  // namespace detail
+
+// Whether the kernel takes a call of these shapes and strides, given a head size that it has tiles
+// for. The order of dimensions does not matter, but every stride must be a multiple of 16 bytes.
+inline bool takes(const ForwardParams& params) {
+  const Problem& problem = params.problem;
+  if (problem.math != Math::kFloat16 && problem.math != Math::kBFloat16) return false;
+  if (problem.head_dim <= 0 || problem.head_dim % 8 != 0) return false;
+  if (problem.value_dim <= 0 || problem.value_dim % 8 != 0) return false;
+  // The running maximum is taken before the scale, so the scale must keep the order; 0 would turn
+  // masked logits into NaN.
+  if (!(problem.scale >= 1e-30f) || !std::isfinite(problem.scale)) return false;
+  const int64_t tiles = (int64_t{problem.q_len} + 127) / 128;
+  const int64_t heads = detail::batch_size(problem) * problem.q_heads;
+  if (heads != 0 && tiles >= detail::kMaxTiles / heads) return false;
+  detail::ForwardMaps maps;
+  return detail::map_forward(params, maps);
+}
+
+// Runs one tile configuration; `forward` below chooses it.
+template <Math kMath, class Tile>
+Status forward_with(const ForwardParams& params, cudaStream_t stream) {
+  using Traits = ForwardTraits<Tile, kMath>;
+  const Problem& problem = params.problem;
+  const int64_t batch = detail::batch_size(problem);
+  if (batch == 0 || problem.q_heads == 0 || problem.q_len == 0) return Status{};
+
+  detail::ForwardMaps maps;
+  if (!detail::map_forward(params, maps)) {
+    return error_status("the Hopper forward kernel does not take these strides: ask takes() first");
+  }
+  if (problem.kv_len == 0) maps.k = maps.v = maps.q;  // never read, but a map cannot be empty
+  if (encode_tiled() == nullptr) {
+    return error_status("the CUDA driver has no cuTensorMapEncodeTiled: update it");
+  }
+  constexpr char kDoing[] = "asking for the current GPU";
+  int device = 0;
+  int multiprocessors = 0;
+  if (Status status = cuda_status(cudaGetDevice(&device), kDoing); !status.ok()) return status;
+  cudaError_t error =
+      cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  if (Status status = cuda_status(error, kDoing); !status.ok()) return status;
+
+  ForwardArgs args{};
+  CUresult encoded = encode(args.q, maps.q, kMath, 64);
+  if (encoded == CUDA_SUCCESS) encoded = encode(args.k, maps.k, kMath, Tile::kKeys);
+  if (encoded == CUDA_SUCCESS) encoded = encode(args.v, maps.v, kMath, Tile::kKeys);
+  if (encoded == CUDA_SUCCESS) encoded = encode(args.out, maps.out, kMath, 64);
+  if (encoded != CUDA_SUCCESS) {
+    return error_status("cuTensorMapEncodeTiled failed with CUresult %d",
+                        static_cast<int>(encoded));
+  }
+  for (int axis = 0; axis < kBatchDims; ++axis) {
+    args.q_batch_step[axis] = maps.q.batch_step[axis];
+    args.k_batch_step[axis] = maps.k.batch_step[axis];
+    args.v_batch_step[axis] = maps.v.batch_step[axis];
+  }
+  args.inner_batch = static_cast<int32_t>(maps.batch.extent[0]);
+  args.order = detail::tile_order<Tile>(problem, batch);
+  args.problem = problem;
+  args.lse = params.lse;
+  constexpr float kLog2E = 1.44269504088896341f;
+  args.scale_log2 = problem.scale * kLog2E;
+
+  const auto kernel = forward_kernel<Traits, BandMask, ScaledScores>;
+  error = detail::allow_shared_memory<Traits>(reinterpret_cast<const void*>(kernel), device);
+  if (Status status = cuda_status(error, "reserving shared memory"); !status.ok()) return status;
+  cudaLaunchConfig_t config{};
+  const uint32_t tiles = args.order.q_tiles * args.order.heads;
+  config.gridDim = dim3(std::min<uint32_t>(tiles, multiprocessors));
+  config.blockDim = dim3(Traits::kThreads);
+  config.dynamicSmemBytes = Traits::kSharedBytes;
+  config.stream = stream;
+  return cuda_status(cudaLaunchKernelEx(&config, kernel, args), "launching the forward kernel");
+}
+
+// kHeadDim and kValueDim: a row of tile_config.h at least as large as the problem's head sizes.
+template <Math kMath, int kHeadDim, int kValueDim = kHeadDim>
+Status forward(const ForwardParams& params, cudaStream_t stream) {
+  return forward_with<kMath, typename ForwardTileFor<kHeadDim, kValueDim>::Type>(params, stream);
+}
+
+}  // namespace jaxflash::sm90

@@ -1,0 +1,511 @@
+// The forward kernel. A block walks over tiles of query rows; for each, K and V stream through
+// rings of shared-memory buffers.
+//
+//   warpgroups 0 ... kWarpGroups - 1   consumers: 64 query rows each, both products and the softmax
+//   last warpgroup, one warp each      loads Q, loads K, loads V, stores the output
+//
+// A consumer stages its output where its rows of Q lay, so a Q buffer is empty once the output has
+// left it. With two Q buffers the next tile streams in meanwhile.
+#pragma once
+
+#include "attention.h"
+#include "common/mask.cuh"
+#include "sm90/pipeline.cuh"
+#include "sm90/ptx.cuh"
+#include "sm90/scheduler.cuh"
+#include "sm90/softmax.cuh"
+#include "sm90/tile_config.h"
+#include "sm90/wgmma.cuh"
+
+namespace jaxflash::sm90 {
+
+struct ForwardArgs {
+  TensorMap q;    // boxes of 64 x 64 (rows x columns)
+  TensorMap k;    // boxes of kKeys x 64
+  TensorMap v;    // boxes of kKeys x 64
+  TensorMap out;  // boxes of 64 x 64
+  // What an index along each batch axis of the maps is multiplied with: 0 broadcasts.
+  int32_t q_batch_step[2];
+  int32_t k_batch_step[2];
+  int32_t v_batch_step[2];
+  int32_t inner_batch;  // extent of the fastest batch axis of the maps
+  TileOrder order;
+  Problem problem;
+  float* lse;
+  float scale_log2;
+};
+
+template <class Tile_, Math kMath_>
+struct ForwardTraits {
+  using Tile = Tile_;
+  static constexpr Math kMath = kMath_;
+
+  static constexpr int kWarpGroups = Tile::kWarpGroups;
+  static constexpr int kRows = 64 * kWarpGroups;
+  static constexpr int kThreads = 128 * (kWarpGroups + 1);
+  // A block can only redistribute what it is launched with: 4 x 128 or 3 x 168 registers.
+  static_assert(kWarpGroups == 2 || kWarpGroups == 3);
+  static constexpr int kConsumerRegisters = kWarpGroups == 3 ? 160 : 232;
+  static constexpr int kProducerRegisters = kWarpGroups == 3 ? 32 : 40;
+
+  // An operand lies in panels 64 elements (128 bytes) wide, each swizzled.
+  static constexpr int kPanelRowBytes = 128;
+  static constexpr int kPanels = (Tile::kHeadDim + 63) / 64;
+  static constexpr int kValuePanels = (Tile::kValueDim + 63) / 64;
+  static constexpr int kQPanelBytes = 64 * kPanelRowBytes;
+  static constexpr int kKeyPanelBytes = Tile::kKeys * kPanelRowBytes;
+  static constexpr int kQBytes = kPanels * kQPanelBytes;  // of one warpgroup
+  static constexpr int kKBytes = kPanels * kKeyPanelBytes;
+  static constexpr int kVBytes = kValuePanels * kKeyPanelBytes;
+
+  static_assert(Tile::kKeys % 16 == 0 && Tile::kKeys <= 256);
+  static_assert(Tile::kHeadDim % 16 == 0 && Tile::kValueDim % 16 == 0);
+  static_assert(Tile::kValueDim <= Tile::kHeadDim, "the output is staged in Q's buffer");
+
+  struct SharedMemory {
+    alignas(1024) uint8_t q[Tile::kQStages][kWarpGroups][kQBytes];
+    alignas(1024) uint8_t k[Tile::kStages][kKBytes];
+    alignas(1024) uint8_t v[Tile::kStages][kVBytes];
+    Barrier q_full[Tile::kQStages][kWarpGroups];   // Q has landed
+    Barrier o_full[Tile::kQStages][kWarpGroups];   // the output lies in Q's place
+    Barrier q_empty[Tile::kQStages][kWarpGroups];  // and has been read out
+    Barrier k_full[Tile::kStages];
+    Barrier k_empty[Tile::kStages];  // every consumer warp is through with it
+    Barrier v_full[Tile::kStages];
+    Barrier v_empty[Tile::kStages];
+    Barrier v_landed;  // a tile of V that the loader edits before it announces it
+    float pin[kWarpGroups * 128];
+  };
+  static constexpr int kSharedBytes = sizeof(SharedMemory);
+  static_assert(kSharedBytes <= 227 * 1024);
+};
+
+// A tile of query rows, and where its operands lie.
+struct Place {
+  __device__ __forceinline__ Place(const ForwardArgs& args, const QueryTile& tile, int tile_rows)
+      : batch(tile.head / args.problem.q_heads),
+        head(tile.head % args.problem.q_heads),
+        kv_head(head / (args.problem.q_heads / args.problem.kv_heads)),
+        inner(batch % args.inner_batch),
+        outer(batch / args.inner_batch),
+        first_row(tile.index * tile_rows) {}
+
+  int batch;
+  int head;
+  int kv_head;
+  int inner;
+  int outer;
+  int first_row;
+};
+
+// The tiles of kKeys keys that cover an interval of keys.
+template <int kKeys>
+__device__ __forceinline__ Interval key_tiles(Interval keys) {
+  if (keys.end <= keys.begin) return {0, 0};
+  return {keys.begin / kKeys, (keys.end + kKeys - 1) / kKeys};
+}
+
+// Keeps the compiler from reading accumulators before the wait that precedes this.
+template <int kElements>
+__device__ __forceinline__ void hold(float (&registers)[kElements]) {
+#pragma unroll
+  for (float& value : registers) asm volatile("" : "+f"(value)::"memory");
+}
+
+template <class Traits, class Mask, class Scores>
+struct Forward {
+  using Tile = typename Traits::Tile;
+  using SharedMemory = typename Traits::SharedMemory;
+  static constexpr int kKeys = Tile::kKeys;
+  static constexpr int kRows = Traits::kRows;
+  static constexpr int kWarpGroups = Traits::kWarpGroups;
+
+  __device__ __forceinline__ static Interval block_tiles(const Mask& mask, const Place& place) {
+    return key_tiles<kKeys>(mask.keys({place.first_row, place.first_row + kRows}));
+  }
+
+  // --- producers --------------------------------------------------------------------------------
+
+  __device__ __forceinline__ static void load_q(const ForwardArgs& args, SharedMemory& smem) {
+    if (threadIdx.x % 32 != 0) return;
+    Ring<Tile::kQStages> ring;
+    for (TileWalk walk(args.order); !walk.done(); walk.advance(), ring.advance()) {
+      const Place place(args, walk.tile(), kRows);
+#pragma unroll 1
+      for (int group = 0; group < kWarpGroups; ++group) {
+        Barrier& full = smem.q_full[ring.stage][group];
+        smem.q_empty[ring.stage][group].wait(ring.phase ^ 1);
+        full.arrive_expecting(Traits::kQBytes);
+#pragma unroll 1
+        for (int panel = 0; panel < Traits::kPanels; ++panel) {
+          const uint8_t* target = smem.q[ring.stage][group] + panel * Traits::kQPanelBytes;
+          tensor_load(shared_address(target), &args.q, full.address(), panel * 64,
+                      place.first_row + group * 64, place.head, place.inner * args.q_batch_step[0],
+                      place.outer * args.q_batch_step[1]);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ static void load_k(const ForwardArgs& args, SharedMemory& smem) {
+    if (threadIdx.x % 32 != 0) return;
+    Ring<Tile::kStages> ring;
+    for (TileWalk walk(args.order); !walk.done(); walk.advance()) {
+      const Place place(args, walk.tile(), kRows);
+      const Interval tiles = block_tiles(Mask(args.problem, place.batch), place);
+      for (int tile = tiles.end - 1; tile >= tiles.begin; --tile, ring.advance()) {
+        Barrier& full = smem.k_full[ring.stage];
+        smem.k_empty[ring.stage].wait(ring.phase ^ 1);
+        full.arrive_expecting(Traits::kKBytes);
+#pragma unroll 1
+        for (int panel = 0; panel < Traits::kPanels; ++panel) {
+          const uint8_t* target = smem.k[ring.stage] + panel * Traits::kKeyPanelBytes;
+          tensor_load(shared_address(target), &args.k, full.address(), panel * 64, tile * kKeys,
+                      place.kv_head, place.inner * args.k_batch_step[0],
+                      place.outer * args.k_batch_step[1]);
+        }
+      }
+    }
+  }
+
+  // The whole warp: a tile that reaches past the keys which the sequence sees, inside the array, is
+  // cleaned before it is announced, because a probability of 0 times NaN would be NaN.
+  __device__ __forceinline__ static void load_v(const ForwardArgs& args, SharedMemory& smem) {
+    const int lane = threadIdx.x % 32;
+    Ring<Tile::kStages> ring;
+    uint32_t landed_phase = 0;
+    for (TileWalk walk(args.order); !walk.done(); walk.advance()) {
+      const Place place(args, walk.tile(), kRows);
+      const Mask mask(args.problem, place.batch);
+      const Interval seen = mask.keys({0, mask.q_len()});
+      const Interval tiles = block_tiles(mask, place);
+      for (int tile = tiles.end - 1; tile >= tiles.begin; --tile, ring.advance()) {
+        const int first_key = tile * kKeys;
+        const bool cut =
+            first_key < seen.begin || min(first_key + kKeys, args.problem.kv_len) > seen.end;
+        Barrier& landed = cut ? smem.v_landed : smem.v_full[ring.stage];
+        smem.v_empty[ring.stage].wait(ring.phase ^ 1);
+        const uint8_t* target = smem.v[ring.stage];
+        if (lane == 0) {
+          landed.arrive_expecting(Traits::kVBytes);
+#pragma unroll 1
+          for (int panel = 0; panel < Traits::kValuePanels; ++panel) {
+            tensor_load(shared_address(target + panel * Traits::kKeyPanelBytes), &args.v,
+                        landed.address(), panel * 64, first_key, place.kv_head,
+                        place.inner * args.v_batch_step[0], place.outer * args.v_batch_step[1]);
+          }
+        }
+        // No lane may fall a whole round of the ring behind: it would misread the parity.
+        __syncwarp();
+        if (!cut) continue;
+        landed.wait(landed_phase);
+        landed_phase ^= 1;
+        // Swizzling moves 16-byte pieces inside a row of a panel only.
+        constexpr int kPieces = Traits::kPanelRowBytes / 16;
+#pragma unroll 1
+        for (int piece = lane; piece < Traits::kVBytes / 16; piece += 32) {
+          const int key = first_key + piece / kPieces % kKeys;
+          if (key >= seen.begin && key < seen.end) continue;
+          store_shared_zero(shared_address(target + piece * 16));
+        }
+        fence_proxy_async();
+        __syncwarp();
+        if (lane == 0) smem.v_full[ring.stage].arrive();
+      }
+    }
+  }
+
+  __device__ __forceinline__ static void store_out(const ForwardArgs& args, SharedMemory& smem) {
+    if (threadIdx.x % 32 != 0) return;
+    Ring<Tile::kQStages> ring;
+    for (TileWalk walk(args.order); !walk.done(); walk.advance(), ring.advance()) {
+      const Place place(args, walk.tile(), kRows);
+#pragma unroll 1
+      for (int group = 0; group < kWarpGroups; ++group) {
+        smem.o_full[ring.stage][group].wait(ring.phase);
+#pragma unroll 1
+        for (int panel = 0; panel * 64 < args.problem.value_dim; ++panel) {
+          const uint8_t* source = smem.q[ring.stage][group] + panel * Traits::kQPanelBytes;
+          tensor_store(&args.out, shared_address(source), panel * 64, place.first_row + group * 64,
+                       place.head, place.inner, place.outer);
+        }
+        bulk_commit_group();
+        bulk_wait_group_read<0>();
+        smem.q_empty[ring.stage][group].arrive();
+      }
+    }
+  }
+
+  // --- consumers --------------------------------------------------------------------------------
+
+  // The warpgroups issue their products in turn, one turn for every tile of the block: left alone
+  // they fall into step, and the matrix units idle while all of them work on a softmax.
+  __device__ __forceinline__ static void take_turn(int group) {
+    if constexpr (Tile::kTurns) named_barrier_sync(kFirstTurn + group, 256);
+  }
+  __device__ __forceinline__ static void pass_turn(int group) {
+    if constexpr (Tile::kTurns) {
+      named_barrier_arrive(kFirstTurn + (group + 1 == kWarpGroups ? 0 : group + 1), 256);
+    }
+  }
+
+  // s = Q K^T of one tile, in flight on return.
+  __device__ __forceinline__ static void issue_scores(float (&s)[kKeys / 2], uint64_t q,
+                                                      uint64_t k) {
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < Tile::kHeadDim / 16; ++step) {
+      const int panel = step / 4;
+      const int inside = step % 4 * 32;  // bytes of 16 columns
+      Wgmma<kKeys>::template ss<Traits::kMath, 0, 0>(
+          s, q + descriptor_step(panel * Traits::kQPanelBytes + inside),
+          k + descriptor_step(panel * Traits::kKeyPanelBytes + inside), step != 0);
+    }
+    wgmma_commit();
+  }
+
+  // o += P V of one tile, in flight on return.
+  __device__ __forceinline__ static void issue_values(float (&o)[Tile::kValueDim / 2],
+                                                      const uint32_t (&p)[kKeys / 4], uint64_t v) {
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kKeys / 16; ++step) {
+      Wgmma<Tile::kValueDim>::template rs<Traits::kMath, 1>(
+          o, p + 4 * step, v + descriptor_step(step * 16 * Traits::kPanelRowBytes), 1);
+    }
+    wgmma_commit();
+  }
+
+  __device__ __forceinline__ static void consume(const ForwardArgs& args, SharedMemory& smem,
+                                                 int group) {
+    const int thread = threadIdx.x % 128;
+    const int lane = thread % 32;
+    const Scores scores{args.scale_log2};
+    const uint64_t q_base = wgmma_descriptor(shared_address(smem.q[0][group]), 16, 1024);
+    const uint64_t k_base = wgmma_descriptor(shared_address(smem.k[0]), 16, 1024);
+    const uint64_t v_base =
+        wgmma_descriptor(shared_address(smem.v[0]), Traits::kKeyPanelBytes, 1024);
+    const uint32_t pin = shared_address(&smem.pin[threadIdx.x]);
+
+    Ring<Tile::kQStages> q_ring;
+    Ring<Tile::kStages> k_ring;
+    Ring<Tile::kStages> v_ring;
+    // One arrival a warp: a warp's wait covers its own part of a product only.
+    const auto release_k = [&] {
+      if (lane == 0) smem.k_empty[k_ring.stage].arrive();
+      k_ring.advance();
+    };
+    const auto release_v = [&] {
+      if (lane == 0) smem.v_empty[v_ring.stage].arrive();
+      v_ring.advance();
+    };
+    const auto wait_k = [&] { smem.k_full[k_ring.stage].wait(k_ring.phase); };
+    const auto wait_v = [&] { smem.v_full[v_ring.stage].wait(v_ring.phase); };
+    const auto k_tile = [&] { return k_base + k_ring.stage * descriptor_step(Traits::kKBytes); };
+    const auto v_tile = [&] { return v_base + v_ring.stage * descriptor_step(Traits::kVBytes); };
+
+    if (group == kWarpGroups - 1) pass_turn(group);  // the first turn is the first warpgroup's
+    for (TileWalk walk(args.order); !walk.done(); walk.advance(), q_ring.advance()) {
+      const Place place(args, walk.tile(), kRows);
+      const Mask mask(args.problem, place.batch);
+      const int group_row = place.first_row + group * 64;
+      const int row = group_row + Fragment::row(thread);
+      // Rows past the sequence are computed unmasked and dropped at the end.
+      const Interval rows = {group_row, min(group_row + 64, mask.q_len())};
+      const Interval all = block_tiles(mask, place);
+      Interval own = key_tiles<kKeys>(mask.keys(rows));
+      if (own.begin >= own.end) own = {all.begin, all.begin};
+
+      float s[kKeys / 2];
+      uint32_t p[kKeys / 4];
+      float o[Tile::kValueDim / 2];
+      OnlineSoftmax<kKeys / 2> softmax;
+      softmax.reset();
+#pragma unroll
+      for (float& value : o) value = 0.f;
+
+      // Tiles that other warpgroups of the block need and this one does not.
+      int tile = all.end - 1;
+      const auto skip_to = [&](int end) {
+        for (; tile >= end; --tile) {
+          wait_k();
+          release_k();
+          wait_v();
+          release_v();
+          take_turn(group);
+          pass_turn(group);
+        }
+      };
+      const auto pack_tile = [&] {
+#pragma unroll
+        for (int i = 0; i < kKeys / 4; ++i) p[i] = pack<Traits::kMath>(s[2 * i], s[2 * i + 1]);
+      };
+      // s becomes probabilities; true when o has to be rescaled.
+      const auto normalize = [&] {
+        const int key = tile * kKeys + Fragment::column(thread);
+        scores.on_scores(s, row, key);
+        if (!mask.full(rows, {tile * kKeys, tile * kKeys + kKeys})) apply_mask(s, mask, row, key);
+        const bool rescale = softmax.advance(s, scores.scale_log2);
+#pragma unroll
+        for (int i = 0; i < kKeys / 2; ++i) {
+          s[i] = scores.on_probability(softmax.exponential(s[i], i, scores.scale_log2),
+                                       row + 8 * Fragment::lower(i), key + Fragment::column_of(i));
+          // p is free here unless P V is still reading it.
+          if (Tile::kOverlap == Overlap::kNone && i % 2 == 1) {
+            p[i / 2] = pack<Traits::kMath>(s[i - 1], s[i]);
+          }
+        }
+        return rescale;
+      };
+      const auto rescale_output = [&] {
+#pragma unroll
+        for (int i = 0; i < Tile::kValueDim / 2; ++i) {
+          o[i] *= softmax.correction(Fragment::lower(i));
+        }
+      };
+
+      smem.q_full[q_ring.stage][group].wait(q_ring.phase);
+      const uint64_t q = q_base + q_ring.stage * descriptor_step(kWarpGroups * Traits::kQBytes);
+      skip_to(own.end);
+      if (own.begin < own.end) {
+        wait_k();
+        take_turn(group);
+        issue_scores(s, q, k_tile());
+        pass_turn(group);
+        wgmma_wait<0>();
+        hold(s);
+        release_k();
+        normalize();  // o is still 0
+        if (Tile::kOverlap != Overlap::kNone) pack_tile();
+        while (--tile >= own.begin) {
+          wait_k();
+          wait_v();
+          take_turn(group);
+          if constexpr (Tile::kOverlap == Overlap::kNone) {
+            issue_values(o, p, v_tile());
+            issue_scores(s, q, k_tile());
+            pass_turn(group);
+            wgmma_wait<0>();
+            hold(s);
+            hold(o);
+            release_v();
+            release_k();
+            if (normalize()) rescale_output();
+          } else {
+            issue_scores(s, q, k_tile());
+            issue_values(o, p, v_tile());
+            pass_turn(group);
+            wgmma_wait<1>();
+            hold(s);
+            release_k();
+            const bool rescale = normalize();
+            // ptxas would move the wait above the exponentials; a store of what depends on all of
+            // them cannot follow it.
+            store_shared_volatile(pin, softmax.sum_of_sums());
+            wgmma_wait<0>();
+            hold(o);
+            release_v();
+            pack_tile();
+            if (rescale) rescale_output();
+          }
+        }
+        wait_v();
+        issue_values(o, p, v_tile());
+        wgmma_wait<0>();
+        hold(o);
+        release_v();
+      }
+      skip_to(all.begin);
+
+      // A row without a visible key has the sum 0: its output is 0, whatever V holds.
+      bool empty[2];
+      float inverse[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float sum = softmax.row_sum(r);
+        empty[r] = sum == 0.f || row + 8 * r >= mask.q_len();
+        inverse[r] = 1.f / sum;
+        if (lane % 4 == 0 && row + 8 * r < args.problem.q_len) {
+          const int64_t position = int64_t{place.batch} * args.problem.q_len + row + 8 * r;
+          args.lse[position * args.problem.q_heads + place.head] =
+              empty[r] ? -INFINITY : softmax.lse(sum, r);
+        }
+      }
+      // Q's rows may be overwritten once all four warps are through with them.
+      named_barrier_sync(kFirstWarpGroup + group, 128);
+      const uint32_t staged = shared_address(smem.q[q_ring.stage][group]);
+      const int staged_row = thread / 32 * 16 + lane % 16;
+#pragma unroll
+      for (int column = 0; column < Tile::kValueDim; column += 16) {
+        uint32_t packed[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int r = i % 2;
+          const int element = column / 2 + 2 * i;
+          packed[i] = pack<Traits::kMath>(empty[r] ? 0.f : o[element] * inverse[r],
+                                          empty[r] ? 0.f : o[element + 1] * inverse[r]);
+        }
+        const int piece = column % 64 / 8 + lane / 16;
+        stmatrix_x4(staged + column / 64 * Traits::kQPanelBytes +
+                        staged_row * Traits::kPanelRowBytes + (piece ^ staged_row % 8) * 16,
+                    packed);
+      }
+      fence_proxy_async();
+      smem.o_full[q_ring.stage][group].arrive();
+    }
+    if (group == 0) take_turn(group);  // nobody leaves an arrival behind
+  }
+};
+
+template <class Traits, class Mask, class Scores>
+__global__ void __launch_bounds__(Traits::kThreads, 1)
+    forward_kernel(const __grid_constant__ ForwardArgs args) {
+  using Roles = Forward<Traits, Mask, Scores>;
+  using Tile = typename Traits::Tile;
+  extern __shared__ __align__(1024) uint8_t shared_bytes[];
+  auto& smem = *reinterpret_cast<typename Traits::SharedMemory*>(shared_bytes);
+
+  // Through a shuffle the compiler knows it to be the same in the whole warp.
+  const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
+  if (threadIdx.x == 0) {
+    prefetch_tensor_map(&args.q);
+    prefetch_tensor_map(&args.k);
+    prefetch_tensor_map(&args.v);
+    prefetch_tensor_map(&args.out);
+    for (int stage = 0; stage < Tile::kQStages; ++stage) {
+      for (int g = 0; g < Traits::kWarpGroups; ++g) {
+        smem.q_full[stage][g].init(1);
+        smem.o_full[stage][g].init(128);
+        smem.q_empty[stage][g].init(1);
+      }
+    }
+    for (int stage = 0; stage < Tile::kStages; ++stage) {
+      smem.k_full[stage].init(1);
+      smem.k_empty[stage].init(4 * Traits::kWarpGroups);
+      smem.v_full[stage].init(1);
+      smem.v_empty[stage].init(4 * Traits::kWarpGroups);
+    }
+    smem.v_landed.init(1);
+    fence_mbarrier_init();
+  }
+  __syncthreads();
+
+  if (group < Traits::kWarpGroups) {
+    setmaxnreg_inc<Traits::kConsumerRegisters>();
+    Roles::consume(args, smem, group);
+    return;
+  }
+  setmaxnreg_dec<Traits::kProducerRegisters>();
+  switch (threadIdx.x / 32 % 4) {
+    case 0:
+      return Roles::load_q(args, smem);
+    case 1:
+      return Roles::load_k(args, smem);
+    case 2:
+      return Roles::load_v(args, smem);
+    default:
+      return Roles::store_out(args, smem);
+  }
+}
+
+}  // namespace jaxflash::sm90

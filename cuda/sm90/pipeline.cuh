@@ -1,0 +1,47 @@
+// How the roles of a block hand tiles to one another.
+#pragma once
+
+#include "sm90/ptx.cuh"
+
+namespace jaxflash::sm90 {
+
+// Hardware barriers. Everything else is announced through mbarriers in shared memory.
+enum NamedBarrier : int {
+  kWholeBlock = 0,      // what __syncthreads uses
+  kFirstWarpGroup = 1,  // one for each consumer warpgroup: its four warps meet
+  kFirstTurn = 4,       // one for each consumer warpgroup: it may issue its products
+};
+
+// An mbarrier in shared memory, named by the fact that its completed phase announces.
+struct Barrier {
+  uint64_t state;
+
+  __device__ __forceinline__ uint32_t address() const { return shared_address(&state); }
+  __device__ __forceinline__ void init(int arrivals) { mbarrier_init(address(), arrivals); }
+  __device__ __forceinline__ void arrive() { mbarrier_arrive(address()); }
+  // Arrives once, and holds the phase open until TMA has delivered `bytes`.
+  __device__ __forceinline__ void arrive_expecting(int bytes) {
+    mbarrier_arrive_expect_tx(address(), bytes);
+  }
+  __device__ __forceinline__ void wait(uint32_t parity) const {
+    while (!mbarrier_try_wait_parity(address(), parity)) {
+    }
+  }
+};
+
+// Position in a ring of kStages buffers. The `full` barrier of the current stage completes with
+// parity `phase`; its `empty` barrier is free for the first round, hence `phase ^ 1`.
+template <int kStages>
+struct Ring {
+  int stage = 0;
+  uint32_t phase = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+}  // namespace jaxflash::sm90

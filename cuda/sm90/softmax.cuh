@@ -1,0 +1,129 @@
+// From a tile of products to probabilities, on the accumulator fragments of one warpgroup.
+#pragma once
+
+#include "common/mask.cuh"
+#include "sm90/ptx.cuh"
+
+namespace jaxflash::sm90 {
+
+// Where the accumulator of m64nN lies: thread t of a warpgroup holds, for every group of 8 columns,
+// two neighbouring columns of row t / 32 * 16 + t % 32 / 4 and the same of the row 8 below.
+struct Fragment {
+  __device__ __forceinline__ static int row(int thread) {
+    return thread / 32 * 16 + thread % 32 / 4;
+  }
+  __device__ __forceinline__ static int column(int thread) { return thread % 4 * 2; }
+  // Of element i, relative to the thread's first row and column.
+  __device__ __forceinline__ static constexpr int lower(int i) { return (i >> 1) & 1; }
+  __device__ __forceinline__ static constexpr int column_of(int i) {
+    return (i >> 2) * 8 + (i & 1);
+  }
+};
+
+// The step from products to logits and on to probabilities. A policy may rewrite the products
+// before the mask and the scale (bias, soft cap), and the probabilities after they have been summed
+// (dropout). `row` and `key` are those of the thread's first element; see Fragment.
+struct ScaledScores {
+  float scale_log2;  // from what on_scores leaves to logits in units of log 2; positive
+
+  template <int kElements>
+  __device__ __forceinline__ void on_scores(float (&)[kElements], int /*row*/, int /*key*/) const {}
+  __device__ __forceinline__ float on_probability(float p, int /*row*/, int /*key*/) const {
+    return p;
+  }
+};
+
+// Only tiles at the edge of the mask come here.
+template <int kElements, class Mask>
+__device__ __forceinline__ void apply_mask(float (&s)[kElements], const Mask& mask, int row,
+                                           int key) {
+#pragma unroll
+  for (int i = 0; i < kElements; ++i) {
+    const bool visible = mask.visible(row + 8 * Fragment::lower(i), key + Fragment::column_of(i));
+    s[i] = visible ? s[i] : -INFINITY;
+  }
+}
+
+// Running maximum and sum of the thread's two rows. The maximum is lazy: the reference only moves
+// once a row has outgrown it by 2^8, because moving it means rescaling the output. The sums stay
+// per thread until the end.
+template <int kElements>
+class OnlineSoftmax {
+ public:
+  __device__ __forceinline__ void reset() {
+    // So far down that the first visible key moves it, yet finite: -inf - (-inf) is not a number.
+    offset_[0] = offset_[1] = 1e30f;
+#pragma unroll
+    for (float& sum : sum_) sum = 0.f;
+  }
+
+  // Looks at a new tile; true when the output so far must be multiplied by correction(). One vote
+  // for the warp, so that the branch around the multiplications does not diverge.
+  __device__ __forceinline__ bool advance(const float (&s)[kElements], float scale_log2) {
+    // Two chains a row halve the latency.
+    float partial[4] = {s[0], s[2], s[4], s[6]};
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) {
+      float& top = partial[(i >> 1) & 3];
+      top = fmaxf(top, s[i]);
+    }
+    float top[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      top[r] = fmaxf(partial[r], partial[r + 2]);
+      top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 1));
+      top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 2));
+    }
+    constexpr float kSlack = 8.f;
+    const bool outgrown = fmaf(top[0], scale_log2, offset_[0]) > kSlack ||
+                          fmaf(top[1], scale_log2, offset_[1]) > kSlack;
+    const bool rescale = __any_sync(~0u, outgrown);
+    if (rescale) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        // From the rounded offsets, as the exponentials use them: large logits stay consistent.
+        const float offset = fminf(offset_[r], -top[r] * scale_log2);
+        correction_[r] = exp2_approx(offset - offset_[r]);
+        offset_[r] = offset;
+        sum_[r] *= correction_[r];
+        sum_[r + 2] *= correction_[r];
+      }
+    }
+    return rescale;
+  }
+
+  __device__ __forceinline__ float correction(int lower) const { return correction_[lower]; }
+
+  // The probability of element i, relative to the reference.
+  __device__ __forceinline__ float exponential(float s, int i, float scale_log2) {
+    const float p = exp2_approx(fmaf(s, scale_log2, offset_[Fragment::lower(i)]));
+    sum_[Fragment::lower(i) + 2 * (i & 1)] += p;
+    return p;
+  }
+
+  // Depends on every exponential so far.
+  __device__ __forceinline__ float sum_of_sums() const {
+    return (sum_[0] + sum_[1]) + (sum_[2] + sum_[3]);
+  }
+
+  // Over the whole row; the same in the four threads that share it.
+  __device__ __forceinline__ float row_sum(int lower) const {
+    float sum = sum_[lower] + sum_[lower + 2];
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    sum += __shfl_xor_sync(~0u, sum, 2);
+    return sum;
+  }
+
+  // Natural logarithm of the row's sum of exponentials.
+  __device__ __forceinline__ float lse(float row_sum, int lower) const {
+    constexpr float kLn2 = 0.693147180559945f;
+    return (log2_approx(row_sum) - offset_[lower]) * kLn2;
+  }
+
+ private:
+  float offset_[2];  // minus the reference, in units of log 2
+  float sum_[4];     // even and odd columns apart
+  float correction_[2];
+};
+
+}  // namespace jaxflash::sm90

@@ -1,0 +1,122 @@
+// Host side of TMA: which arrays it can read and write in place, and the maps that describe them.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "attention.h"
+#include "sm90/ptx.cuh"
+
+namespace jaxflash::sm90 {
+
+// Axes of a tensor map beside head size, length and heads.
+inline constexpr int kBatchDims = 2;
+
+// The batch axes of a call, merged across all of its tensors; index 0 is the fastest axis.
+struct BatchAxes {
+  int count = 0;
+  int64_t extent[kBatchDims] = {1, 1};
+};
+
+// One tensor over merged batch axes, in elements. An axis that the tensor does not have (stride 0)
+// gets extent 1 here, and `step` 0: what the axis' index is multiplied with.
+struct MappedTensor {
+  void* data;
+  int64_t extent[5];  // head size, length, heads, batch axes
+  int64_t stride[5];  // stride[0] is 1
+  int32_t batch_step[kBatchDims];
+};
+
+// Merges the batch axes that are contiguous in every tensor alike; false when more than kBatchDims
+// remain. strides[t][axis] are those of tensor t over the merged axes.
+template <int kTensors>
+inline bool merge_batch_axes(const Problem& problem, const Tensor* const (&tensors)[kTensors],
+                             BatchAxes& merged, int64_t (&strides)[kTensors][kBatchDims]) {
+  merged = BatchAxes{};
+  for (auto& row : strides) row[0] = row[1] = 0;
+  for (int axis = problem.num_batch_axes - 1; axis >= 0; --axis) {
+    const int64_t extent = problem.batch_extent[axis];
+    if (extent == 1) continue;
+    const int last = merged.count - 1;
+    bool continues = last >= 0;
+    for (int t = 0; t < kTensors && continues; ++t) {
+      continues = tensors[t]->batch_stride[axis] == strides[t][last] * merged.extent[last];
+    }
+    if (continues) {
+      merged.extent[last] *= extent;
+      continue;
+    }
+    if (merged.count == kBatchDims) return false;
+    for (int t = 0; t < kTensors; ++t) strides[t][merged.count] = tensors[t]->batch_stride[axis];
+    merged.extent[merged.count++] = extent;
+  }
+  return true;
+}
+
+inline MappedTensor map_tensor(const Tensor& tensor, int64_t head_size, int64_t length,
+                               int64_t heads, const BatchAxes& batch,
+                               const int64_t (&batch_stride)[kBatchDims]) {
+  MappedTensor mapped{tensor.data,
+                      {head_size, length, heads, 1, 1},
+                      {1, tensor.seq_stride, tensor.head_stride, 0, 0},
+                      {0, 0}};
+  for (int axis = 0; axis < kBatchDims; ++axis) {
+    if (batch_stride[axis] == 0) continue;
+    mapped.extent[3 + axis] = batch.extent[axis];
+    mapped.stride[3 + axis] = batch_stride[axis];
+    mapped.batch_step[axis] = 1;
+  }
+  return mapped;
+}
+
+// TMA wants a base and strides that are multiples of 16 bytes (16-bit elements here), strides below
+// 2^40 bytes, and 32-bit coordinates.
+inline bool mappable(const MappedTensor& tensor) {
+  if (reinterpret_cast<uintptr_t>(tensor.data) % 16 != 0) return false;
+  for (int axis = 0; axis < 5; ++axis) {
+    if (tensor.extent[axis] > INT32_MAX - 256) return false;
+    if (axis == 0 || tensor.extent[axis] <= 1) continue;
+    if (tensor.stride[axis] <= 0 || tensor.stride[axis] % 8 != 0) return false;
+    if (tensor.stride[axis] >= int64_t{1} << 39) return false;
+  }
+  return true;
+}
+
+using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
+
+// The driver's function, looked up once so that the library does not link against the driver.
+inline EncodeTiled encode_tiled() {
+  static const EncodeTiled function = [] {
+    void* entry = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry,
+                                                               12000, cudaEnableDefault, &found);
+    const bool ok = error == cudaSuccess && found == cudaDriverEntryPointSuccess;
+    return ok ? reinterpret_cast<EncodeTiled>(entry) : nullptr;
+  }();
+  return function;
+}
+
+// Map whose boxes are 64 elements (128 bytes, swizzled) by `box_length` positions of one head.
+inline CUresult encode(TensorMap& map, const MappedTensor& tensor, Math math, int box_length) {
+  static_assert(sizeof(TensorMap) == sizeof(CUtensorMap));
+  cuuint64_t extents[5];
+  cuuint64_t strides[4];  // bytes, of axes 1 to 4
+  for (int axis = 0; axis < 5; ++axis) extents[axis] = tensor.extent[axis];
+  for (int axis = 1; axis < 5; ++axis) {
+    // The stride of a single element is never used, but has to look right.
+    strides[axis - 1] = tensor.extent[axis] > 1 ? tensor.stride[axis] * 2 : 16;
+  }
+  const cuuint32_t box[5] = {64, static_cast<cuuint32_t>(box_length), 1, 1, 1};
+  const cuuint32_t element_strides[5] = {1, 1, 1, 1, 1};
+  return encode_tiled()(
+      reinterpret_cast<CUtensorMap*>(&map),
+      math == Math::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+      5, tensor.data, extents, strides, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+}
+
+}  // namespace jaxflash::sm90

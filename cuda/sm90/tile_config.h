@@ -1,0 +1,96 @@
+// Tiles of the forward kernel: one row for each pair of head sizes, with its reason.
+#pragma once
+
+namespace jaxflash::sm90 {
+
+// What a consumer warpgroup has in flight while it works on the softmax of a tile.
+enum class Overlap {
+  kNone,    // P V of the previous tile and Q K^T of this one are issued together and awaited;
+            // the other warpgroups keep the matrix units busy during the softmax
+  kValues,  // P V of the previous tile runs during the softmax of this one
+};
+
+// kHeadDim and kValueDim are the largest sizes of query/key and value heads that the row takes;
+// smaller heads are filled up with zeros by TMA.
+template <int kHeadDim_, int kValueDim_, int kWarpGroups_, int kKeys_, int kStages_, int kQStages_,
+          Overlap kOverlap_, bool kTurns_>
+struct ForwardTile {
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kValueDim = kValueDim_;
+  static constexpr int kWarpGroups = kWarpGroups_;  // consumers, 64 query rows each
+  static constexpr int kKeys = kKeys_;              // keys of a tile
+  static constexpr int kStages = kStages_;          // buffers of K, and of V
+  static constexpr int kQStages = kQStages_;        // buffers of Q (and of the output)
+  static constexpr Overlap kOverlap = kOverlap_;
+  static constexpr bool kTurns = kTurns_;  // warpgroups issue their products in turn
+};
+
+template <int kHeadDim, int kValueDim>
+struct ForwardTileFor;
+
+// 192 query rows ask the L2 for 21 bytes a clock; 128 would ask for 32, close to what it gives. The
+// exponentials take as long as the products at this head size: hide them under P V.
+template <>
+struct ForwardTileFor<64, 64> {
+  using Type = ForwardTile<64, 64, 3, 128, 4, 2, Overlap::kValues, false>;
+};
+
+// Three warpgroups leave 160 registers a thread: 80 keys need 150, 96 need 162.
+template <>
+struct ForwardTileFor<128, 128> {
+  using Type = ForwardTile<128, 128, 3, 80, 3, 2, Overlap::kNone, false>;
+};
+
+// The output accumulator takes 128 registers, so two warpgroups; two stages of 80 keys and one Q
+// fill the shared memory.
+template <>
+struct ForwardTileFor<256, 256> {
+  using Type = ForwardTile<256, 256, 2, 80, 2, 1, Overlap::kValues, false>;
+};
+
+// --- backward -----------------------------------------------------------------------------------
+
+// Which way round the backward kernel computes scores.
+enum class ScoreLayout {
+  kKeysAsRows,     // s^T = K Q^T: p^T and ds^T feed dv and dk out of registers
+  kQueriesAsRows,  // s = Q K^T: p and ds pass through shared memory; dv and dk come transposed
+};
+
+// The head sizes as in ForwardTile. Two consumer warpgroups in every row.
+template <int kHeadDim_, int kValueDim_, int kRows_, int kKeys_, int kQStages_, int kDoutStages_,
+          ScoreLayout kLayout_, bool kEarlyValues_ = false>
+struct BackwardTile {
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kValueDim = kValueDim_;
+  static constexpr int kRows = kRows_;              // queries of a step
+  static constexpr int kKeys = kKeys_;              // keys of a block
+  static constexpr int kQStages = kQStages_;        // buffers of q and lse
+  static constexpr int kDoutStages = kDoutStages_;  // buffers of dout and delta
+  static constexpr ScoreLayout kLayout = kLayout_;
+  // dv's product runs beside the computation of ds (true), or beside the exchange of ds (false).
+  static constexpr bool kEarlyValues = kEarlyValues_;
+};
+
+template <int kHeadDim, int kValueDim>
+struct BackwardTileFor;
+
+// A step of 128 x 128 writes 32 KB of dq for 10.5 MFLOP: at 3.85 TB/s adds allow 1232 TFLOP/s.
+template <>
+struct BackwardTileFor<64, 64> {
+  using Type = BackwardTile<64, 64, 128, 128, 2, 2, ScoreLayout::kKeysAsRows>;
+};
+
+// dk and dv take 128 registers a thread, which leaves room for the scores of 64 rows.
+template <>
+struct BackwardTileFor<128, 128> {
+  using Type = BackwardTile<128, 128, 64, 128, 2, 2, ScoreLayout::kKeysAsRows>;
+};
+
+// dk and dv of 80 keys take 160 registers a thread. More keys mean fewer adds to dq, which bind at
+// this head size: 80 allow 770 TFLOP/s, 64 allow 616.
+template <>
+struct BackwardTileFor<256, 256> {
+  using Type = BackwardTile<256, 256, 64, 80, 2, 1, ScoreLayout::kQueriesAsRows>;
+};
+
+}  // namespace jaxflash::sm90
