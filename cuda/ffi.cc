@@ -47,6 +47,8 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jaxflash::Attributes, ffi::StructMember<fl
 namespace jaxflash {
 namespace {
 
+#ifdef JAXFLASH_WITH_KERNELS
+
 int32_t clamp_side(int64_t side) {
   return static_cast<int32_t>(std::min<int64_t>(std::max<int64_t>(side, -kMaxLength), kUnlimited));
 }
@@ -206,8 +208,6 @@ ffi::Error describe(const Attributes& attributes, ffi::AnyBuffer q, ffi::AnyBuff
 }
 
 // ---- Handlers -----------------------------------------------------------------------------------
-
-#ifdef JAXFLASH_WITH_KERNELS
 
 ffi::Error forward(CUstream_st* stream, Attributes attributes, ffi::AnyBuffer q, ffi::AnyBuffer k,
                    ffi::AnyBuffer v, ffi::RemainingArgs optional, ffi::Result<ffi::AnyBuffer> out,

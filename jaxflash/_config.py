@@ -1,0 +1,95 @@
+"""What this installation was built with and what it finds on this machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import jax
+import jaxlib.version
+
+from jaxflash import _ffi
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """One compiled kernel: it takes head sizes up to `head_dim`."""
+
+    family: str  # "sm80": every GPU from Ampere on; "sm90": Hopper
+    pass_: str  # "forward", "backward"
+    math: str  # "float16", "bfloat16", "tf32", "float32"
+    head_dim: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """A GPU of this machine."""
+
+    name: str
+    compute_capability: tuple[int, int]
+    shared_memory_per_block: int  # bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Printed by `show_config`."""
+
+    version: str
+    jax_version: str
+    jaxlib_version: str
+    ffi_api_version: tuple[int, int]  # of XLA's headers that the handlers were compiled with
+    kernels: bool
+    build_info: str  # versions of nvcc and ptxas, architectures; "" without kernels
+    variants: tuple[Variant, ...]
+    devices: tuple[Device, ...]  # empty without kernels, a driver or a GPU
+
+    def __str__(self) -> str:
+        ffi_major, ffi_minor = self.ffi_api_version
+        lines = [
+            f"jaxflash {self.version}",
+            f"  jax       {self.jax_version}, jaxlib {self.jaxlib_version}",
+            f"  FFI API   {ffi_major}.{ffi_minor}",
+        ]
+        if not self.kernels:
+            lines.append("  kernels   none: built with JAXFLASH_CUDA=OFF or without CUDA")
+            return "\n".join(lines)
+        lines.append(f"  kernels   {self.build_info}")
+        by_kind = itertools.groupby(self.variants, lambda v: (v.family, v.pass_, v.math))
+        for (family, pass_, math), variants in by_kind:
+            head_dims = " ".join(str(variant.head_dim) for variant in variants)
+            lines.append(f"    {family} {pass_:<8} {math:<8} head sizes up to {head_dims}")
+        for device in self.devices:
+            major, minor = device.compute_capability
+            lines.append(
+                f"  device    {device.name}, compute capability {major}.{minor}, "
+                f"{device.shared_memory_per_block} bytes of shared memory per block"
+            )
+        if not self.devices:
+            lines.append("  device    none: no NVIDIA GPU, or no driver for this CUDA version")
+        return "\n".join(lines)
+
+
+def config() -> Config:
+    """The data behind `show_config`. Asks the CUDA driver for devices; starts no JAX backend."""
+    from jaxflash import __version__  # the package is complete once this is called
+
+    extension = _ffi.extension
+    kernels = extension.kernels
+    return Config(
+        version=__version__,
+        jax_version=jax.__version__,
+        jaxlib_version=jaxlib.version.__version__,
+        ffi_api_version=extension.ffi_api_version,
+        kernels=kernels,
+        build_info=extension.build_info() if kernels else "",
+        variants=tuple(Variant(*row) for row in extension.variants()) if kernels else (),
+        devices=tuple(
+            Device(name, (major, minor), shared_memory)
+            for name, major, minor, shared_memory in (extension.devices() if kernels else ())
+        ),
+    )
+
+
+def show_config() -> None:
+    """Prints what this installation was built with, and the GPUs that its kernels see."""
+    print(config())
