@@ -210,8 +210,10 @@ def _check_qkv(query, key, value) -> None:
 
 
 def _broadcastable(name: str, x, logits_shape):
-    """`x` with leading axes of size 1 added, so that it has the rank of the logits."""
+    """`x` with leading axes of size 1 added or removed, so that it has the rank of the logits."""
     padded = (1,) * (len(logits_shape) - len(x.shape)) + x.shape
+    while len(padded) > len(logits_shape) and padded[0] == 1:
+        padded = padded[1:]
     if len(padded) != len(logits_shape) or any(
         size not in (1, full) for size, full in zip(padded, logits_shape)
     ):

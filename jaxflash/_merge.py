@@ -1,0 +1,86 @@
+"""Combining attention over parts of the keys."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def merge_attention(outs, lses):
+    r"""Merges attention results over disjoint sets of keys into the result over all of them.
+
+    .. math::
+        \mathrm{lse} = \log \sum_p e^{\mathrm{lse}_p}, \qquad
+        \mathrm{out} = \sum_p e^{\mathrm{lse}_p - \mathrm{lse}} \, \mathrm{out}_p
+
+    Each partial result comes from :func:`jaxflash.dot_product_attention` with
+    `return_residual=True` for the same queries. This is what ring attention needs: every device
+    attends to the keys it holds, passes keys and values on with ``jax.lax.ppermute``, and merges
+    what it got so far with each new partial result. The same goes for keys split over devices in
+    decoding, and for a prefix that many sequences share. Merging is associative, so partial results
+    may be merged in any order and grouping.
+
+    A `sink` counts once: pass it to one of the partial calls alone.
+
+    A row that sees no key in any part has output 0, lse -inf and gradients 0.
+
+    Args:
+        outs: the partial outputs, stacked as (P, \*B, T, N, h) or a sequence of P arrays
+            (\*B, T, N, h).
+        lses: their logarithms of the softmax's denominator, stacked as (P, \*B, T, N) or a sequence
+            of P arrays (\*B, T, N).
+
+    Returns:
+        The pair (out, lse): out (\*B, T, N, h) in the dtype of `outs`, lse (\*B, T, N) in float32.
+        Both are differentiable. The arithmetic is float32 (float64, as is lse, for float64).
+
+    Raises:
+        ValueError: the shapes or dtypes of `outs` and `lses` do not go together.
+
+    Examples:
+        Two halves of the keys::
+
+            first = dot_product_attention(q, k[:, :s], v[:, :s], return_residual=True)
+            second = dot_product_attention(q, k[:, s:], v[:, s:], return_residual=True)
+            outs, lses = zip(first, second)
+            out, lse = merge_attention(outs, lses)
+    """
+    outs, lses = _stacked("outs", outs), _stacked("lses", lses)
+    if outs.shape[:-1] != lses.shape:
+        raise ValueError(
+            "lses must have the shape of outs without its last axis, "
+            f"got outs {outs.shape} and lses {lses.shape}"
+        )
+    dtype = jnp.float64 if jnp.float64 in (outs.dtype, lses.dtype) else jnp.float32
+    lses = lses.astype(dtype)
+
+    # The maximum only keeps exp in range: its gradient is zero.
+    maximum = jax.lax.stop_gradient(jnp.max(lses, axis=0))
+    no_key = maximum == -jnp.inf
+    maximum = jnp.where(no_key, 0.0, maximum)
+    weights = jnp.exp(lses - maximum[None])
+    total = jnp.where(no_key, 1.0, jnp.sum(weights, axis=0))
+    lse = jnp.where(no_key, -jnp.inf, maximum + jnp.log(total))
+    # Whatever stands in a part that saw no key: 0 * NaN would be NaN.
+    parts = jnp.where((weights > 0.0)[..., None], outs.astype(dtype), 0.0)
+    out = jnp.sum(parts * (weights / total[None])[..., None], axis=0)
+    return out.astype(outs.dtype), lse
+
+
+def _stacked(name: str, parts):
+    if isinstance(parts, (list, tuple)):
+        arrays = [jnp.asarray(part) for part in parts]
+        kinds = {(array.shape, array.dtype.name) for array in arrays}
+        if len(kinds) != 1:
+            raise ValueError(
+                f"{name} must be at least one array, all of one shape and dtype, "
+                f"got {[f'{array.dtype}{list(array.shape)}' for array in arrays]}"
+            )
+        parts = jnp.stack(arrays)
+    parts = jnp.asarray(parts)
+    if parts.ndim < 1 or parts.shape[0] == 0 or not jnp.issubdtype(parts.dtype, jnp.floating):
+        raise ValueError(
+            f"{name} must be a sequence of floating arrays or one array stacked along its first "
+            f"axis, got {parts.dtype}{list(parts.shape)}"
+        )
+    return parts

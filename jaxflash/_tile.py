@@ -1,0 +1,285 @@
+"""One tile of the logits for the blockwise path: where it lies, what it contains, who sees whom.
+
+Arrays are brought to the rank of the grouped logits (*B, K, G, T, S), G = N // K query heads per
+key head, with size 1 where an axis does not matter; no leading axis is ever merged with another,
+so that each keeps its sharding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxflash import _dropout
+from jaxflash._spec import AttentionSpec, Operands
+
+_INT32_MAX = 2**31 - 1
+
+
+class Block(NamedTuple):
+    """`size` neighbouring rows or columns.
+
+    The last block is moved back to end with the array, so that nothing is padded; it then repeats
+    elements before `fresh`, which belong to the block before it.
+    """
+
+    start: Any  # int32 scalar
+    fresh: Any  # int32 scalar, start <= fresh
+    size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """A length cut into blocks of one size."""
+
+    length: int
+    size: int
+    count: int
+    ragged: bool
+
+    def __getitem__(self, i) -> Block:
+        fresh = jnp.asarray(i, jnp.int32) * self.size
+        start = jnp.minimum(fresh, self.length - self.size) if self.ragged else fresh
+        return Block(start, fresh, self.size)
+
+
+def blocks(length: int, at_most: int) -> Blocks:
+    """Blocks as even as multiples of 16 allow: the fewest elements are computed twice."""
+    count = -(-length // at_most)
+    size = min(-(-length // (16 * count)) * 16, length)
+    count = -(-length // size)
+    return Blocks(length, size, count, ragged=count * size != length)
+
+
+def cut(x, block: Block, axis: int):
+    """The block of an array along one axis; an axis of size 1 is broadcast and stays."""
+    if x.shape[axis] == 1:
+        return x
+    return jax.lax.dynamic_slice_in_dim(x, block.start, block.size, axis % x.ndim)
+
+
+def put(x, block: Block, axis: int, update):
+    """`x` with its block along one axis replaced."""
+    return jax.lax.dynamic_update_slice_in_dim(
+        x, update.astype(x.dtype), block.start, axis % x.ndim
+    )
+
+
+class Tile(NamedTuple):
+    """A tile (*B, K, G, rows, columns) and what its gradient needs."""
+
+    logits: Any  # capped; meaningless where not visible
+    visible: Any  # bool, broadcastable to the tile, or None: everything is
+    cap_slope: Any  # d capped / d uncapped, or None: 1
+    distance: Any  # |query position - key position| as a float, or None without slopes
+    kept: Any  # bool, what dropout keeps, or None: everything
+
+    def hide(self, x, value):
+        return x if self.visible is None else jnp.where(self.visible, x, value)
+
+    def drop(self, x):
+        return x if self.kept is None else jnp.where(self.kept, x, 0.0)
+
+    def hide_keys(self, x):
+        """Zero for the keys (axis -2 of `x`, (*B, K, columns, dim)) that no row of the tile sees:
+        a product with probability 0 would let their NaN through.
+        """
+        if self.visible is None:
+            return x
+        seen = jnp.any(self.visible, axis=(-3, -2))[..., None]
+        return jnp.where(seen, x, 0)
+
+
+class Tiles:
+    """Computes tiles. Everything here is one pass over O(T) or O(S) data, or a slice of what the
+    caller passed.
+    """
+
+    def __init__(self, spec: AttentionSpec, operands: Operands, rows: Blocks, columns: Blocks):
+        self._spec = spec
+        self._rows, self._columns = rows, columns
+        self._batch = operands.query.shape[:-3]
+        self._kv_heads = operands.key.shape[-2]
+        self._group = operands.query.shape[-2] // self._kv_heads
+        self._rank = len(self._batch) + 4
+        self.dtype = jnp.float64 if operands.query.dtype == jnp.float64 else jnp.float32
+
+        self.bias = self._grouped(operands.bias)
+        self._mask = self._grouped(operands.mask)
+        self.slopes = None
+        if operands.alibi_slopes is not None:
+            slopes = operands.alibi_slopes.astype(self.dtype)
+            self.slopes = self._grouped(
+                slopes.reshape((1,) * (self._rank - 3 - slopes.ndim) + (*slopes.shape, 1, 1))
+            )
+        self._q_len = self._per_batch(operands.query_seq_lengths)
+        self._kv_len = self._per_batch(operands.key_value_seq_lengths)
+        self._q_ids = self._per_row(operands.query_segment_ids)
+        self._kv_ids = self._per_column(operands.key_segment_ids)
+        self._seed = operands.dropout_seed
+
+        # Sides beyond int32 limit nothing.
+        self._left, self._right = (
+            None if side is None or side >= _INT32_MAX else side for side in (spec.left, spec.right)
+        )
+        self._q_positions = self._per_row(operands.query_positions)
+        self._kv_positions = self._per_column(operands.key_positions)
+        self._offset = 0
+        if spec.bottom_right:
+            self._offset = columns.length - rows.length
+            if self._q_len is not None or self._kv_len is not None:
+                q_len = rows.length if self._q_len is None else self._q_len.clip(0, rows.length)
+                kv_len = columns.length
+                if self._kv_len is not None:
+                    kv_len = self._kv_len.clip(0, kv_len)
+                self._offset = kv_len - q_len
+        # Loop bounds come from the sizes alone, never from values: values may be batched by vmap.
+        self._static_band = (
+            isinstance(self._offset, int)
+            and self._q_positions is None
+            and self._kv_positions is None
+        )
+
+    def columns_seen_by(self, rows: Block):
+        """(begin, end) of the column blocks in which these rows may see something."""
+        if not self._static_band:
+            return 0, self._columns.count
+        return _blocks_met(rows, self._offset, self._left, self._right, self._columns)
+
+    def rows_seeing(self, columns: Block):
+        """(begin, end) of the row blocks that may see something of these columns."""
+        if not self._static_band:
+            return 0, self._rows.count
+        return _blocks_met(columns, -self._offset, self._right, self._left, self._rows)
+
+    def __call__(self, products, rows: Block, columns: Block, *, fresh_rows: bool) -> Tile:
+        """The tile whose products q k^T are given.
+
+        Args:
+            products: (*B, K, G, rows, columns).
+            rows: where it lies.
+            columns: where it lies; columns before its `fresh` are invisible.
+            fresh_rows: whether the rows before `rows.fresh` are invisible too.
+        """
+        spec = self._spec
+        difference = self._position_difference(rows, columns)
+
+        logits = products * spec.scale
+        if self.bias is not None:
+            logits = logits + cut(cut(self.bias, rows, -2), columns, -1).astype(self.dtype)
+        distance = None
+        if self.slopes is not None and difference is not None:
+            distance = jnp.abs(difference).astype(self.dtype)
+            logits = logits - self.slopes * distance
+        cap_slope = None
+        if spec.logits_soft_cap is not None:
+            bent = jnp.tanh(logits / spec.logits_soft_cap)
+            logits = spec.logits_soft_cap * bent
+            cap_slope = 1.0 - bent * bent
+        kept = None
+        if spec.dropout_rate > 0.0:
+            kept = self._kept(rows, columns)
+        visible = self._visible(rows, columns, difference, fresh_rows)
+        return Tile(logits, visible, cap_slope, distance, kept)
+
+    def _position_difference(self, rows: Block, columns: Block):
+        """Query position minus key position, int32. It overflows for invisible elements only."""
+        if self._left is None and self._right is None and self.slopes is None:
+            return None
+        if self._q_positions is None:
+            row = self._row_numbers(rows) + self._offset
+        else:
+            row = cut(self._q_positions, rows, -2)
+        if self._kv_positions is None:
+            column = self._column_numbers(columns)
+        else:
+            column = cut(self._kv_positions, columns, -1)
+        return row - column
+
+    def _visible(self, rows: Block, columns: Block, difference, fresh_rows: bool):
+        row, column = self._row_numbers(rows), self._column_numbers(columns)
+        terms = []
+        if self._columns.ragged:
+            terms.append(column >= columns.fresh)
+        if self._rows.ragged and fresh_rows:
+            terms.append(row >= rows.fresh)
+        if self._left is not None:
+            terms.append(difference <= self._left)
+        if self._right is not None:
+            terms.append(difference >= -self._right)
+        if self._q_len is not None:
+            terms.append(row < self._q_len)
+        if self._kv_len is not None:
+            terms.append(column < self._kv_len)
+        if self._q_ids is not None:
+            terms.append(cut(self._q_ids, rows, -2) == cut(self._kv_ids, columns, -1))
+        if self._mask is not None:
+            terms.append(cut(cut(self._mask, rows, -2), columns, -1))
+        if not terms:
+            return None
+        visible = terms[0]
+        for term in terms[1:]:
+            visible = visible & term
+        # Both block axes in full, so that reductions over them need not know what broadcasts.
+        return jnp.broadcast_to(visible, (*visible.shape[:-2], rows.size, columns.size))
+
+    def _kept(self, rows: Block, columns: Block):
+        rank = self._rank
+        nb = len(self._batch)
+        batch = self._iota(0, 1)
+        for axis, extent in enumerate(self._batch):
+            batch = batch * extent + self._iota(axis, extent)
+        head = self._iota(nb, self._kv_heads) * self._group + self._iota(nb + 1, self._group)
+        return _dropout.keep(
+            self._seed,
+            self._spec.dropout_rate,
+            batch=batch,
+            head=head,
+            row=self._row_numbers(rows).reshape((1,) * (rank - 2) + (rows.size, 1)),
+            first_column=columns.start,
+            num_columns=columns.size,
+        )
+
+    def _row_numbers(self, rows: Block):
+        return self._iota(self._rank - 2, rows.size) + rows.start
+
+    def _column_numbers(self, columns: Block):
+        return self._iota(self._rank - 1, columns.size) + columns.start
+
+    def _iota(self, axis: int, extent: int):
+        shape = [1] * self._rank
+        shape[axis] = extent
+        return jax.lax.broadcasted_iota(jnp.int32, shape, axis)
+
+    def _grouped(self, x):
+        """(*#B, #N, #T, #S) with N split into (K, G)."""
+        if x is None:
+            return None
+        *batch, heads, q_len, kv_len = x.shape
+        split = (1, 1) if heads == 1 else (self._kv_heads, self._group)
+        return x.reshape(*batch, *split, q_len, kv_len)
+
+    def _per_batch(self, x):
+        return None if x is None else x[..., None, None, None, None]
+
+    def _per_row(self, x):
+        return None if x is None else x[..., None, None, :, None]
+
+    def _per_column(self, x):
+        return None if x is None else x[..., None, None, None, :]
+
+
+def _blocks_met(block: Block, offset: int, before, after, others: Blocks):
+    """(begin, end) of the blocks of `others` that meet positions first + offset - before ...
+    last + offset + after of a block first ... last. Written so that no sum leaves int32.
+    """
+    begin, end = 0, others.count
+    if before is not None:
+        begin = (jnp.maximum(block.start + offset, before) - before) // others.size
+    if after is not None:
+        last = jnp.minimum(block.start + (block.size - 1) + offset, others.length - 1 - after)
+        end = (last + after) // others.size + 1
+    return begin, end

@@ -1,0 +1,133 @@
+"""Attention within sequences of different lengths that are packed one after the other."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jaxflash import _spec, _vjp
+from jaxflash._api import choose_path
+
+
+def varlen_attention(
+    query,
+    key,
+    value,
+    cu_seqlens_q,
+    cu_seqlens_kv,
+    *,
+    scale=None,
+    is_causal=False,
+    local_window_size=None,
+    causal_alignment="top_left",
+    logits_soft_cap=None,
+    sink=None,
+    alibi_slopes=None,
+    dropout_rate=0.0,
+    dropout_rng=None,
+    precision=None,
+    implementation=None,
+    return_residual=False,
+    deterministic_backward=False,
+):
+    r"""Scaled dot-product attention within each of ``n`` packed sequences.
+
+    The tokens of all sequences stand one after the other, without padding between them. Each
+    sequence attends to itself alone, as if :func:`jaxflash.dot_product_attention` were called on
+    it. The lengths are arrays: another set of lengths compiles nothing new, as long as the total
+    number of tokens stays. Tokens past the last sequence are padding: they see nothing (output 0,
+    lse -inf), nothing sees them, and their gradients are 0.
+
+    Args:
+      query: ``(tokens, N, H)``.
+      key: ``(key tokens, K, H)``, where ``K`` divides ``N``.
+      value: ``(key tokens, K, h)``.
+      cu_seqlens_q: int32 ``(n + 1,)``, ascending from 0: sequence ``i`` has the queries
+        ``cu_seqlens_q[i]`` up to but excluding ``cu_seqlens_q[i + 1]``. A sequence may be empty.
+      cu_seqlens_kv: int32 ``(n + 1,)``, the same for keys and values.
+      scale: as in :func:`jaxflash.dot_product_attention`, like all that follow.
+      is_causal: counts positions from the start of the sequence.
+      local_window_size: likewise.
+      causal_alignment: with ``"bottom_right"`` the last query of a sequence stands at its last key.
+      logits_soft_cap: see there.
+      sink: see there.
+      alibi_slopes: ``(N,)``; distances are those within the sequence.
+      dropout_rate: see there; the mask counts rows and columns of the packed arrays.
+      dropout_rng: see there.
+      precision: see there.
+      implementation: see there.
+      return_residual: also return the lse, ``(tokens, N)``.
+      deterministic_backward: see there.
+
+    Returns:
+      Output ``(tokens, N, h)`` in query's dtype; with ``return_residual`` a pair of it and the lse
+      ``(tokens, N)``, as in :func:`jaxflash.dot_product_attention`.
+
+    Raises:
+      ValueError: an argument is wrong; the text names it, what came and what is allowed.
+      NotImplementedError: ``implementation="cuda"`` and the kernels do not take this call.
+    """
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if jnp.ndim(x) != 3:
+            raise ValueError(
+                f"{name} must be packed, (tokens, heads, head_size), got shape {jnp.shape(x)}"
+            )
+    cu_seqlens_q = _boundaries("cu_seqlens_q", cu_seqlens_q)
+    cu_seqlens_kv = _boundaries("cu_seqlens_kv", cu_seqlens_kv)
+    if cu_seqlens_q.shape != cu_seqlens_kv.shape:
+        raise ValueError(
+            "cu_seqlens_kv must have as many entries as cu_seqlens_q "
+            f"{cu_seqlens_q.shape}, got shape {cu_seqlens_kv.shape}"
+        )
+    # Ids that no sequence has, and different ones: the tokens past the last sequence meet nobody.
+    query_ids, query_positions = _locate(cu_seqlens_q, jnp.shape(query)[0], outside=-1)
+    key_ids, key_positions = _locate(cu_seqlens_kv, jnp.shape(key)[0], outside=-2)
+    spec, operands = _spec.make(
+        query,
+        key,
+        value,
+        None,
+        None,
+        scale=scale,
+        is_causal=is_causal,
+        query_seq_lengths=None,
+        key_value_seq_lengths=None,
+        local_window_size=local_window_size,
+        segment_ids=(query_ids, key_ids),
+        causal_alignment=causal_alignment,
+        logits_soft_cap=logits_soft_cap,
+        sink=sink,
+        alibi_slopes=alibi_slopes,
+        dropout_rate=dropout_rate,
+        dropout_rng=dropout_rng,
+        precision=precision,
+        deterministic_backward=deterministic_backward,
+    )
+    if spec.bottom_right:
+        spec = dataclasses.replace(spec, bottom_right=False)
+        shift = jnp.diff(cu_seqlens_kv) - jnp.diff(cu_seqlens_q)
+        query_positions = query_positions + shift[jnp.maximum(query_ids, 0)]
+    operands = operands._replace(query_positions=query_positions, key_positions=key_positions)
+    out, lse = _vjp.attention(spec, choose_path(spec, operands, implementation), operands)
+    return (out, lse) if return_residual else out
+
+
+def _boundaries(name: str, cu_seqlens) -> jax.Array:
+    cu_seqlens = jnp.asarray(cu_seqlens)
+    if cu_seqlens.dtype != jnp.int32 or cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
+        raise ValueError(
+            f"{name} must be int32 of shape (n + 1,) for n >= 1 sequences, "
+            f"got {cu_seqlens.dtype} of shape {cu_seqlens.shape}"
+        )
+    return cu_seqlens
+
+
+def _locate(cu_seqlens, tokens: int, outside: int):
+    """(sequence that a token belongs to, position in it), int32 (tokens,) each."""
+    token = jnp.arange(tokens, dtype=jnp.int32)
+    sequence = jnp.searchsorted(cu_seqlens, token, side="right").astype(jnp.int32) - 1
+    inside = (sequence >= 0) & (sequence < cu_seqlens.shape[0] - 1)
+    position = token - cu_seqlens[jnp.maximum(sequence, 0)]
+    return jnp.where(inside, sequence, outside), position

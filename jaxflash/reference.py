@@ -1,0 +1,279 @@
+"""The definition of attention as this package means it: dense, plain jnp, made to be read.
+
+It is what the kernels and the blockwise path are tested against. Its memory is quadratic in the
+sequence length; JAX differentiates it any number of times, forward and reverse.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxflash import _dropout, _spec
+
+_INT32_MAX = 2**31 - 1
+
+
+def dot_product_attention(
+    query,
+    key,
+    value,
+    bias=None,
+    mask=None,
+    *,
+    scale=None,
+    is_causal=False,
+    query_seq_lengths=None,
+    key_value_seq_lengths=None,
+    local_window_size=None,
+    implementation=None,
+    return_residual=False,
+    segment_ids=None,
+    causal_alignment="top_left",
+    logits_soft_cap=None,
+    sink=None,
+    alibi_slopes=None,
+    dropout_rate=0.0,
+    dropout_rng=None,
+    precision=None,
+    deterministic_backward=False,
+):
+    r"""Scaled dot-product attention by its definition; arguments and result are those of
+    :func:`jaxflash.dot_product_attention`.
+
+    .. math::
+        \mathrm{out} = \mathrm{dropout}(\mathrm{softmax}(
+            \mathrm{mask}(c \tanh((s Q K^T + \mathrm{bias} - a |i - j|) / c)))) V
+
+    Letters: B batch (any number of axes, or none), T query length, S key length, N query heads,
+    K key heads, H query and key head size, h value head size.
+
+    Computed in float32 with float32-accurate products on every platform (float64 for float64
+    inputs), so `precision` changes nothing here; nor do `implementation` and
+    `deterministic_backward`, which are accepted for the signature's sake.
+
+    A query row that sees no key, because of the masks or because its logits are all -inf, has
+    output 0, lse -inf and gradients 0. NaN and infinity in keys and values that no row sees, in
+    queries that see no key, and in bias elements behind a mask reach neither the output nor a
+    gradient. A key that some rows see is not hidden from the others in this sense: 0 * NaN = NaN.
+
+    Args:
+        query: (\*B, T, N, H).
+        key: (\*B, S, K, H), where K divides N; query head n attends with key head n // (N // K).
+        value: (\*B, S, K, h).
+        bias: added to the scaled logits, broadcastable to (\*B, N, T, S).
+        mask: bool, True = attend, broadcastable to (\*B, N, T, S).
+        scale: factor s of the logits, 1 / sqrt(H) by default.
+        is_causal: a query sees the keys up to its own position.
+        query_seq_lengths: (\*B) int32, the valid queries; rows after them see no key.
+        key_value_seq_lengths: (\*B) int32, the valid keys; no row sees those after them.
+        local_window_size: (left, right), or one int for both: the query at position p sees the
+            keys p - left ... p + right, both ends included; None is no limit.
+        implementation: ignored.
+        return_residual: also return lse.
+        segment_ids: (\*B, T), or a pair of (\*B, T) for the queries and (\*B, S) for the keys;
+            a query sees the keys with its own id.
+        causal_alignment: the position of query i among the keys, for the causal mask, the window
+            and the slopes: "top_left" is i, "bottom_right" is i + S - T, with S and T the lengths
+            of the sequence where they are given.
+        logits_soft_cap: c in c * tanh(logits / c), which follows bias and slopes.
+        sink: (N), one more logit per head in the softmax, whose value is 0. It counts in lse.
+        alibi_slopes: (N) or (\*B, N), a in the term -a * |query position - key position|.
+        dropout_rate: probability of dropping a normalised probability; lse is unaffected. The mask
+            is a function of (rng, batch, head, row, column) that `jaxflash._dropout` defines.
+        dropout_rng: a PRNG key.
+        precision: see above.
+        deterministic_backward: ignored.
+
+    Returns:
+        The output (\*B, T, N, h) in the dtype of the query; with `return_residual` also lse
+        (\*B, T, N), the natural logarithm of the softmax's denominator, in float32 (float64).
+    """
+    spec, operands = _spec.make(
+        query,
+        key,
+        value,
+        bias,
+        mask,
+        scale=scale,
+        is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size,
+        segment_ids=segment_ids,
+        causal_alignment=causal_alignment,
+        logits_soft_cap=logits_soft_cap,
+        sink=sink,
+        alibi_slopes=alibi_slopes,
+        dropout_rate=dropout_rate,
+        dropout_rng=dropout_rng,
+        precision=precision,
+        deterministic_backward=deterministic_backward,
+    )
+    out, lse = attention(spec, operands)
+    return (out, lse) if return_residual else out
+
+
+def varlen_attention(query, key, value, cu_seqlens_q, cu_seqlens_kv, **arguments):
+    r"""The definition of :func:`jaxflash.varlen_attention`: each sequence by itself.
+
+    `cu_seqlens_q` and `cu_seqlens_kv` must be known here, that is, not traced. Dropout is left out:
+    its mask counts rows and columns of the packed arrays.
+
+    Args:
+        query: (tokens, N, H).
+        key: (key tokens, K, H).
+        value: (key tokens, K, h).
+        cu_seqlens_q: (n + 1), where the sequences begin and end among the queries.
+        cu_seqlens_kv: (n + 1), the same for the keys.
+        **arguments: other arguments of :func:`jaxflash.varlen_attention`.
+    """
+    if arguments.get("dropout_rate", 0.0) != 0.0:
+        raise ValueError("dropout_rate must be 0 in the reference of varlen_attention")
+    return_residual = arguments.pop("return_residual", False)
+    # NumPy arrays stay concrete inside `jax.jit`.
+    cu_seqlens_q, cu_seqlens_kv = np.asarray(cu_seqlens_q), np.asarray(cu_seqlens_kv)
+    padding = query.shape[0] - int(cu_seqlens_q[-1])
+    of_queries, of_keys = (
+        [slice(int(begin), int(end)) for begin, end in itertools.pairwise(edges)]
+        for edges in (cu_seqlens_q, cu_seqlens_kv)
+    )
+    results = [
+        dot_product_attention(query[i], key[j], value[j], return_residual=True, **arguments)
+        for i, j in zip(of_queries, of_keys, strict=True)
+    ]
+    outs, lses = zip(*results, strict=True)
+    out = jnp.pad(jnp.concatenate(outs), ((0, padding), (0, 0), (0, 0)))
+    lse = jnp.pad(jnp.concatenate(lses), ((0, padding), (0, 0)), constant_values=-jnp.inf)
+    return (out, lse) if return_residual else out
+
+
+def attention(spec: _spec.AttentionSpec, operands: _spec.Operands):
+    """(out, lse) of validated arguments."""
+    dtype = jnp.float64 if operands.query.dtype == jnp.float64 else jnp.float32
+    q_heads, kv_heads = operands.query.shape[-2], operands.key.shape[-2]
+    group = q_heads // kv_heads
+
+    distance = _query_minus_key_position(spec, operands)  # (*B, 1, T, S)
+    visible = _visible(spec, operands, distance)  # (*B, N, T, S)
+
+    # What takes no part is replaced before it meets a product: 0 * NaN would be NaN, in the
+    # gradient too.
+    row_sees = jnp.swapaxes(jnp.any(visible, axis=-1), -1, -2)[..., None]  # (*B, T, N, 1)
+    key_seen = jnp.swapaxes(jnp.any(visible, axis=-2), -1, -2)  # (*B, S, N)
+    key_seen = key_seen.reshape(*key_seen.shape[:-1], kv_heads, group)
+    key_seen = jnp.any(key_seen, axis=-1)[..., None]  # (*B, S, K, 1)
+    q = jnp.where(row_sees, operands.query.astype(dtype), 0.0)
+    k = jnp.where(key_seen, operands.key.astype(dtype), 0.0)
+    v = jnp.where(key_seen, operands.value.astype(dtype), 0.0)
+    k, v = jnp.repeat(k, group, axis=-2), jnp.repeat(v, group, axis=-2)
+
+    logits = spec.scale * _product("...tnh,...snh->...nts", q, k)
+    if operands.bias is not None:
+        logits = logits + operands.bias.astype(dtype)
+    if operands.alibi_slopes is not None:
+        slopes = _align(operands.alibi_slopes.astype(dtype), logits.ndim - 2)[..., None, None]
+        logits = logits - slopes * jnp.abs(distance).astype(dtype)
+    if spec.logits_soft_cap is not None:
+        logits = jnp.where(visible, logits, 0.0)
+        logits = spec.logits_soft_cap * jnp.tanh(logits / spec.logits_soft_cap)
+    logits = jnp.where(visible, logits, -jnp.inf)
+
+    # Softmax. The maximum only keeps exp in range: its gradient is zero.
+    maximum = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True, initial=-jnp.inf))
+    no_key = maximum == -jnp.inf
+    sink = None
+    if operands.sink is not None:
+        sink = _align(operands.sink.astype(dtype), logits.ndim - 2)[..., None, None]
+        maximum = jnp.maximum(maximum, jax.lax.stop_gradient(sink))
+    maximum = jnp.where(maximum == -jnp.inf, 0.0, maximum)
+    exponentials = jnp.exp(logits - maximum)
+    total = jnp.sum(exponentials, axis=-1, keepdims=True)
+    if sink is not None:
+        total = total + jnp.exp(sink - maximum)
+    total = jnp.where(no_key, 1.0, total)
+    probabilities = exponentials / total
+    lse = jnp.where(no_key, -jnp.inf, maximum + jnp.log(total))
+
+    if spec.dropout_rate > 0.0:
+        keep = _keep(operands.dropout_seed, spec.dropout_rate, logits.shape)
+        probabilities = jnp.where(keep, probabilities * _dropout.kept_scale(spec.dropout_rate), 0.0)
+    out = jnp.where(row_sees, _product("...nts,...snh->...tnh", probabilities, v), 0.0)
+    return out.astype(operands.query.dtype), jnp.swapaxes(lse[..., 0], -1, -2)
+
+
+def _product(expression: str, a, b):
+    return jnp.einsum(expression, a, b, precision=jax.lax.Precision.HIGHEST)
+
+
+def _query_minus_key_position(spec, operands):
+    """(*B, 1, T, S) int32: the query's position minus the key's; B may be 1 here."""
+    q_len, kv_len = operands.query.shape[-3], operands.key.shape[-3]
+    ones = (1,) * (operands.query.ndim - 3)
+    q_positions, key_positions = operands.query_positions, operands.key_positions
+    if q_positions is None:
+        q_positions = jnp.arange(q_len, dtype=jnp.int32).reshape(*ones, q_len)
+    if key_positions is None:
+        key_positions = jnp.arange(kv_len, dtype=jnp.int32).reshape(*ones, kv_len)
+    if spec.bottom_right:
+        valid_queries = _valid_length(operands.query_seq_lengths, q_len, ones)
+        valid_keys = _valid_length(operands.key_value_seq_lengths, kv_len, ones)
+        q_positions = q_positions + (valid_keys - valid_queries)[..., None]
+    return q_positions[..., None, :, None] - key_positions[..., None, None, :]
+
+
+def _visible(spec, operands, distance):
+    """(*B, N, T, S) bool: which row sees which key."""
+    batch, (q_len, q_heads) = operands.query.shape[:-3], operands.query.shape[-3:-1]
+    kv_len = operands.key.shape[-3]
+    ones = (1,) * len(batch)
+    rows = jnp.arange(q_len, dtype=jnp.int32).reshape(*ones, 1, q_len, 1)
+    columns = jnp.arange(kv_len, dtype=jnp.int32).reshape(*ones, 1, 1, kv_len)
+    visible = jnp.ones((*batch, q_heads, q_len, kv_len), jnp.bool_)
+    if operands.mask is not None:
+        visible &= operands.mask
+    if spec.left is not None:
+        visible &= distance <= min(spec.left, _INT32_MAX)
+    if spec.right is not None:
+        visible &= distance >= -min(spec.right, _INT32_MAX)
+    if operands.query_seq_lengths is not None:
+        visible &= rows < operands.query_seq_lengths[..., None, None, None]
+    if operands.key_value_seq_lengths is not None:
+        visible &= columns < operands.key_value_seq_lengths[..., None, None, None]
+    if operands.query_segment_ids is not None:
+        q_ids = operands.query_segment_ids[..., None, :, None]
+        visible &= q_ids == operands.key_segment_ids[..., None, None, :]
+    return visible
+
+
+def _valid_length(lengths, full: int, ones):
+    if lengths is None:
+        return jnp.full(ones, full, jnp.int32)
+    return jnp.clip(lengths, 0, full)
+
+
+def _keep(seed, rate, logits_shape):
+    *batch, q_heads, q_len, kv_len = logits_shape
+
+    def numbers(count, *shape):
+        return jnp.arange(count, dtype=jnp.int32).reshape(shape)
+
+    ones = (1,) * len(batch)
+    return _dropout.keep(
+        seed,
+        rate,
+        batch=numbers(math.prod(batch), *batch, 1, 1, 1),
+        head=numbers(q_heads, *ones, q_heads, 1, 1),
+        row=numbers(q_len, *ones, 1, q_len, 1),
+        first_column=0,
+        num_columns=kv_len,
+    )
+
+
+def _align(x, rank: int):
+    """`x` with leading axes of size 1, up to `rank` axes."""
+    return x.reshape((1,) * (rank - x.ndim) + x.shape)
