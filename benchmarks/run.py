@@ -1,0 +1,252 @@
+"""Times jaxflash, jax.nn with cuDNN and jax.nn with XLA in one run and one process.
+
+    python -m benchmarks.run                           # the grid, other shapes, host, memory
+    python -m benchmarks.run --cases 'grid/128-*' --passes forward --quick
+    python -m benchmarks.run --cases 'deterministic/*' 'grid/*-8192*' --passes backward
+    python -m benchmarks.run --cases 'grid/128-8192*' --passes gradient --profile
+    python -m benchmarks.run --platform cpu            # the blockwise path against jax.nn
+
+A full run writes benchmarks/results/<device>.json and .png; a run with a selection writes only with
+--output. What is timed, and how, is in benchmarks/timing.py; the bars are in benchmarks/cases.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import fnmatch
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+# Command buffers (CUDA graphs) may run independent passes side by side, which is not what a pass
+# takes. XLA reads its flags once, before its first use.
+_NO_COMMAND_BUFFERS = "--xla_gpu_enable_command_buffer="
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_NO_COMMAND_BUFFERS}".strip()
+
+import jax  # noqa: E402
+
+from benchmarks import cases, extra, report, timing  # noqa: E402
+from jaxflash import _config  # noqa: E402
+
+_HERE = Path(__file__).resolve().parent
+_GPU_DEFAULTS = ("jaxflash", "cudnn")
+_CPU_DEFAULTS = ("blockwise", "xla")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.run",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--cases", nargs="+", metavar="GLOB", help="names of rows (see --list)")
+    parser.add_argument(
+        "--passes", nargs="+", choices=cases.PASSES, help="instead of the case's own"
+    )
+    parser.add_argument("--peers", nargs="+", choices=timing.PEERS, help="ours first")
+    parser.add_argument("--xla", action="store_true", help="jax.nn's XLA path in every row too")
+    parser.add_argument("--quick", action="store_true", help="fewer and shorter samples")
+    parser.add_argument("--profile", action="store_true", help="record the kernels of our passes")
+    parser.add_argument("--limit", type=float, default=float("inf"), metavar="SECONDS",
+                        help="skip, and say so, what has not begun by then")  # fmt: skip
+    parser.add_argument("--platform", choices=("gpu", "cpu"), default="gpu")
+    parser.add_argument("--output", type=Path, metavar="JSON", help="where to write the results")
+    parser.add_argument("--list", action="store_true", help="print the names of the rows and exit")
+    return parser.parse_args()
+
+
+def rows_of(platform: str) -> dict[str, cases.Case | None]:
+    """Every row that can be asked for, by name; what is not a case of `timing` is None."""
+    others = (
+        [extra.LONG_GPU.name, *cases.HOST_LIMITS] if platform == "gpu" else [extra.LONG_CPU.name]
+    )
+    return dict.fromkeys(others) | {c.name: c for c in cases.CASES if c.platform == platform}
+
+
+def selected(arguments: argparse.Namespace) -> dict[str, cases.Case | None]:
+    rows = rows_of(arguments.platform)
+    if not arguments.cases:
+        return {name: case for name, case in rows.items() if case is None or case.by_default}
+    for pattern in arguments.cases:
+        if not fnmatch.filter(rows, pattern):
+            raise SystemExit(f"--cases: nothing is called {pattern!r}; --list prints the names")
+    return {
+        name: case
+        for name, case in rows.items()
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in arguments.cases)
+    }
+
+
+def nvidia_smi() -> dict[str, str]:
+    """Name, driver and the state of the GPU that JAX uses first."""
+    fields = ("name", "driver_version", "clocks.sm", "clocks.mem", "temperature.gpu", "power.draw")
+    command = ["nvidia-smi", "--id=0", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
+    try:
+        line = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        return {"unknown": timing.first_line(error)}
+    return dict(zip(fields, (word.strip() for word in line.split(",")), strict=True))
+
+
+def commit() -> str:
+    """JAXFLASH_COMMIT, or what git says of the checkout."""
+    given = os.environ.get("JAXFLASH_COMMIT")
+    if given:
+        return given
+
+    def git(*words: str) -> str:
+        run = subprocess.run(
+            ["git", *words], cwd=_HERE.parent, check=True, capture_output=True, text=True
+        )
+        return run.stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--", ".", ":!benchmarks/results")
+        return git("rev-parse", "HEAD") + ("-changed" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def kernel_of(case: cases.Case, pass_name: str) -> str | None:
+    """The variant that the library has for the case on this GPU: the best family comes first."""
+    config = _config.config()
+    math = "tf32" if case.dtype == "float32" else case.dtype
+    hopper = any(device.compute_capability == (9, 0) for device in config.devices)
+    head_dim = max(case.head_dim, case.value_dim or case.head_dim)
+    fitting = [
+        (variant.family != "sm90", variant.head_dim, variant.family)
+        for variant in config.variants
+        if (variant.pass_, variant.math) == (pass_name, math)
+        and variant.head_dim >= head_dim
+        and (hopper or variant.family != "sm90")
+    ]
+    return f"{min(fitting)[2]} {math} {min(fitting)[1]}" if fitting else None
+
+
+def peers_of(case: cases.Case, pass_name: str, arguments: argparse.Namespace) -> list[str]:
+    """The peers asked for, and the yardstick of the row's bar."""
+    defaults = _GPU_DEFAULTS if arguments.platform == "gpu" else _CPU_DEFAULTS
+    peers = list(arguments.peers or defaults)
+    bar = getattr(case, pass_name)
+    if arguments.xla or (not arguments.peers and bar is not None and bar.row is None):
+        peers.append("xla" if arguments.xla else bar.peer)
+    return list(dict.fromkeys(peers))
+
+
+def measure_case(case: cases.Case, arguments, late) -> list[dict[str, Any]]:
+    results = []
+    sets = None
+    for pass_name in arguments.passes or case.passes:
+        row: dict[str, Any] = {"case": case.name, "pass": pass_name}
+        if late():
+            results.append(row | {"skipped": "the time limit was reached"})
+            continue
+        sets = sets or timing.input_sets(case)
+        row["peers"] = timing.measure(
+            case,
+            pass_name,
+            peers_of(case, pass_name, arguments),
+            sets,
+            repeats=3 if arguments.quick else 7,
+            seconds=0.010 if arguments.quick else 0.025,
+        )
+        row["tflop"] = case.flops(pass_name) / 1e12
+        ours = next((p for p in cases.OURS if "device" in row["peers"].get(p, ())), None)
+        if ours == "jaxflash":
+            row["kernel"] = kernel_of(case, pass_name)
+        if arguments.profile and ours:
+            row["launched"] = extra.launched(case, pass_name, ours, sets)
+        results.append(row)
+        print(report.progress(row), file=sys.stderr, flush=True)
+    return results
+
+
+def measure_other(name: str, arguments, late) -> dict[str, Any]:
+    if late():
+        return {"case": name, "skipped": "the time limit was reached"}
+    try:
+        if name in cases.HOST_LIMITS:
+            peers = list(arguments.peers or (*_GPU_DEFAULTS, "xla"))
+            outcome = {"peers": extra.host_row(name, peers, repeats=3 if arguments.quick else 7)}
+        else:
+            on_gpu = name == extra.LONG_GPU.name
+            outcome = {"memory": extra.gpu_memory() if on_gpu else extra.cpu_memory()}
+    except Exception as error:
+        outcome = {"skipped": timing.first_line(error), "failed": True}
+    print(name, json.dumps(outcome), file=sys.stderr, flush=True)
+    return {"case": name, **outcome}
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    if arguments.list:
+        print(*rows_of(arguments.platform), sep="\n")
+        return
+    if arguments.platform == "cpu":
+        jax.config.update("jax_platforms", "cpu")
+    elif jax.default_backend() != "gpu":
+        raise SystemExit("JAX finds no GPU here; --platform cpu times the blockwise path instead")
+    config = _config.config()
+    peers = arguments.peers or (_GPU_DEFAULTS if arguments.platform == "gpu" else _CPU_DEFAULTS)
+    if "jaxflash" in peers and not config.kernels:
+        raise SystemExit("this jaxflash was built without CUDA kernels")
+
+    rows = selected(arguments)
+    device = jax.devices()[0].device_kind
+    start = time.monotonic()
+
+    def late() -> bool:
+        return time.monotonic() - start > arguments.limit
+
+    command = shlex.join(sys.argv[1:]).replace(f"--output {arguments.output}", "")
+    results: dict[str, Any] = {
+        "command": f"python -m benchmarks.run {command}".strip(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "device": device if arguments.platform == "gpu" else f"{device}, {os.cpu_count()} cores",
+        "platform": arguments.platform,
+        "versions": {
+            "jaxflash": config.version,
+            "jax": config.jax_version,
+            "jaxlib": config.jaxlib_version,
+            "kernels": config.build_info or "none",
+        },
+        "xla_flags": os.environ["XLA_FLAGS"],
+        "rows": [],
+    }
+    if arguments.platform == "gpu":
+        results["gpu_before"] = nvidia_smi()
+    for name, case in rows.items():  # memory first: see extra.gpu_memory
+        if case is None:
+            results["rows"].append(measure_other(name, arguments, late))
+        else:
+            results["rows"] += measure_case(case, arguments, late)
+    if arguments.platform == "gpu":
+        results["gpu_after"] = nvidia_smi()
+    results["seconds"] = round(time.monotonic() - start, 1)
+
+    output = arguments.output
+    selection = (arguments.cases, arguments.passes, arguments.peers)
+    if output is None and not any(selection) and not arguments.quick:
+        slug = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+        output = _HERE / "results" / f"{slug}.json"
+    print(report.text(results))
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(results, indent=1) + "\n")
+        report.plot(results, output.with_suffix(".png"))
+        print(f"\nwritten: {output}")
+    failed = report.failures(results)
+    if failed:
+        raise SystemExit("\n".join(["", "FAILED:", *failed]))
+
+
+if __name__ == "__main__":
+    main()
