@@ -1,0 +1,86 @@
+// The layout of BackwardParams::workspace, one formula for every GPU family: the size of a buffer
+// must not depend on the GPU that the program later runs on.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "attention.h"
+
+#ifdef __CUDACC__
+#define JAXFLASH_HOST_DEVICE __host__ __device__
+#else
+#define JAXFLASH_HOST_DEVICE
+#endif
+
+namespace jaxflash {
+
+// Row vectors are padded to a multiple of the longest row tile, so that a tile never tests its end.
+inline constexpr int32_t kWorkspaceRows = 128;
+// The accumulator of dq has whole panels of columns.
+inline constexpr int32_t kWorkspaceDims = 64;
+// The shortest row tile: what a turn counter stands for, at least.
+inline constexpr int32_t kWorkspaceTurnRows = 16;
+
+// Buffers over (batch, query head, row), as offsets in bytes from the workspace's base.
+struct BackwardWorkspace {
+  int64_t rows;  // T, padded
+  int64_t dims;  // H, padded
+  size_t dq;     // float32 (batch, head, rows, dims), unscaled, in the family's order inside a head
+  size_t lse;    // float32 (batch, head, rows), base 2; +inf where the row sees no key: P is 0
+  size_t delta;  // float32 (batch, head, rows)
+  size_t turns;  // uint32 (batch, head, rows / kWorkspaceTurnRows): key tiles that added their dq
+  size_t ticket;  // uint64: the next work item of a deterministic run
+  size_t bytes;
+
+  JAXFLASH_HOST_DEVICE float* dq_of(void* base, int64_t head) const {
+    return reinterpret_cast<float*>(static_cast<char*>(base) + dq) + head * rows * dims;
+  }
+  JAXFLASH_HOST_DEVICE float* lse_of(void* base, int64_t head) const {
+    return reinterpret_cast<float*>(static_cast<char*>(base) + lse) + head * rows;
+  }
+  JAXFLASH_HOST_DEVICE float* delta_of(void* base, int64_t head) const {
+    return reinterpret_cast<float*>(static_cast<char*>(base) + delta) + head * rows;
+  }
+  JAXFLASH_HOST_DEVICE uint32_t* turns_of(void* base, int64_t head) const {
+    return reinterpret_cast<uint32_t*>(static_cast<char*>(base) + turns) +
+           head * (rows / kWorkspaceTurnRows);
+  }
+  JAXFLASH_HOST_DEVICE unsigned long long* ticket_of(void* base) const {
+    return reinterpret_cast<unsigned long long*>(static_cast<char*>(base) + ticket);
+  }
+};
+
+JAXFLASH_HOST_DEVICE inline int64_t batch_size(const Problem& problem) {
+  int64_t size = 1;
+  for (int32_t axis = 0; axis < problem.num_batch_axes; ++axis) size *= problem.batch_extent[axis];
+  return size;
+}
+
+// `B` problems of batch 1 need at least as many bytes as one of batch B: callers with a batch size
+// that is not known yet may multiply.
+inline BackwardWorkspace backward_workspace(const Problem& problem) {
+  const auto round_up = [](int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; };
+  BackwardWorkspace layout = {};
+  const int64_t heads = batch_size(problem) * problem.q_heads;
+  if (heads == 0) return layout;
+  layout.rows = round_up(problem.q_len, kWorkspaceRows);
+  layout.dims = round_up(problem.head_dim, kWorkspaceDims);
+  const auto take = [&layout, round_up](int64_t count) {
+    const size_t begin = layout.bytes;
+    layout.bytes += static_cast<size_t>(round_up(count * 4, 256));
+    return begin;
+  };
+  layout.dq = take(heads * layout.rows * layout.dims);
+  layout.lse = take(heads * layout.rows);
+  layout.delta = take(heads * layout.rows);
+  layout.turns = take(heads * (layout.rows / kWorkspaceTurnRows));
+  layout.ticket = take(2);
+  return layout;
+}
+
+inline size_t backward_workspace_bytes(const Problem& problem) {
+  return backward_workspace(problem).bytes;
+}
+
+}  // namespace jaxflash

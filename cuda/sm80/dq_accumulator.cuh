@@ -1,0 +1,85 @@
+// The float32 accumulator of dq in global memory, and turns of the blocks that add to it.
+#pragma once
+
+#include <cstdint>
+
+#include "sm80/ptx.cuh"
+
+namespace jaxflash::sm80 {
+
+// From sm_90 on one instruction adds four floats.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+inline constexpr bool kVectorAdds = true;
+#else
+inline constexpr bool kVectorAdds = false;
+#endif
+
+// A head's accumulator is a row-major matrix of pieces of 16 x 8, and a piece keeps the elements as
+// the 32 lanes of a warp hold them in an accumulator fragment: addresses need no coordinates, and
+// every add covers whole lines. With vector adds a lane's four elements are neighbours, otherwise
+// the 32 lanes' elements of one kind are.
+struct DqFragmentOrder {
+  static constexpr int kPiece = 128;
+
+  __device__ __forceinline__ static void add(float* piece, const float (&acc)[4]) {
+    const int lane = threadIdx.x % 32;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile(
+        "red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(piece + 4 * lane),
+        "f"(acc[0]), "f"(acc[1]), "f"(acc[2]), "f"(acc[3])
+        : "memory");
+#else
+#pragma unroll
+    for (int i = 0; i < 4; ++i) red_add_f32(piece + 32 * i + lane, acc[i]);
+#endif
+  }
+
+  // Rows `group` and `group + 8` of a piece.
+  __device__ __forceinline__ static void load(const float* piece, int group,
+                                              float (&values)[2][8]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      // Vector adds: columns 2i and 2i + 1 of both rows. Otherwise: row i / 2, every second column.
+      const float4 four = kVectorAdds
+                              ? *reinterpret_cast<const float4*>(piece + 16 * group + 4 * i)
+                              : *reinterpret_cast<const float4*>(piece + 32 * i + 4 * group);
+      const float element[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        if (kVectorAdds) {
+          values[e / 2][2 * i + e % 2] = element[e];
+        } else {
+          values[i / 2][2 * e + i % 2] = element[e];
+        }
+      }
+    }
+  }
+};
+
+__device__ __forceinline__ uint32_t ld_acquire(const uint32_t* gmem) {
+  uint32_t value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(gmem) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void st_release(uint32_t* gmem, uint32_t value) {
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(gmem), "r"(value) : "memory");
+}
+
+// A block's adds between wait_for_turn and end_turn follow those of turn - 1 and precede those of
+// turn + 1. Both are barriers of the block.
+__device__ __forceinline__ void wait_for_turn(const uint32_t* counter, uint32_t turn) {
+  if (threadIdx.x == 0) {
+    while (ld_acquire(counter) != turn) {
+    }
+  }
+  __syncthreads();
+}
+
+__device__ __forceinline__ void end_turn(uint32_t* counter, uint32_t turn) {
+  __threadfence();  // every thread's adds are performed before thread 0 tells the next block
+  __syncthreads();
+  if (threadIdx.x == 0) st_release(counter, turn + 1);
+}
+
+}  // namespace jaxflash::sm80
