@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Literal, overload
 
 import jax
@@ -179,7 +180,15 @@ def dot_product_attention(
 
 
 def supported(
-    query, key, value, bias=None, mask=None, *, implementation="cuda", return_residual=False, **kwargs
+    query,
+    key,
+    value,
+    bias=None,
+    mask=None,
+    *,
+    implementation="cuda",
+    return_residual=False,
+    **kwargs,
 ) -> tuple[str, ...]:
     """Why the CUDA kernels cannot take a call: every reason, or none when they can.
 
@@ -208,9 +217,10 @@ def supported(
 
 
 _DEFAULTS = {
-    name: default
-    for name, default in dot_product_attention.__kwdefaults__.items()
-    if name not in ("implementation", "return_residual")
+    name: parameter.default
+    for name, parameter in inspect.signature(dot_product_attention).parameters.items()
+    if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    and name not in ("implementation", "return_residual")
 }
 
 

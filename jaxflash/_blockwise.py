@@ -24,7 +24,6 @@ from jaxflash._tile import Tiles, blocks, cut, put
 
 def forward(spec: AttentionSpec, operands: Operands):
     """(out (*B, T, N, h) in the dtype of the query, lse (*B, T, N) in float32 or float64)."""
-    operands = _alike(operands)
     q, k, v = operands.query, operands.key, operands.value
     dtype = _compute_dtype(q)
     *batch, q_len, q_heads, _ = q.shape
@@ -90,7 +89,6 @@ def backward(
         dlse: cotangent of lse, or None for zero.
         wanted: names of `Operands` fields among query, key, value, bias, sink and alibi_slopes.
     """
-    operands, out, lse, dout, dlse = _alike((operands, out, lse, dout, dlse))
     q, k, v = operands.query, operands.key, operands.value
     dtype = _compute_dtype(q)
     batch = q.shape[:-3]
@@ -211,7 +209,8 @@ class _Softmax(NamedTuple):
 
 def _finish(spec: AttentionSpec, state: _Softmax, sink):
     """(out, lse) of a block of rows."""
-    sees_no_key = state.maximum == -jnp.inf
+    # Not from the maximum: on a CPU that of NaN logits is -inf, and a row of NaN must stay one.
+    sees_no_key = state.total == 0.0
     maximum = state.maximum if sink is None else jnp.maximum(state.maximum, sink)
     maximum = jnp.where(sees_no_key, 0.0, maximum)
     rescale = jnp.exp(state.maximum - maximum)
@@ -269,7 +268,9 @@ _SMALLEST_BLOCK, _LARGEST_BLOCK = 128, 1024
 
 def _tiling(q, kv_len: int):
     """(rows, columns) as blocks: square tiles of about `_TILE_ELEMENTS`."""
-    heads = math.prod(q.shape[:-3]) * q.shape[-2]
+    # A symbolic batch size (jax.export) counts as 1.
+    batch = (n for n in q.shape[:-3] if isinstance(n, int))
+    heads = math.prod(batch) * q.shape[-2]
     at_most = 1 << (max(math.isqrt(_TILE_ELEMENTS // heads).bit_length() - 1, 0))
     at_most = min(max(at_most, _SMALLEST_BLOCK), _LARGEST_BLOCK)
     return blocks(q.shape[-3], at_most), blocks(kv_len, at_most)
@@ -334,20 +335,6 @@ def _add_tile(total, rows, columns, tile):
 def _sum_to(x, shape):
     axes = tuple(i for i, (n, full) in enumerate(zip(shape, x.shape, strict=True)) if n < full)
     return jnp.sum(x, axis=axes, keepdims=True)
-
-
-def _alike(tree):
-    """Inside `shard_map`, everything varies over the mesh axes that something varies over: the
-    state of a loop keeps one type.
-    """
-    leaves = jax.tree.leaves(tree)
-    axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in leaves))
-
-    def vary(x):
-        missing = axes - jax.typeof(x).manual_axis_type.varying
-        return jax.lax.pcast(x, tuple(missing), to="varying") if missing else x
-
-    return jax.tree.map(vary, tree)
 
 
 def _filled(value, like, shape, dtype):

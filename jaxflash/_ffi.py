@@ -12,6 +12,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -80,8 +81,8 @@ class _Lengths(tuple):
 def _attributes(spec: AttentionSpec, lengths: _Lengths) -> dict:
     return dict(
         scale=np.float32(spec.scale),
-        left=np.int64(_UNLIMITED if spec.left is None else spec.left),
-        right=np.int64(_UNLIMITED if spec.right is None else spec.right),
+        left=np.int64(_UNLIMITED if spec.left is None else min(spec.left, _UNLIMITED)),
+        right=np.int64(_UNLIMITED if spec.right is None else min(spec.right, _UNLIMITED)),
         bottom_right=np.bool_(spec.bottom_right),
         highest_precision=np.bool_(spec.highest_precision),
         has_q_lengths=np.bool_(lengths[0]),
@@ -96,10 +97,19 @@ class _Pass:
     heads, k key/value heads, h, v head sizes. Leading (batch) axes come before them.
     """
 
+    operand_axes: tuple[str, ...]
+    result_axes: tuple[str, ...]
+    # Which operands the kernel reads densely: never of size 1 in a batch axis of full extent.
+    dense: tuple[bool, ...]
+
     def __init__(self, spec: AttentionSpec, lengths: _Lengths):
         self.spec = spec
         self.lengths = lengths
         self.length_axes = ("",) * sum(lengths)
+
+    def call(self, *operands):
+        """The custom call itself."""
+        raise NotImplementedError
 
     def __hash__(self):
         return hash((type(self), self._static()))
@@ -107,7 +117,7 @@ class _Pass:
     def __eq__(self, other):
         return type(self) is type(other) and self._static() == other._static()
 
-    def _static(self):
+    def _static(self) -> tuple:
         return self.spec, self.lengths
 
     def full_batch(self, operands) -> tuple:
@@ -137,7 +147,6 @@ class _Forward(_Pass):
         super().__init__(spec, lengths)
         self.operand_axes = ("tnh", "skh", "skv", *self.length_axes)
         self.result_axes = ("tnv", "tn")
-        # Arrays that the kernel reads densely: never of size 1 in a batch axis of full extent.
         self.dense = (False,) * 3 + (True,) * len(self.length_axes)
 
     def call(self, *operands):
@@ -158,12 +167,14 @@ class _Backward(_Pass):
         self.has_dlse = has_dlse
         dlse_axes = ("tn",) if has_dlse else ()
         self.operand_axes = (
-            ("tnh", "skh", "skv", "tnv", "tnv", "tn") + self.length_axes + dlse_axes
+            *("tnh", "skh", "skv", "tnv", "tnv", "tn"),
+            *self.length_axes,
+            *dlse_axes,
         )
         self.result_axes = ("tnh", "skh", "skv")
         self.dense = (False,) * 5 + (True,) * (1 + len(self.length_axes) + len(dlse_axes))
 
-    def _static(self):
+    def _static(self) -> tuple:
         return self.spec, self.lengths, self.has_dlse
 
     def call(self, *operands):
@@ -212,7 +223,7 @@ def _result_type(like, shape, dtype, mesh_axes):
 # ---- vmap ----------------------------------------------------------------------------------------
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _mapped(kernel: _Pass) -> Callable:
     @jax.custom_batching.custom_vmap
     def op(*operands):
@@ -227,7 +238,7 @@ def _mapped(kernel: _Pass) -> Callable:
             else jnp.broadcast_to(x, (axis_size, *x.shape))
             if dense or too_many
             else jnp.expand_dims(x, 0)
-            for x, is_mapped, dense in zip(operands, mapped, kernel.dense)
+            for x, is_mapped, dense in zip(operands, mapped, kernel.dense, strict=True)
         ]
         return op(*operands), (True,) * len(kernel.result_axes)
 
@@ -247,11 +258,11 @@ def _batch_pattern(kernel: _Pass, operands) -> tuple[tuple[bool, ...], ...]:
     """For each operand and batch axis: whether the operand broadcasts there."""
     full = kernel.full_batch(operands)
     return tuple(
-        tuple(n != full_n for n, full_n in zip(x.shape, full)) for x in operands
+        tuple(n != full_n for n, full_n in zip(x.shape, full, strict=False)) for x in operands
     )
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _partitioned(kernel: _Pass, broadcasts, groups: tuple[int, int]) -> Callable:
     """The custom call under a sharding rule: batch axes and key/value heads may be split."""
     kv_heads, group = groups
@@ -261,7 +272,7 @@ def _partitioned(kernel: _Pass, broadcasts, groups: tuple[int, int]) -> Callable
         split = _split_axes(mesh, result_types[0].sharding, batch_rank, kv_heads)
         operand_shardings = tuple(
             split(axes, operand_broadcasts)
-            for axes, operand_broadcasts in zip(kernel.operand_axes, broadcasts)
+            for axes, operand_broadcasts in zip(kernel.operand_axes, broadcasts, strict=True)
         )
         result_shardings = tuple(split(axes) for axes in kernel.result_axes)
         return mesh, kernel.call, result_shardings, operand_shardings
@@ -288,14 +299,16 @@ def _split_axes(mesh, sharding, batch_rank: int, kv_heads: int):
 
     def split(axes: str, broadcast: Sequence[bool] = ()):
         broadcast = broadcast or (False,) * batch_rank
-        lead = (None if is_one else part for part, is_one in zip(batch, broadcast))
+        lead = (None if is_one else part for part, is_one in zip(batch, broadcast, strict=True))
         trail = (heads if axis in "nk" else None for axis in axes)
         return NamedSharding(mesh, PartitionSpec(*lead, *trail))
 
     return split
 
 
-def _sharding_rule(kernel: _Pass, broadcasts, kv_heads: int, group: int):
+def _sharding_rule(
+    kernel: _Pass, broadcasts, kv_heads: int, group: int
+) -> tuple[str, tuple[str, ...], dict[str, Any]]:
     """Shardy's einsum-like rule, its factors that must stay whole, and sizes it cannot infer.
 
     Query heads are (k g), of which k splits as the key heads do. Factors of size 1 cannot be part

@@ -12,6 +12,7 @@ import operator
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -162,8 +163,8 @@ def check_implementation(implementation) -> Implementation | None:
     return _one_of("implementation", implementation, IMPLEMENTATIONS, extra=" or None")
 
 
-def _array(name: str, x):
-    if isinstance(x, (jax.Array, jax.ShapeDtypeStruct)):
+def _array(name: str, x) -> Any:
+    if isinstance(x, jax.Array | jax.ShapeDtypeStruct):
         return x
     try:
         return jnp.asarray(x)
@@ -215,7 +216,7 @@ def _broadcastable(name: str, x, logits_shape):
     while len(padded) > len(logits_shape) and padded[0] == 1:
         padded = padded[1:]
     if len(padded) != len(logits_shape) or any(
-        size not in (1, full) for size, full in zip(padded, logits_shape)
+        size not in (1, full) for size, full in zip(padded, logits_shape, strict=True)
     ):
         raise ValueError(
             f"{name} must broadcast to (*batch, query heads, T, S) = {logits_shape}, each axis "
@@ -261,7 +262,13 @@ def _segment_ids(segment_ids, batch, q_len, kv_len):
                 f"segment_ids of the {which} side must have shape {(*batch, length)}, "
                 f"got {ids.shape}"
             )
-    return query_ids, key_ids
+    return _int32(query_ids), _int32(key_ids)
+
+
+def _int32(ids):
+    if _is_abstract(ids):
+        return jax.ShapeDtypeStruct(ids.shape, jnp.int32)
+    return ids.astype(jnp.int32)
 
 
 def _band(is_causal, local_window_size) -> tuple[int | None, int | None]:
@@ -322,7 +329,7 @@ def _dropout_rate(rate) -> float:
 
 
 def _number(name: str, x) -> float:
-    if isinstance(x, (bool, str)) or isinstance(x, jax.core.Tracer):
+    if isinstance(x, bool | str | jax.core.Tracer):
         raise ValueError(f"{name} must be a Python number known at trace time, got {x!r}")
     try:
         return float(x)
@@ -336,7 +343,7 @@ def _flag(name: str, x) -> bool:
     return bool(x)
 
 
-def _one_of(name: str, x, allowed, extra: str = ""):
+def _one_of(name: str, x, allowed, extra: str = "") -> Any:
     if not isinstance(x, str) or x not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}{extra}, got {x!r}")
     return x
@@ -373,7 +380,7 @@ def _dropout_seed(rng):
 def _highest_precision(precision) -> bool:
     """Whether float32 products must be accurate to float32; None follows jax's own default."""
     if precision is None:
-        precision = jax.config.jax_default_matmul_precision
+        precision = jax.config.jax_default_matmul_precision  # pyright: ignore
         if precision is None:
             return False
         # The configuration knows more names than jax.lax.Precision; those that mean less than

@@ -92,5 +92,5 @@ def _largest_head_size(math: str) -> int:
 def table() -> str:
     """The support table of the README, in Markdown."""
     rows = ["| feature | CUDA kernels | blockwise path (`xla`) |", "|---|---|---|"]
-    rows += [f"| {f.name} | {'yes' if f.in_kernels else '–'} | yes |" for f in FEATURES]
+    rows += [f"| {f.name} | {'yes' if f.in_kernels else 'no'} | yes |" for f in FEATURES]
     return "\n".join(rows)

@@ -27,7 +27,22 @@ Path = Literal["cuda", "xla", "auto"]
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
 def attention(spec: AttentionSpec, path: Path, operands: Operands):
     """(out (*B, T, N, h), lse (*B, T, N)) of checked operands."""
-    return _attention(spec, path, operands)
+    return _attention(spec, path, _alike(operands))
+
+
+def _alike(operands: Operands) -> Operands:
+    """Inside `shard_map`, everything varies over the mesh axes that something varies over: loops
+    and custom calls want one type, and the gradient of the cast sums what was replicated.
+    """
+    axes = frozenset().union(
+        *(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(operands))
+    )
+
+    def vary(x):
+        missing = axes - jax.typeof(x).manual_axis_type.varying
+        return jax.lax.pcast(x, tuple(missing), to="varying") if missing else x
+
+    return jax.tree.map(vary, operands)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -64,13 +79,16 @@ def _backward_rule(spec: AttentionSpec, path: Path, residuals: _Residuals, cotan
     if isinstance(dlse, SymbolicZero):
         dlse = None
     wanted = frozenset(residuals.wanted)
-    return (_backward_once(spec, path, wanted, residuals[:3], dout, dlse),)
+    saved = (residuals.operands, residuals.out, residuals.lse)
+    return (_backward(spec, path, wanted, saved, dout, dlse),)
 
 
 _attention.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _forward(spec: AttentionSpec, path: Path, operands: Operands):
+    @_mapped_together
     def blockwise(operands):
         return _blockwise.forward(spec, operands)
 
@@ -88,9 +106,10 @@ def _forward(spec: AttentionSpec, path: Path, operands: Operands):
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
-def _backward_once(spec: AttentionSpec, path: Path, wanted: frozenset[str], saved, dout, dlse):
+def _backward(spec: AttentionSpec, path: Path, wanted: frozenset[str], saved, dout, dlse):
     def blockwise(saved, dout, dlse):
-        return _blockwise.backward(spec, *saved, dout, dlse, wanted)
+        operands, out, lse = saved
+        return _blockwise.backward(spec, operands, out, lse, dout, dlse, wanted)
 
     def kernels(saved, dout, dlse):
         operands, out, lse = saved
@@ -115,12 +134,39 @@ def _backward_once(spec: AttentionSpec, path: Path, wanted: frozenset[str], save
 _ALL = Operands._fields
 
 
-@_backward_once.defjvp
-def _no_second_derivative(spec, path, wanted, primals, tangents):
+# Only a derivative of the rules above comes here.
+def _no_second_derivative(*_):
     raise NotImplementedError(
         "jaxflash.dot_product_attention has first derivatives only; for higher ones use "
         "jaxflash.reference.dot_product_attention, which is plain jax.numpy"
     )
+
+
+_forward.defjvp(_no_second_derivative)
+_backward.defjvp(_no_second_derivative)
+
+
+def _mapped_together(function):
+    """`function` of one pytree with two results, both of which `vmap` maps if it maps anything.
+
+    Otherwise lse is not mapped where only the values are, and the rule of a custom_vjp with one
+    mapped result and one that is not counts the cotangent of the latter once for every element.
+    """
+    op = jax.custom_batching.custom_vmap(function)
+
+    @op.def_vmap
+    def _(axis_size, mapped, operands):
+        _, tree = jax.tree.flatten(operands)
+        in_axes = [0 if is_mapped else None for is_mapped in jax.tree.leaves(mapped)]
+
+        def batched(operands):
+            return jax.vmap(
+                lambda *arrays: function(tree.unflatten(arrays)), in_axes, axis_size=axis_size
+            )(*jax.tree.leaves(operands))
+
+        return _mapped_together(batched)(operands), (True, True)
+
+    return op
 
 
 def _on_path(path: Path, kernels, blockwise):
