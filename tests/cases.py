@@ -1,0 +1,433 @@
+"""Attention calls as named rows, shared by the tests and the benchmarks.
+
+A row holds everything that a call of `jaxflash.dot_product_attention` depends on: sizes, dtype,
+every argument, and the seed of its arrays. Letters: B batch, T query length, S key length, N query
+heads, K key/value heads, H query/key head size, h value head size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+import numpy as np
+
+# Arguments that the CUDA kernels do not take yet: under implementation="cuda" such a row must raise
+# NotImplementedError with each of these names, under None it takes the blockwise path.
+NOT_IN_KERNELS = frozenset(
+    {"bias", "mask", "segment_ids", "logits_soft_cap", "sink", "alibi_slopes", "dropout_rate"}
+)
+KERNEL_DTYPES = ("float16", "bfloat16", "float32")
+KERNEL_MAX_HEAD_SIZE = 256
+
+# Operands with a gradient, in the order in which tests name them.
+DIFFERENTIABLE = ("query", "key", "value", "bias", "sink", "alibi_slopes")
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionCase:
+    """One call. `bias` and `mask` are shapes in letters ("BNTS", "1NTS", "TS", "B11S"): B stands
+    for all batch axes, 1 for an axis of size one. Lengths are flat over the batch axes."""
+
+    name: str
+    q_len: int = 48
+    kv_len: int | None = None  # None: q_len
+    q_heads: int = 2
+    kv_heads: int | None = None  # None: q_heads
+    head_dim: int = 32
+    value_dim: int | None = None  # None: head_dim
+    batch: tuple[int, ...] = (2,)
+    dtype: str = "float32"
+    scale: float | None = None
+    is_causal: bool = False
+    causal_alignment: str = "top_left"
+    local_window_size: int | tuple[int | None, int | None] | None = None
+    query_lengths: tuple[int, ...] | None = None
+    kv_lengths: tuple[int, ...] | None = None
+    bias: str | None = None
+    bias_dtype: str | None = None  # None: dtype
+    bias_hides: bool = False  # some entries of the bias are -inf, and a whole row
+    mask: str | None = None
+    segments: str | None = None  # "shared": one array; "pair": (query ids, key ids)
+    logits_soft_cap: float | None = None
+    sink: bool = False
+    alibi: str | None = None  # "N" or "BN"
+    dropout_rate: float = 0.0
+    precision: str | None = None
+    deterministic_backward: bool = False
+    magnitude: float = 1.0  # standard deviation of the logits, before scale changes it
+    poison: bool = False  # NaN and infinity in keys, values and query rows that nothing may read
+    visible_nan: bool = False  # NaN in one query row: exactly that row of the output is NaN
+    gpu_only: bool = False  # too large for two CPU cores
+    seed: int = 0
+
+    def __repr__(self) -> str:
+        """Only what differs from the defaults, so that a failing row reads as one line."""
+        changed = (
+            f"{f.name}={getattr(self, f.name)!r}"
+            for f in dataclasses.fields(self)
+            if getattr(self, f.name) != f.default
+        )
+        return f"AttentionCase({', '.join(changed)})"
+
+    # ---- sizes ----------------------------------------------------------------------------------
+
+    @property
+    def kv_length(self) -> int:
+        return self.q_len if self.kv_len is None else self.kv_len
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.q_heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def value_size(self) -> int:
+        return self.head_dim if self.value_dim is None else self.value_dim
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {
+            "query": (*self.batch, self.q_len, self.q_heads, self.head_dim),
+            "key": (*self.batch, self.kv_length, self.num_kv_heads, self.head_dim),
+            "value": (*self.batch, self.kv_length, self.num_kv_heads, self.value_size),
+            "out": (*self.batch, self.q_len, self.q_heads, self.value_size),
+            "lse": (*self.batch, self.q_len, self.q_heads),
+            "logits": (*self.batch, self.q_heads, self.q_len, self.kv_length),
+        }
+
+    def _broadcast_shape(self, letters: str) -> tuple[int, ...]:
+        sizes = {
+            "B": self.batch,
+            "N": (self.q_heads,),
+            "T": (self.q_len,),
+            "S": (self.kv_length,),
+            "1": (1,),
+        }
+        return tuple(size for letter in letters for size in sizes[letter])
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of the forward pass over the whole rectangle of logits."""
+        products = self.head_dim + self.value_size
+        return 2.0 * math.prod(self.shapes["logits"]) * products
+
+    # ---- what the kernels cover -----------------------------------------------------------------
+
+    @property
+    def missing_in_kernels(self) -> tuple[str, ...]:
+        """Names that the error of implementation="cuda" must mention; empty if it must run."""
+        used = {
+            "bias": self.bias,
+            "mask": self.mask,
+            "segment_ids": self.segments,
+            "logits_soft_cap": self.logits_soft_cap,
+            "sink": self.sink or None,
+            "alibi_slopes": self.alibi,
+            "dropout_rate": self.dropout_rate or None,
+        }
+        missing = [
+            name for name, used in used.items() if used is not None and name in NOT_IN_KERNELS
+        ]
+        if self.dtype not in KERNEL_DTYPES:
+            missing.append(self.dtype)
+        if max(self.head_dim, self.value_size) > KERNEL_MAX_HEAD_SIZE:
+            missing.append("head size")
+        return tuple(missing)
+
+    # ---- the call -------------------------------------------------------------------------------
+
+    @property
+    def options(self) -> dict:
+        """The static keyword arguments of the call that differ from their defaults."""
+        options = dict(
+            scale=self.scale,
+            is_causal=self.is_causal or None,
+            local_window_size=self.local_window_size,
+            logits_soft_cap=self.logits_soft_cap,
+            dropout_rate=self.dropout_rate or None,
+            precision=self.precision,
+            deterministic_backward=self.deterministic_backward or None,
+            causal_alignment=None if self.causal_alignment == "top_left" else self.causal_alignment,
+        )
+        return {name: value for name, value in options.items() if value is not None}
+
+    def arrays(self, clean: bool = False) -> dict[str, np.ndarray]:
+        """The array arguments by name, as numpy arrays of their final dtypes. `clean` leaves the
+        poison out, for a truth that does not depend on how it is dealt with."""
+        rng = np.random.default_rng(self.seed)
+
+        def normal(shape, dtype, factor=1.0):
+            return (factor * rng.standard_normal(shape, np.float32)).astype(jnp.dtype(dtype))
+
+        shapes = self.shapes
+        arrays = {
+            "query": normal(shapes["query"], self.dtype, self.magnitude),
+            "key": normal(shapes["key"], self.dtype),
+            "value": normal(shapes["value"], self.dtype),
+        }
+        if self.bias is not None:
+            bias = normal(self._broadcast_shape(self.bias), self.bias_dtype or self.dtype)
+            if self.bias_hides:
+                bias[rng.random(bias.shape) < 0.3] = -np.inf
+                bias[..., : bias.shape[-2] // 4, :] = -np.inf
+            arrays["bias"] = bias
+        if self.mask is not None:
+            mask = rng.random(self._broadcast_shape(self.mask)) < 0.7
+            if mask.shape[-2] > 4:
+                mask[..., 2, :] = False  # a row that sees nothing
+            if mask.shape[-1] > 4:
+                mask[..., 3] = False  # a key that nothing sees
+            arrays["mask"] = mask
+        for name, lengths in (
+            ("query_seq_lengths", self.query_lengths),
+            ("key_value_seq_lengths", self.kv_lengths),
+        ):
+            if lengths is not None:
+                arrays[name] = np.array(lengths, np.int32).reshape(self.batch)
+        if self.segments is not None:
+            query_ids = self._segments(rng, self.q_len)
+            arrays["segment_ids"] = query_ids
+            if self.segments == "pair":
+                # Starts at another id, so that some queries and some keys find no partner.
+                arrays["segment_ids"] = (query_ids, self._segments(rng, self.kv_length) + 1)
+        if self.sink:
+            arrays["sink"] = normal((self.q_heads,), "float32")
+        if self.alibi is not None:
+            shape = self._broadcast_shape(self.alibi)
+            arrays["alibi_slopes"] = (0.02 + 0.3 * rng.random(shape)).astype(np.float32)
+        if self.dropout_rate:
+            arrays["dropout_rng"] = np.array([self.seed, 7], np.uint32)
+        if self.visible_nan:
+            arrays["query"][..., self.q_len // 2, :, :] = np.nan
+        if self.poison and not clean:
+            self._poison(arrays)
+        return arrays
+
+    def _segments(self, rng, length) -> np.ndarray:
+        starts = rng.random((*self.batch, length)) < 4.0 / max(length, 1)
+        return np.cumsum(starts, axis=-1).astype(np.int32)
+
+    def _poison(self, arrays) -> None:
+        visible = visibility(self, arrays)
+        group = self.q_heads // self.num_kv_heads
+        by_key = visible.any(axis=-2)  # (*B, N, S)
+        by_key = by_key.reshape(*self.batch, self.num_kv_heads, group, self.kv_length).any(axis=-2)
+        hidden = ~np.moveaxis(by_key, -1, -2)  # (*B, S, K)
+        assert hidden.any() or self.query_lengths is not None, "nothing to poison"
+        arrays["key"][hidden] = np.nan
+        arrays["value"][hidden] = np.inf
+        arrays["value"][hidden & (np.arange(self.kv_length)[:, None] % 2 == 0)] = np.nan
+        if "query_seq_lengths" in arrays:
+            rows = np.arange(self.q_len) >= arrays["query_seq_lengths"][..., None]
+            arrays["query"][rows] = np.nan
+
+    def cotangents(self) -> tuple[np.ndarray, np.ndarray]:
+        """Random cotangents of out and lse; where lse is -inf, its own must be ignored."""
+        rng = np.random.default_rng(self.seed + 1)
+        out = rng.standard_normal(self.shapes["out"], np.float32).astype(jnp.dtype(self.dtype))
+        return out, rng.standard_normal(self.shapes["lse"], np.float32)
+
+
+def positions(case: AttentionCase, arrays) -> np.ndarray:
+    """The key position (*B, T) at which each query stands."""
+    rows = np.broadcast_to(np.arange(case.q_len), (*case.batch, case.q_len))
+    if case.causal_alignment == "top_left":
+        return rows
+    q_lengths = np.clip(arrays.get("query_seq_lengths", case.q_len), 0, case.q_len)
+    kv_lengths = np.clip(arrays.get("key_value_seq_lengths", case.kv_length), 0, case.kv_length)
+    return rows + np.asarray(kv_lengths - q_lengths)[..., None]
+
+
+def visibility(case: AttentionCase, arrays) -> np.ndarray:
+    """Which keys each query sees, (*B, N, T, S): the definition, written with numpy alone."""
+    keys = np.arange(case.kv_length)
+    position = positions(case, arrays)[..., :, None]  # (*B, T, 1)
+    visible = np.ones((*case.batch, case.q_len, case.kv_length), bool)
+    window = case.local_window_size
+    left, right = window if isinstance(window, tuple) else (window, window)
+    if left is not None:
+        visible &= keys >= position - left
+    if right is not None:
+        visible &= keys <= position + right
+    if case.is_causal:
+        visible &= keys <= position
+    if "query_seq_lengths" in arrays:
+        rows = np.arange(case.q_len)[:, None]
+        visible &= rows < arrays["query_seq_lengths"][..., None, None]
+    if "key_value_seq_lengths" in arrays:
+        visible &= keys < arrays["key_value_seq_lengths"][..., None, None]
+    if "segment_ids" in arrays:
+        ids = arrays["segment_ids"]
+        query_ids, key_ids = ids if isinstance(ids, tuple) else (ids, ids)
+        visible &= query_ids[..., :, None] == key_ids[..., None, :]
+    visible = np.broadcast_to(visible[..., None, :, :], case.shapes["logits"])
+    if "mask" in arrays:
+        visible = visible & arrays["mask"]
+    return visible
+
+
+# ---- The rows -----------------------------------------------------------------------------------
+
+
+def _row(name: str, **fields) -> AttentionCase:
+    # Every row has its own data: a seed that depends on the name alone, not on the order.
+    return AttentionCase(name, seed=sum(map(ord, name)) % 1000, **fields)
+
+
+# Plain calls: dtypes, head sizes (native and odd ones), lengths around tile edges.
+BASE = (
+    _row("plain", q_len=128, head_dim=64),
+    _row("bfloat16", q_len=128, head_dim=64, dtype="bfloat16"),
+    _row("float16", q_len=128, head_dim=64, dtype="float16"),
+    _row("float32-highest", q_len=128, head_dim=64, precision="highest"),
+    _row("bfloat16-causal-128", q_len=160, head_dim=128, dtype="bfloat16", is_causal=True),
+    _row("float16-causal-256", q_len=100, head_dim=256, dtype="float16", is_causal=True),
+    _row("float32-causal-256", q_len=70, head_dim=256, is_causal=True, batch=(1,)),
+    _row("head-1", head_dim=1, dtype="bfloat16"),
+    _row("head-7-value-3", head_dim=7, value_dim=3, dtype="float16"),
+    _row("head-40", head_dim=40, dtype="bfloat16", is_causal=True),
+    _row("head-80-value-112", head_dim=80, value_dim=112, dtype="bfloat16"),
+    _row("head-96-float32", head_dim=96, value_dim=33, precision="highest"),
+    _row("head-192-value-128", head_dim=192, value_dim=128, dtype="bfloat16", is_causal=True),
+    _row("head-16-value-256", head_dim=16, value_dim=256, dtype="float16"),
+    _row("head-256-value-1", head_dim=256, value_dim=1, dtype="bfloat16"),
+    _row("head-320", q_len=20, head_dim=320, dtype="bfloat16"),
+    _row("T-1", q_len=1, kv_len=77, head_dim=64, dtype="bfloat16"),
+    _row("S-1", q_len=77, kv_len=1, head_dim=64, dtype="bfloat16"),
+    _row("T-1-S-1", q_len=1, kv_len=1, dtype="float16"),
+    _row("T-63-S-65", q_len=63, kv_len=65, head_dim=64, dtype="bfloat16"),
+    _row("T-129-S-127", q_len=129, kv_len=127, head_dim=64, dtype="float16"),
+    _row("T-193-S-97", q_len=193, kv_len=97, head_dim=128, dtype="bfloat16", is_causal=True),
+    _row("T-65-float32", q_len=65, kv_len=33),
+    _row("unbatched", batch=(), dtype="bfloat16"),
+    _row("unbatched-one-head", batch=(), q_heads=1, q_len=90, head_dim=64, is_causal=True),
+    _row("three-batch-axes", batch=(2, 1, 3), q_len=17, dtype="bfloat16"),
+    _row("large-logits", magnitude=3e3, dtype="bfloat16"),
+    _row("large-logits-float32", magnitude=1e4, precision="highest", is_causal=True),
+    _row("scale", scale=0.37, dtype="bfloat16"),
+    _row("scale-negative", scale=-0.2, is_causal=True),
+    _row("scale-zero", scale=0.0, dtype="bfloat16"),
+    _row("deterministic", q_len=150, head_dim=64, dtype="bfloat16", deterministic_backward=True),
+)
+
+# Each feature of the kernels alone, and the pairs that share code.
+BANDS = (
+    _row("gqa", q_heads=6, kv_heads=2, dtype="bfloat16"),
+    _row("mqa-causal", q_heads=5, kv_heads=1, dtype="float16", is_causal=True),
+    _row("causal-T<S", q_len=40, kv_len=100, is_causal=True, dtype="bfloat16"),
+    _row("causal-T>S", q_len=100, kv_len=40, is_causal=True, dtype="bfloat16"),
+    _row("bottom-right-T<S", q_len=40, kv_len=130, is_causal=True,
+         causal_alignment="bottom_right", dtype="bfloat16"),
+    # The first 60 rows see nothing.
+    _row("bottom-right-T>S", q_len=100, kv_len=40, is_causal=True,
+         causal_alignment="bottom_right"),
+    _row("window", q_len=150, local_window_size=(20, 10), dtype="bfloat16"),
+    _row("window-int", local_window_size=5),
+    _row("window-left", q_len=150, local_window_size=(33, None), dtype="bfloat16"),
+    _row("window-right", q_len=70, kv_len=150, local_window_size=(None, 7), dtype="float16"),
+    _row("window-zero", local_window_size=0, dtype="bfloat16"),
+    _row("window-causal", q_len=200, local_window_size=(64, 0), is_causal=True, head_dim=64,
+         dtype="bfloat16"),
+    _row("window-causal-right", local_window_size=(9, 4), is_causal=True),
+    # Rows past key 40 + 3 see nothing; no key tile is visible to the last query tile.
+    _row("window-T>S", q_len=200, kv_len=40, local_window_size=(3, 3), dtype="bfloat16"),
+    _row("window-bottom-right", q_len=50, kv_len=120, local_window_size=(16, 3),
+         causal_alignment="bottom_right", dtype="bfloat16"),
+    _row("lengths", q_len=70, kv_len=90, query_lengths=(70, 33), kv_lengths=(41, 90),
+         dtype="bfloat16"),
+    _row("lengths-kv", kv_lengths=(0, 48), dtype="bfloat16"),
+    _row("lengths-q", query_lengths=(0, 1), dtype="float16"),
+    _row("lengths-unbatched", batch=(), query_lengths=(30,), kv_lengths=(20,)),
+    # Negative lengths count as none, lengths past the arrays as all.
+    _row("lengths-outside", query_lengths=(-3, 500), kv_lengths=(500, -1)),
+    _row("lengths-batch-axes", batch=(2, 2), query_lengths=(48, 3, 20, 0),
+         kv_lengths=(1, 48, 17, 30), is_causal=True, dtype="bfloat16"),
+    _row("lengths-causal", q_len=130, query_lengths=(130, 65), kv_lengths=(64, 129),
+         is_causal=True, head_dim=64, dtype="bfloat16"),
+    _row("lengths-bottom-right", q_len=60, kv_len=100, query_lengths=(60, 21),
+         kv_lengths=(80, 15), is_causal=True, causal_alignment="bottom_right"),
+    _row("lengths-window-gqa", q_len=80, kv_len=80, q_heads=4, kv_heads=2,
+         query_lengths=(80, 41), kv_lengths=(64, 80), local_window_size=(12, 5), dtype="bfloat16"),
+    _row("gqa-causal-deterministic", q_len=140, q_heads=4, kv_heads=1, head_dim=64,
+         is_causal=True, dtype="bfloat16", deterministic_backward=True),
+)  # fmt: skip
+
+# What the kernels do not take yet: each alone, every broadcast shape, and the pairs that interact.
+SCORES = (
+    _row("bias", bias="BNTS"),
+    _row("bias-bfloat16", bias="1NTS", dtype="bfloat16", q_heads=4, kv_heads=2),
+    _row("bias-float32-of-bfloat16", bias="B1TS", bias_dtype="float32", dtype="bfloat16"),
+    _row("bias-3d", bias="NTS", is_causal=True),
+    _row("bias-2d", bias="TS"),
+    _row("bias-rows", bias="BNT1"),
+    _row("bias-keys", bias="B11S", batch=(2, 2), q_len=20),
+    _row("bias-hides", bias="11TS", bias_hides=True),
+    _row("mask", mask="BNTS", dtype="bfloat16"),
+    _row("mask-keys", mask="B11S", q_heads=4, kv_heads=1),
+    _row("mask-rows", mask="1NT1"),
+    _row("mask-2d", mask="TS", is_causal=True),
+    _row("segments", segments="shared", dtype="bfloat16"),
+    _row("segments-pair", segments="pair", kv_len=70),
+    _row("segments-causal-gqa", segments="shared", is_causal=True, q_heads=4, kv_heads=2, q_len=80),
+    _row("soft-cap", logits_soft_cap=1.5),
+    _row("soft-cap-bias-mask", logits_soft_cap=2.0, bias="BNTS", mask="B1TS"),
+    _row("soft-cap-large-logits", logits_soft_cap=30.0, magnitude=1e3, is_causal=True),
+    _row("sink", sink=True, dtype="bfloat16"),
+    _row("sink-causal-gqa-window", sink=True, q_heads=4, kv_heads=2, is_causal=True,
+         local_window_size=(8, None)),
+    # Rows without a key: the sink must not bring them to life.
+    _row("sink-lengths", sink=True, kv_lengths=(0, 20), query_lengths=(48, 7)),
+    _row("alibi", alibi="N"),
+    _row("alibi-batch-causal", alibi="BN", is_causal=True, q_heads=4, kv_heads=2,
+         dtype="bfloat16"),
+    _row("alibi-bottom-right", alibi="N", q_len=20, kv_len=50, is_causal=True,
+         causal_alignment="bottom_right"),
+    _row("dropout", dropout_rate=0.3),
+    _row("dropout-causal-gqa", dropout_rate=0.1, is_causal=True, q_heads=4, kv_heads=2,
+         dtype="bfloat16"),
+    _row("everything", bias="BNTS", mask="11TS", segments="shared", logits_soft_cap=3.0, sink=True,
+         alibi="N", dropout_rate=0.2, is_causal=True, local_window_size=(30, 2), q_heads=4,
+         kv_heads=2, query_lengths=(48, 40), kv_lengths=(48, 44), scale=0.3, dtype="bfloat16"),
+)  # fmt: skip
+
+# Faults: empty arrays, and what must not leak.
+FAULTS = (
+    _row("empty-batch", batch=(0,), dtype="bfloat16"),
+    _row("empty-T", q_len=0, kv_len=16, dtype="bfloat16"),
+    _row("empty-S", q_len=16, kv_len=0, dtype="bfloat16"),
+    _row("empty-S-features", q_len=16, kv_len=0, sink=True, alibi="N", bias="BN11"),
+    _row("empty-T-S", q_len=0, kv_len=0, is_causal=True),
+    _row("empty-batch-lengths", batch=(0, 2), query_lengths=(), kv_lengths=()),
+    _row("no-heads", q_heads=0, kv_heads=1, dtype="bfloat16"),
+    _row("poison-lengths", poison=True, q_len=70, kv_len=150, query_lengths=(70, 40),
+         kv_lengths=(100, 13), head_dim=64, dtype="bfloat16"),
+    _row("poison-lengths-zero", poison=True, query_lengths=(0, 48), kv_lengths=(48, 0)),
+    _row("poison-causal", poison=True, q_len=40, kv_len=150, is_causal=True, dtype="bfloat16"),
+    _row("poison-window", poison=True, q_len=40, kv_len=150, local_window_size=(7, 20),
+         causal_alignment="bottom_right", dtype="float16"),
+    _row("poison-mask", poison=True, mask="B11S"),
+    _row("poison-segments", poison=True, segments="pair"),
+    _row("visible-nan", visible_nan=True, q_len=70, dtype="bfloat16"),
+)  # fmt: skip
+
+# Shapes of real models, too large for the dense truth on two CPU cores.
+LARGE = (
+    _row("gpu-causal-1k", batch=(1,), q_len=1024, q_heads=4, head_dim=128, is_causal=True,
+         dtype="bfloat16", gpu_only=True),
+    _row("gpu-gqa-1k", batch=(2,), q_len=1000, kv_len=1100, q_heads=8, kv_heads=2, head_dim=64,
+         dtype="float16", gpu_only=True),
+    _row("gpu-256-2k", batch=(1,), q_len=2048, q_heads=2, head_dim=256, dtype="bfloat16",
+         is_causal=True, deterministic_backward=True, gpu_only=True),
+    _row("gpu-192-128-1k", batch=(1,), q_len=1025, q_heads=4, head_dim=192, value_dim=128,
+         dtype="bfloat16", is_causal=True, gpu_only=True),
+    _row("gpu-float32-1k", batch=(1,), q_len=1024, q_heads=4, head_dim=64, gpu_only=True),
+    _row("gpu-float32-highest-1k", batch=(1,), q_len=1024, q_heads=4, head_dim=64,
+         precision="highest", is_causal=True, gpu_only=True),
+    _row("gpu-vision", batch=(8,), q_len=197, q_heads=12, head_dim=64, dtype="bfloat16",
+         gpu_only=True),
+    _row("gpu-window-4k", batch=(1,), q_len=4096, q_heads=1, head_dim=128, is_causal=True,
+         local_window_size=(1023, 0), dtype="bfloat16", gpu_only=True),
+)  # fmt: skip
+
+CASES = (*BASE, *BANDS, *SCORES, *FAULTS, *LARGE)

@@ -1,0 +1,384 @@
+"""The check that every conformance test uses: values, gradients by name, repeatability.
+
+Truth is `jaxflash.reference` in float64. What error is allowed is not a constant: a second, plain
+computation rounds the operands of each product to the arithmetic in question (float16, bfloat16,
+TF32, float32), and a result may be at most twice as wrong as that, plus a floor of rounding errors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxflash
+from cases import DIFFERENTIABLE, AttentionCase, positions, visibility
+
+# Exponent and mantissa bits of an operand of the matrix products.
+_BITS = {
+    name: dict(exponent_bits=exponent, mantissa_bits=mantissa)
+    for name, exponent, mantissa in (
+        ("float16", 5, 10),
+        ("bfloat16", 8, 7),
+        ("tf32", 8, 10),
+        ("float32", 8, 23),
+    )
+}
+# Factors under which the plain computation rounds: a gradient of few elements (one per head) says
+# too little about the size of its error when it is computed once.
+DITHERS = (1.0, 1.17, 1.37)
+_CPU = jax.devices("cpu")[0]
+# The truth of most rows is small: compiling it takes longer than computing it.
+_compiled_quickly = functools.partial(
+    jax.jit, compiler_options={"xla_backend_optimization_level": 0}
+)
+
+FACTOR = 2.0  # allowed error / error of the plain computation
+UNIT = 2.0**-24  # largest relative error of one rounding in float32
+FLOOR = 16 * UNIT  # what the float32 accumulation may lose, relative to its summands
+
+
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """Truth of one result, and the error that it may have."""
+
+    truth: np.ndarray
+    largest: float  # of the error of an element
+    norm: float  # of the error over the array
+    plain_error: float  # largest error of the plain computation, for the message
+
+
+def check_attention(case: AttentionCase, implementation: str | None) -> None:
+    """Runs `case` and checks everything about it; raises AssertionError with a line that repeats
+    it. A call that the kernels do not take must say so."""
+    if implementation == "cuda" and case.missing_in_kernels:
+        return check_refused(case)
+    bounds = expected(case, arithmetic(case, implementation))
+    run = jitted(case, implementation)
+    actual = run(case.arrays(), *case.cotangents())
+    for name, bound in bounds.items():
+        if case.visible_nan and name != "out":
+            continue  # XLA's maximum over an axis may lose a NaN, but out must not
+        check_result(name, actual[name], bound, repro(case, implementation))
+    check_dtypes(case, actual)
+
+    again = run(case.arrays(), *case.cotangents())
+    repeats = [name for name in bounds if repeatable(case, name, implementation)]
+    for name in repeats:
+        assert_same_bits(actual[name], again[name], f"{name}: {repro(case, implementation)}")
+
+
+def check_refused(case: AttentionCase) -> None:
+    """implementation="cuda" must name every argument that the kernels lack, and `supported` too."""
+    arrays = split(case.arrays())
+    try:
+        jaxflash.dot_product_attention(
+            **arrays[0], **arrays[1], **case.options, implementation="cuda"
+        )
+    except NotImplementedError as error:
+        text = str(error)
+    else:
+        raise AssertionError(f"did not raise NotImplementedError: {repro(case, 'cuda')}")
+    reasons = jaxflash.supported(**arrays[0], **arrays[1], **case.options)
+    for name in case.missing_in_kernels:
+        assert name in text, f"{name!r} is not in the error {text!r}"
+        assert any(name in reason for reason in reasons), f"{name!r} is not in {reasons}"
+
+
+def repro(case: AttentionCase, implementation: str | None) -> str:
+    """A command that runs the case again, from the folder of the tests."""
+    code = (
+        f"from cases import *; from check import *; check_attention({case!r}, {implementation!r})"
+    )
+    return f'\nrepeat with: python -c "{code}"'
+
+
+def repeatable(case: AttentionCase, name: str, implementation: str | None) -> bool:
+    """Where the same bits are promised from run to run."""
+    return name in ("out", "lse") or case.deterministic_backward or implementation == "xla"
+
+
+def on_gpu() -> bool:
+    return jax.default_backend() == "gpu"
+
+
+def arithmetic(case: AttentionCase, implementation: str | None) -> str:
+    """How the products of this case are rounded where it runs."""
+    highest = case.precision is not None and case.precision != "default"
+    return "tf32" if case.dtype == "float32" and on_gpu() and not highest else case.dtype
+
+
+def split(arrays) -> tuple[dict, dict]:
+    """(operands with a gradient, the others)"""
+    with_gradient = {name: arrays[name] for name in DIFFERENTIABLE if name in arrays}
+    return with_gradient, {name: x for name, x in arrays.items() if name not in with_gradient}
+
+
+# ---- Running ------------------------------------------------------------------------------------
+
+
+def jitted(case: AttentionCase, implementation: str | None):
+    """A function of (arrays, cotangent of out, cotangent of lse): out, lse and all gradients by
+    name, in one program."""
+
+    def attend(with_gradient, others):
+        return jaxflash.dot_product_attention(
+            **with_gradient,
+            **others,
+            **case.options,
+            implementation=implementation,
+            return_residual=True,
+        )
+
+    run = jax.jit(functools.partial(_values_and_gradients, attend))
+
+    def of_arrays(arrays, dout, dlse):
+        return run(*split(arrays), dout, dlse.astype(_lse_dtype(case)))
+
+    return of_arrays
+
+
+def _lse_dtype(case):
+    return jnp.dtype("float64" if case.dtype == "float64" else "float32")
+
+
+def _values_and_gradients(attend, with_gradient, others, dout, dlse):
+    (out, lse), pull = jax.vjp(lambda operands: attend(operands, others), with_gradient)
+    (gradients,) = pull((dout, dlse))
+    return {"out": out, "lse": lse} | {f"d{name}": x for name, x in gradients.items()}
+
+
+@functools.lru_cache(maxsize=4)
+def expected(case: AttentionCase, arithmetic: str) -> dict[str, Bound]:
+    """Truth and allowed error of out, lse and each gradient, computed on the CPU."""
+    arrays, (dout, dlse) = case.arrays(clean=True), case.cotangents()
+    with jax.default_device(_CPU), jax.enable_x64(True):
+        truth, natural = _truth(case, arrays, dout, dlse)
+        plain = _plain(case, arrays, dout, dlse, arithmetic)
+    # A backward pass recomputes p = exp(logit - lse) from the lse as it is stored, in float32.
+    top = np.max(np.abs(truth["lse"]), where=np.isfinite(truth["lse"]), initial=0.0)
+    floors = {name: FLOOR if name in ("out", "lse") else FLOOR + 2 * UNIT * top for name in truth}
+    return {
+        name: _bound(name, truth[name], plain[name], natural[name], floors[name]) for name in truth
+    }
+
+
+def _truth(case, arrays, dout, dlse):
+    """Results in float64, and for each the size of the summands that make it up."""
+
+    def attend(with_gradient, others):
+        options = {**case.options, "precision": "highest"}
+        return jaxflash.reference.dot_product_attention(
+            **with_gradient, **others, **options, return_residual=True
+        )
+
+    @_compiled_quickly
+    def run(with_gradient, others, dout, dlse):
+        (out, lse), pull = jax.vjp(lambda operands: attend(operands, others), with_gradient)
+        # The gradient of a logit is p * (dp - delta + dlse): what the delta part alone does says
+        # how large the terms are that cancel.
+        delta = jnp.sum(jnp.abs(dout * out), axis=-1) + jnp.abs(dlse)
+        (gradients,) = pull((dout, dlse))
+        (summands,) = pull((jnp.zeros_like(dout), delta))
+        truth = {"out": out, "lse": lse} | {f"d{name}": x for name, x in gradients.items()}
+        natural = {"out": out, "lse": jnp.where(jnp.isfinite(lse), jnp.abs(lse) + 1, 0)}
+        return truth, natural | {f"d{name}": x for name, x in summands.items()}
+
+    with_gradient, others = split(arrays)
+    with_gradient = {name: x.astype(np.float64) for name, x in with_gradient.items()}
+    return jax.device_get(
+        run(with_gradient, others, dout.astype(np.float64), dlse.astype(np.float64))
+    )
+
+
+def _plain(case, arrays, dout, dlse, arithmetic):
+    """Results of plain computations of the given arithmetic, rounded to the dtypes of the call: one
+    per dither, along a new first axis."""
+    weights = _dropout_weights(case, arrays) if case.dropout_rate else None
+    wide = jnp.float64 if case.dtype == "float64" else jnp.float32
+
+    def run(with_gradient, dout, dlse, dither):
+        upcast = {name: jnp.asarray(x, wide) for name, x in with_gradient.items()}
+        rounding = functools.partial(_round, arithmetic, dither)
+        (out, lse), pull = jax.vjp(
+            lambda operands: plain_attention(case, operands, arrays, rounding, weights), upcast
+        )
+        rounded = out.astype(case.dtype)
+        dout, dlse = dout.astype(wide), dlse.astype(wide)
+        # A backward pass has the rounded output only, so its delta is off by dout * (its error);
+        # delta enters the gradient as -dlse does.
+        lost = jnp.sum(dout * (rounded.astype(wide) - out), axis=-1)
+        (gradients,) = pull((dout, dlse - lost))
+        gradients = {name: x.astype(with_gradient[name].dtype) for name, x in gradients.items()}
+        return {"out": rounded, "lse": lse} | {f"d{name}": x for name, x in gradients.items()}
+
+    @_compiled_quickly
+    def run_all(*arguments):
+        return jax.lax.map(lambda dither: run(*arguments, dither), jnp.asarray(DITHERS, wide))
+
+    return jax.device_get(run_all(split(arrays)[0], dout, dlse))
+
+
+def plain_attention(case, operands, arrays, rounding, dropout_weights):
+    """(out, lse) with a dense array of logits, independent of the package."""
+    group = case.q_heads // case.num_kv_heads
+    query = operands["query"]
+    wide = query.dtype
+    key = jnp.repeat(operands["key"], group, axis=-2)
+    value = jnp.repeat(operands["value"], group, axis=-2)
+    scale = case.head_dim**-0.5 if case.scale is None else case.scale
+    logits = _product("...tnh,...snh->...nts", rounding, query, key) * jnp.asarray(scale, wide)
+    if "bias" in operands:
+        logits += _to_rank(operands["bias"], logits.ndim)
+    if "alibi_slopes" in operands:
+        away = np.abs(positions(case, arrays)[..., :, None] - np.arange(case.kv_length))
+        slopes = _to_rank(operands["alibi_slopes"][..., None, None], logits.ndim)
+        logits -= slopes * away[..., None, :, :].astype(wide)
+    if case.logits_soft_cap is not None:
+        logits = case.logits_soft_cap * jnp.tanh(logits / case.logits_soft_cap)
+    logits = jnp.where(visibility(case, arrays), logits, -jnp.inf)
+
+    top = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True, initial=-jnp.inf))
+    empty = top == -jnp.inf
+    top = jnp.where(empty, 0, top)
+    p = jnp.exp(logits - top)
+    denominator = jnp.sum(p, axis=-1, keepdims=True)
+    if "sink" in operands:
+        denominator += jnp.exp(_to_rank(operands["sink"][:, None, None], top.ndim) - top)
+    denominator = jnp.where(empty, 1, denominator)
+    lse = jnp.where(empty, -jnp.inf, top + jnp.log(denominator))
+    if dropout_weights is not None:
+        p = p * dropout_weights.astype(wide)
+    out = _product("...nts,...snh->...tnh", rounding, p, value)
+    out = out / jnp.swapaxes(denominator, -2, -3)
+    return out, jnp.swapaxes(lse[..., 0], -1, -2)
+
+
+def _to_rank(x, rank):
+    return x.reshape((1,) * (rank - x.ndim) + x.shape)
+
+
+def _product(equation, rounding, x, y):
+    """An einsum whose operands are rounded, in its derivatives too."""
+
+    @jax.custom_vjp
+    def product(x, y):
+        return forward(x, y)[0]
+
+    def forward(x, y):
+        x, y = rounding(x), rounding(y)
+        return jnp.einsum(equation, x, y, precision="highest"), (x, y)
+
+    def backward(operands, cotangent):
+        _, pull = jax.vjp(functools.partial(jnp.einsum, equation, precision="highest"), *operands)
+        return pull(rounding(cotangent))
+
+    product.defvjp(forward, backward)
+    return product(x, y)
+
+
+def _round(arithmetic, dither, x):
+    """`x` with the bits that an operand has; `dither` moves the grid of what is not on it."""
+    if arithmetic == "float64":
+        return x
+    round_ = functools.partial(jax.lax.reduce_precision, **_BITS[arithmetic])
+    return jnp.where(round_(x) == x, x, round_(x * dither) / dither)
+
+
+def _dropout_weights(case, arrays):
+    """What dropout multiplies each probability by, (*B, N, T, S), seen through the reference: equal
+    logits, and values that tell the keys apart."""
+    eye = np.broadcast_to(
+        np.eye(case.kv_length, dtype=np.float32)[:, None, :],
+        (*case.batch, case.kv_length, case.num_kv_heads, case.kv_length),
+    )
+    probabilities = jaxflash.reference.dot_product_attention(
+        np.zeros(case.shapes["query"], np.float32),
+        np.zeros(case.shapes["key"], np.float32),
+        eye,
+        dropout_rate=case.dropout_rate,
+        dropout_rng=arrays["dropout_rng"],
+    )
+    return np.moveaxis(np.asarray(probabilities) * case.kv_length, -2, -3)
+
+
+# ---- Comparing ----------------------------------------------------------------------------------
+
+
+def _bound(name: str, truth, plain, natural, floor: float) -> Bound:
+    """The error that a result may have, given what a plain computation of the same dtypes made."""
+    unit = float(jnp.finfo(plain.dtype).eps)
+    truth, plain, natural = (np.asarray(x, np.float64) for x in (truth, plain, natural))
+    finite = np.isfinite(truth)
+    error = np.abs(np.where(finite, plain, 0) - np.where(finite, truth, 0))
+    truth_size, natural_size = (np.where(np.isfinite(x), np.abs(x), 0) for x in (truth, natural))
+    floor *= min(1.0, unit / 2**-23)  # float64 has a smaller one
+
+    def largest(x):
+        return float(np.max(x, initial=0.0))
+
+    def norm(x):
+        return float(np.linalg.norm(x.ravel()))
+
+    def allowed(size):
+        return (
+            FACTOR * size(error)
+            + floor * (size(truth_size) + size(natural_size))
+            + unit / 8 * size(truth_size)
+        )
+
+    bound = Bound(truth, allowed(largest), allowed(norm), largest(error))
+    assert np.isfinite([bound.largest, bound.norm]).all(), f"{name}: no finite bound on the error"
+    return bound
+
+
+def check_result(name: str, actual, bound: Bound, where: str) -> None:
+    """Positions of infinities and NaN first, then the error of each element, then its norm."""
+    truth = bound.truth
+    actual = np.asarray(actual).astype(np.float64)
+    assert actual.shape == truth.shape, f"{name} has shape {actual.shape}, not {truth.shape}{where}"
+    for kind, test in (("NaN", np.isnan), ("+inf", np.isposinf), ("-inf", np.isneginf)):
+        differ = test(actual) != test(truth)
+        if differ.any():
+            index = tuple(map(int, np.argwhere(differ)[0]))
+            raise AssertionError(
+                f"{name}: {kind} in other places than expected, {int(differ.sum())} of "
+                f"{differ.size}; first at {index}: got {actual[index]}, expected {truth[index]}"
+                f"{where}"
+            )
+    finite = np.isfinite(truth)
+    error = np.abs(np.where(finite, actual, 0) - np.where(finite, truth, 0))
+    if error.size and error.max() > bound.largest:
+        index = np.unravel_index(int(error.argmax()), error.shape)
+        raise AssertionError(
+            f"{name}: largest error {error.max():.3g}, allowed {bound.largest:.3g} (plain "
+            f"computation: {bound.plain_error:.3g}) at {tuple(map(int, index))}: got "
+            f"{actual[index]:.9g}, expected {truth[index]:.9g}; "
+            f"{int((error > bound.largest).sum())} of {error.size} elements are over it{where}"
+        )
+    norm = float(np.linalg.norm(error.ravel()))
+    assert norm <= bound.norm, (
+        f"{name}: norm of the error {norm:.3g}, allowed {bound.norm:.3g} (norm of the truth "
+        f"{np.linalg.norm(np.where(finite, truth, 0).ravel()):.3g}){where}"
+    )
+
+
+def check_dtypes(case: AttentionCase, actual) -> None:
+    arrays = case.arrays()
+    assert actual["out"].dtype == jnp.dtype(case.dtype)
+    assert actual["lse"].dtype == _lse_dtype(case)
+    for name in split(arrays)[0]:
+        assert actual[f"d{name}"].dtype == arrays[name].dtype, name
+
+
+def assert_same_bits(x, y, what: str = "") -> None:
+    """The same bytes, of arrays or of trees of them."""
+    for first, second in zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=True):
+        a, b = np.asarray(first), np.asarray(second)
+        assert (a.dtype, a.shape) == (b.dtype, b.shape), what
+        assert a.tobytes() == b.tobytes(), (
+            f"not the same bits in {what}: {int((a != b).sum())} of {a.size} elements differ"
+        )

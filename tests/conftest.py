@@ -1,0 +1,45 @@
+"""Strict JAX, eight CPU devices, and the gate of the GPU tests."""
+
+from __future__ import annotations
+
+import os
+
+import hypothesis
+import jax
+import pytest
+
+# Before any backend starts: shardings are tested on every machine.
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Long runs: HYPOTHESIS_PROFILE=long python -m pytest tests/test_random.py
+hypothesis.settings.register_profile(
+    "default",
+    derandomize=True,
+    deadline=None,
+    max_examples=40,
+    database=None,
+    suppress_health_check=list(hypothesis.HealthCheck),
+)
+hypothesis.settings.register_profile(
+    "long", parent=hypothesis.settings.get_profile("default"), derandomize=False, max_examples=2000
+)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+GPU_REQUIRED = os.environ.get("JAXFLASH_REQUIRE_GPU") == "1"
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
+        pytest.skip("no GPU")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """On a GPU machine a GPU test that skips, for whatever reason, is an error."""
+    report = yield
+    if GPU_REQUIRED and report.skipped and item.get_closest_marker("gpu"):
+        report.outcome = "failed"
+        report.longrepr = f"skipped although JAXFLASH_REQUIRE_GPU=1: {report.longrepr}"
+    return report

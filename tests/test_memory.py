@@ -1,0 +1,73 @@
+"""The blockwise path never holds anything of size T x S, and its memory grows linearly."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxflash
+from jaxprs import equations
+
+
+def _gradient(**options):
+    attend = functools.partial(jaxflash.dot_product_attention, implementation="xla", **options)
+
+    def loss(*qkv):
+        return jnp.sum(attend(*qkv) ** 2)
+
+    return jax.grad(loss, (0, 1, 2))
+
+
+def _shapes(length, dtype=jnp.float32, heads=4, head_dim=64):
+    return [jax.ShapeDtypeStruct((1, length, heads, head_dim), dtype)] * 3
+
+
+_OPTIONS = {
+    "plain": dict(),
+    "causal": dict(is_causal=True),
+    "window": dict(local_window_size=(100, 100)),
+    "soft cap": dict(logits_soft_cap=10.0, is_causal=True),
+}
+
+
+def _temporary_bytes(length, **options):
+    compiled = jax.jit(_gradient(**options)).lower(*_shapes(length)).compile()
+    analysis = compiled.memory_analysis()
+    return analysis.temp_size_in_bytes
+
+
+@pytest.mark.parametrize("options", _OPTIONS.values(), ids=_OPTIONS)
+def test_no_array_of_logits(options):
+    """The largest array anywhere in the traced gradient of (1, 8192, 8192, 4, 64)."""
+    length, heads, head_dim = 8192, 4, 64
+    largest = max(
+        math.prod(variable.aval.shape)
+        for equation in equations(_gradient(**options), *_shapes(length))
+        for variable in equation.outvars
+        if hasattr(variable.aval, "shape")
+    )
+    # Room for a block of keys against all queries; the logits have 64 times the inputs' size here.
+    operand = length * heads * head_dim
+    assert largest <= 8 * operand
+    assert largest < heads * length * length / 16
+
+
+def test_compiled_memory_is_linear():
+    if jax.default_backend() != "cpu":
+        pytest.skip("measures the CPU compiler")
+    small, large = _temporary_bytes(4096, is_causal=True), _temporary_bytes(16384, is_causal=True)
+    operand = 4 * 16384 * 4 * 64
+    assert large <= 5 * small  # 4 times the length; quadratic would be 16
+    assert large <= 24 * operand  # dq dk dv out lse, and blocks
+
+
+def test_32k_causal_gradient_in_two_gigabytes():
+    if jax.default_backend() != "cpu":
+        pytest.skip("measures the CPU compiler")
+    length = 32768
+    compiled = jax.jit(_gradient(is_causal=True)).lower(*_shapes(length)).compile()
+    memory = compiled.memory_analysis()
+    total = memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes
+    assert total < 2e9

@@ -1,0 +1,215 @@
+"""Partial results merged, and packed sequences."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxflash
+from check import assert_same_bits
+
+N, K, H, VALUE = 4, 2, 16, 8
+
+_dense = jaxflash.reference.dot_product_attention
+
+
+def _normal(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+def _close(actual, expected, **tolerance):
+    for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, **{"rtol": 1e-4, "atol": 1e-5, **tolerance})
+
+
+# ---- merge_attention ----------------------------------------------------------------------------
+
+
+def _parts(query, key, value, cuts, **options):
+    ends = (0, *cuts, key.shape[1])
+    return [
+        jaxflash.dot_product_attention(
+            query, key[:, i:j], value[:, i:j], return_residual=True, implementation="xla", **options
+        )
+        for i, j in itertools.pairwise(ends)
+    ]
+
+
+@pytest.mark.parametrize("cuts", [(), (20,), (1, 20, 49)], ids=str)
+def test_merge_is_the_whole(cuts):
+    """Values, lse, and the gradients of both."""
+    qkv = _normal(2, 30, N, H), _normal(2, 50, K, H, seed=1), _normal(2, 50, K, VALUE, seed=2)
+
+    def merged(*qkv):
+        outs, lses = zip(*_parts(*qkv, cuts), strict=True)
+        return jaxflash.merge_attention(outs, lses)
+
+    def whole(*qkv):
+        return _dense(*qkv, return_residual=True)
+
+    def run(f):
+        values, pull = jax.vjp(f, *qkv)
+        return values, pull((_normal(2, 30, N, VALUE, seed=3), _normal(2, 30, N, seed=4)))
+
+    _close(jax.jit(run, static_argnums=0)(merged), jax.jit(run, static_argnums=0)(whole))
+
+
+def test_merge_of_rows_without_keys():
+    """Parts that saw nothing, some with garbage in them, and rows that no part saw."""
+    outs = _normal(3, 2, 5, N, VALUE)
+    lses = _normal(3, 2, 5, N)
+    lses[0, :, 0] = -np.inf
+    outs[0, :, 0] = np.nan
+    lses[:, :, 1] = -np.inf
+    outs[:, :, 1] = 0.0
+
+    def run(outs, lses):
+        (out, lse), pull = jax.vjp(jaxflash.merge_attention, outs, lses)
+        return out, lse, *pull((jnp.ones_like(out), jnp.ones_like(lse)))
+
+    out, lse, douts, dlses = jax.jit(run)(outs, lses)
+    assert (out[:, 1] == 0).all()
+    assert np.isneginf(lse[:, 1]).all()
+    assert np.isfinite(out).all()
+    for gradient in (douts, dlses):
+        assert np.isfinite(gradient).all()
+        assert (gradient[:, :, 1] == 0).all()
+    _close((out[:, 0], lse[:, 0]), jaxflash.merge_attention(outs[1:, :, 0], lses[1:, :, 0]))
+
+
+def test_merge_is_associative():
+    outs, lses = _normal(3, 2, 5, N, VALUE), _normal(3, 2, 5, N, seed=1)
+    out, lse = jaxflash.merge_attention(outs[:2], lses[:2])
+    nested = jaxflash.merge_attention((out, outs[2]), (lse, lses[2]))
+    _close(nested, jaxflash.merge_attention(outs, lses))
+
+
+def test_merge_keeps_the_dtype():
+    outs, lses = jnp.ones((2, 5, N, VALUE), jnp.bfloat16), jnp.zeros((2, 5, N))
+    out, lse = jaxflash.merge_attention(outs, lses)
+    assert (out.dtype, lse.dtype) == (jnp.bfloat16, jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("outs", "lses", "word"),
+    [
+        (np.ones((2, 5, N, VALUE)), np.ones((2, 5, N, VALUE)), "lses"),
+        (np.ones((2, 5, N, VALUE)), np.ones((3, 5, N)), "lses"),
+        ([], [], "outs"),
+        ([np.ones((5, N, VALUE)), np.ones((4, N, VALUE))], np.ones((2, 5, N)), "outs"),
+        (np.ones((2, 5, N, VALUE), np.int32), np.ones((2, 5, N)), "outs"),
+    ],
+)  # fmt: skip
+def test_merge_errors(outs, lses, word):
+    with pytest.raises(ValueError, match=word):
+        jaxflash.merge_attention(outs, lses)
+
+
+# ---- varlen_attention ---------------------------------------------------------------------------
+
+_Q_LENGTHS = (7, 0, 20, 1, 13)
+_KV_LENGTHS = (9, 4, 20, 0, 5)
+_TOKENS, _KV_TOKENS = 50, 41  # some tokens follow the last sequence
+
+
+def _boundaries(lengths):
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+
+
+def _one_by_one(query, key, value, q_lengths, kv_lengths, **options):
+    """(out, lse) of each sequence alone; what follows the last one sees nothing."""
+    outs, lses = [], []
+    q_ends, kv_ends = _boundaries(q_lengths), _boundaries(kv_lengths)
+    for i in range(len(q_lengths)):
+        rows, keys = slice(q_ends[i], q_ends[i + 1]), slice(kv_ends[i], kv_ends[i + 1])
+        out, lse = _dense(query[rows], key[keys], value[keys], return_residual=True, **options)
+        outs.append(out)
+        lses.append(lse)
+    rest = query.shape[0] - q_ends[-1]
+    outs.append(jnp.zeros((rest, *outs[0].shape[1:]), outs[0].dtype))
+    lses.append(jnp.full((rest, query.shape[1]), -jnp.inf))
+    return jnp.concatenate(outs), jnp.concatenate(lses)
+
+
+_VARLEN = {
+    "plain": dict(),
+    "causal": dict(is_causal=True),
+    "bottom right": dict(is_causal=True, causal_alignment="bottom_right"),
+    "window": dict(local_window_size=(3, 2), causal_alignment="bottom_right"),
+    "alibi": dict(is_causal=True, alibi_slopes=np.linspace(0.1, 0.5, N, dtype=np.float32)),
+    "sink and cap": dict(sink=np.zeros(N, np.float32), logits_soft_cap=3.0),
+}
+
+
+@pytest.mark.parametrize("options", _VARLEN.values(), ids=_VARLEN)
+def test_varlen_is_each_sequence_alone(options):
+    qkv = (
+        _normal(_TOKENS, N, H),
+        _normal(_KV_TOKENS, K, H, seed=1),
+        _normal(_KV_TOKENS, K, VALUE, seed=2),
+    )
+    dout, dlse = _normal(_TOKENS, N, VALUE, seed=3), _normal(_TOKENS, N, seed=4)
+
+    def packed(*qkv):
+        return jaxflash.varlen_attention(
+            *qkv, _boundaries(_Q_LENGTHS), _boundaries(_KV_LENGTHS), return_residual=True, **options
+        )
+
+    def alone(*qkv):
+        return _one_by_one(*qkv, _Q_LENGTHS, _KV_LENGTHS, **options)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(f):
+        values, pull = jax.vjp(f, *qkv)
+        return values, pull((dout, dlse))
+
+    tolerance = {} if jax.default_backend() == "cpu" else dict(rtol=2e-2, atol=2e-2)
+    _close(run(packed), run(alone), **tolerance)
+
+
+def test_varlen_lengths_do_not_compile_again():
+    qkv = _normal(32, N, H), _normal(32, K, H), _normal(32, K, H)
+    attend = jax.jit(jaxflash.varlen_attention)
+    for lengths in ((32, 0), (1, 31), (0, 16)):
+        attend(*qkv, _boundaries(lengths), _boundaries(lengths))
+    assert attend._cache_size() == 1
+
+
+def test_varlen_padding_is_not_read():
+    qkv = [_normal(20, N, H), _normal(20, K, H), _normal(20, K, H)]
+    ends = _boundaries((8, 7))
+
+    def gradients(*qkv):
+        attend = functools.partial(jaxflash.varlen_attention, cu_seqlens_q=ends, cu_seqlens_kv=ends)
+        out, pull = jax.vjp(attend, *qkv)
+        return out, pull(jnp.ones_like(out))
+
+    clean = jax.jit(gradients)(*qkv)
+    for x in qkv:
+        x[15:] = np.nan
+    assert_same_bits(jax.jit(gradients)(*qkv), clean)
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        (dict(query=_normal(1, 8, N, H)), "query"),
+        (dict(cu_seqlens_q=np.array([0.0, 8.0], np.float32)), "cu_seqlens_q"),
+        (dict(cu_seqlens_kv=np.array([0, 4, 8], np.int32)), "cu_seqlens_kv"),
+        (dict(cu_seqlens_q=np.array([0], np.int32)), "cu_seqlens_q"),
+        (dict(cu_seqlens_q=np.array([[0, 8]], np.int32)), "cu_seqlens_q"),
+        (dict(implementation="flash"), "implementation"),
+        (dict(local_window_size=-1), "local_window_size"),
+    ],
+)  # fmt: skip
+def test_varlen_errors(changes, word):
+    ends = np.array([0, 8], np.int32)
+    arguments = dict(
+        query=_normal(8, N, H), key=_normal(8, K, H), value=_normal(8, K, H),
+        cu_seqlens_q=ends, cu_seqlens_kv=ends,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=word):
+        jaxflash.varlen_attention(**{**arguments, **changes})

@@ -1,0 +1,88 @@
+"""Random combinations of sizes and arguments. A failure prints a line that repeats it.
+
+Long runs: HYPOTHESIS_PROFILE=long python -m pytest tests/test_random.py
+"""
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cases import AttentionCase
+from check import check_attention
+
+# Around the edges of tiles, and nothing at all.
+_LENGTHS = st.sampled_from([0, 1, 2, 15, 16, 17, 31, 33, 48, 63, 64, 65, 80])
+_HEAD_SIZES = st.sampled_from([1, 2, 7, 8, 16, 24, 33, 64, 72])
+_WINDOW_SIDES = st.one_of(st.none(), st.integers(0, 70))
+
+
+@st.composite
+def kernel_cases(draw) -> AttentionCase:
+    """Calls that the kernels take."""
+    batch = draw(st.sampled_from([(), (1,), (2,), (3,), (2, 2)]))
+    count = 1
+    for size in batch:
+        count *= size
+    kv_heads = draw(st.sampled_from([1, 2, 3]))
+    q_len, kv_len = draw(_LENGTHS), draw(_LENGTHS)
+    head_dim = draw(_HEAD_SIZES)
+
+    def lengths(longest):
+        given = st.lists(st.integers(0, longest), min_size=count, max_size=count).map(tuple)
+        return draw(st.one_of(st.none(), given))
+
+    return AttentionCase(
+        "random",
+        q_len=q_len,
+        kv_len=kv_len,
+        q_heads=kv_heads * draw(st.sampled_from([1, 1, 2, 3])),
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        value_dim=draw(st.one_of(st.just(head_dim), _HEAD_SIZES)),
+        batch=batch,
+        dtype=draw(st.sampled_from(["float16", "bfloat16", "float32"])),
+        precision=draw(st.sampled_from([None, "highest"])),
+        scale=draw(st.sampled_from([None, None, 0.05, -0.3])),
+        is_causal=draw(st.booleans()),
+        causal_alignment=draw(st.sampled_from(["top_left", "bottom_right"])),
+        local_window_size=draw(st.one_of(st.none(), st.tuples(_WINDOW_SIDES, _WINDOW_SIDES))),
+        query_lengths=lengths(q_len),
+        kv_lengths=lengths(kv_len),
+        deterministic_backward=draw(st.booleans()),
+        seed=draw(st.integers(0, 1000)),
+    )
+
+
+_AXES = st.sampled_from(["BNTS", "1NTS", "B1TS", "BN1S", "BNT1", "NTS", "TS", "11TS", "B11S"])
+
+
+@st.composite
+def all_cases(draw) -> AttentionCase:
+    """Those, and every other argument."""
+    case = draw(kernel_cases())
+    same_length = case.q_len == case.kv_len
+    return dataclasses.replace(
+        case,
+        bias=draw(st.one_of(st.none(), _AXES)),
+        bias_dtype=draw(st.sampled_from([None, "float32", "bfloat16"])),
+        mask=draw(st.one_of(st.none(), _AXES)),
+        segments=draw(st.sampled_from([None, "pair", "shared"] if same_length else [None, "pair"])),
+        logits_soft_cap=draw(st.sampled_from([None, None, 2.0, 20.0])),
+        sink=draw(st.booleans()),
+        alibi=draw(st.sampled_from([None, "N", "BN"])),
+        # The compilation of the dropout's generator takes longest: not every time.
+        dropout_rate=draw(st.sampled_from([0.0, 0.0, 0.0, 0.4])),
+    )
+
+
+@given(all_cases())
+def test_xla(case):
+    check_attention(case, "xla")
+
+
+@pytest.mark.gpu
+@given(kernel_cases())
+def test_cuda(case):
+    check_attention(case, "cuda")

@@ -1,0 +1,283 @@
+"""What is accepted, and every error: its type, and that the text names the argument."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxflash
+
+T, S, N, K, H, VALUE = 6, 5, 4, 2, 8, 3
+BATCH = (2,)
+
+
+def _arrays(**changes):
+    arrays = dict(
+        query=np.ones((*BATCH, T, N, H), np.float32),
+        key=np.ones((*BATCH, S, K, H), np.float32),
+        value=np.ones((*BATCH, S, K, VALUE), np.float32),
+    )
+    return {**arrays, **changes}
+
+
+def _ones(*shape, dtype=np.float32):
+    return np.ones(shape, dtype)
+
+
+# id: (arguments that replace or join good ones, words that the text must have)
+ERRORS = {
+    "query not an array": (dict(query="abc"), ["query", "str"]),
+    "query rank": (dict(query=_ones(T, H)), ["query", "(6, 8)"]),
+    "key rank": (dict(key=_ones(S, K, H)), ["key", "(5, 2, 8)"]),
+    "query integer": (dict(query=_ones(*BATCH, T, N, H, dtype=np.int32)), ["query", "int32"]),
+    "key dtype": (dict(key=_ones(*BATCH, S, K, H, dtype=np.float16)), ["key", "float16"]),
+    "value dtype": (dict(value=_ones(*BATCH, S, K, H, dtype=np.float16)), ["value", "float16"]),
+    "key batch": (dict(key=_ones(3, S, K, H)), ["key", "(3, 5, 2, 8)"]),
+    "value batch": (dict(value=_ones(1, S, K, H)), ["value", "(1, 5, 2, 8)"]),
+    "key head size": (dict(key=_ones(*BATCH, S, K, H + 1)), ["key", "head size", "9"]),
+    "query head size 0": (dict(query=_ones(*BATCH, T, N, 0)), ["query", "head size"]),
+    "value head size 0": (dict(value=_ones(*BATCH, S, K, 0)), ["value", "head size"]),
+    "value length": (dict(value=_ones(*BATCH, S + 1, K, H)), ["value", "(6, 2)"]),
+    "value heads": (dict(value=_ones(*BATCH, S, K + 1, H)), ["value", "(5, 3)"]),
+    "head counts": (dict(query=_ones(*BATCH, T, 3, H)), ["query heads", "3", "2"]),
+    "no key heads": (
+        dict(key=_ones(*BATCH, S, 0, H), value=_ones(*BATCH, S, 0, H)),
+        ["key heads", "0"],
+    ),
+    "bias integer": (dict(bias=_ones(T, S, dtype=np.int32)), ["bias", "int32"]),
+    "bias bool": (dict(bias=_ones(T, S, dtype=bool)), ["bias", "bool"]),
+    "bias shape": (dict(bias=_ones(2, T, S)), ["bias", "(2, 6, 5)", "(2, 4, 6, 5)"]),
+    "bias of key heads": (dict(bias=_ones(*BATCH, K, T, S)), ["bias", "(2, 2, 6, 5)"]),
+    "bias rank": (dict(bias=_ones(3, *BATCH, N, T, S)), ["bias", "(3, 2, 4, 6, 5)"]),
+    "mask float": (dict(mask=_ones(T, S)), ["mask", "bool", "float32"]),
+    "mask integer": (dict(mask=_ones(T, S, dtype=np.int32)), ["mask", "bool", "int32"]),
+    "mask shape": (dict(mask=_ones(S, T, dtype=bool)), ["mask", "(5, 6)"]),
+    "scale text": (dict(scale="big"), ["scale"]),
+    "scale array": (dict(scale=_ones(2)), ["scale"]),
+    "scale NaN": (dict(scale=float("nan")), ["scale", "nan"]),
+    "scale infinite": (dict(scale=float("inf")), ["scale", "inf"]),
+    "is_causal": (dict(is_causal="yes"), ["is_causal", "yes"]),
+    "query lengths float": (dict(query_seq_lengths=_ones(*BATCH)), ["query_seq_lengths", "float"]),
+    "key lengths float": (
+        dict(key_value_seq_lengths=_ones(*BATCH)),
+        ["key_value_seq_lengths", "int32", "float32"],
+    ),
+    "query lengths shape": (
+        dict(query_seq_lengths=_ones(3, dtype=np.int32)),
+        ["query_seq_lengths", "(3,)", "(2,)"],
+    ),
+    "key lengths shape": (
+        dict(key_value_seq_lengths=_ones(2, 1, dtype=np.int32)),
+        ["key_value_seq_lengths", "(2, 1)"],
+    ),
+    "window negative": (dict(local_window_size=-1), ["local_window_size", "-1"]),
+    "window side negative": (dict(local_window_size=(3, -2)), ["local_window_size", "-2"]),
+    "window float": (dict(local_window_size=2.5), ["local_window_size", "2.5"]),
+    "window triple": (dict(local_window_size=(1, 2, 3)), ["local_window_size", "(1, 2, 3)"]),
+    "implementation": (dict(implementation="cudnn"), ["implementation", "cudnn", "xla"]),
+    "implementation type": (dict(implementation=3), ["implementation", "3"]),
+    "segment ids float": (dict(segment_ids=_ones(*BATCH, T)), ["segment_ids", "float32"]),
+    "segment ids shape": (
+        dict(segment_ids=(_ones(*BATCH, T, dtype=np.int32), _ones(*BATCH, T, dtype=np.int32))),
+        ["segment_ids", "key", "(2, 5)", "(2, 6)"],
+    ),
+    "segment ids shared by other lengths": (
+        dict(segment_ids=_ones(*BATCH, T, dtype=np.int32)),
+        ["segment_ids", "(2, 5)"],
+    ),
+    "segment ids triple": (
+        dict(segment_ids=(_ones(*BATCH, T, dtype=np.int32),) * 3),
+        ["segment_ids", "3"],
+    ),
+    "alignment": (dict(causal_alignment="bottom_left"), ["causal_alignment", "bottom_left"]),
+    "soft cap zero": (dict(logits_soft_cap=0.0), ["logits_soft_cap", "0.0"]),
+    "soft cap negative": (dict(logits_soft_cap=-1.0), ["logits_soft_cap", "-1.0"]),
+    "soft cap text": (dict(logits_soft_cap="x"), ["logits_soft_cap"]),
+    "sink shape": (dict(sink=_ones(K)), ["sink", "(2,)", "(4,)"]),
+    "sink integer": (dict(sink=_ones(N, dtype=np.int32)), ["sink", "int32"]),
+    "alibi shape": (dict(alibi_slopes=_ones(3, N)), ["alibi_slopes", "(3, 4)"]),
+    "dropout rate 1": (dict(dropout_rate=1.0), ["dropout_rate", "1.0"]),
+    "dropout rate negative": (dict(dropout_rate=-0.1), ["dropout_rate", "-0.1"]),
+    "dropout rate NaN": (dict(dropout_rate=float("nan")), ["dropout_rate", "nan"]),
+    "dropout without key": (dict(dropout_rate=0.5), ["dropout_rng", "0.5"]),
+    "dropout key float": (dict(dropout_rate=0.5, dropout_rng=_ones(2)), ["dropout_rng", "float32"]),
+    "dropout key shape": (
+        dict(dropout_rate=0.5, dropout_rng=_ones(3, 2, dtype=np.uint32)),
+        ["dropout_rng", "(3, 2)"],
+    ),
+    "precision": (dict(precision="exact"), ["precision", "exact"]),
+    "deterministic_backward": (dict(deterministic_backward=1), ["deterministic_backward", "1"]),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_error_names_the_argument(name):
+    changes, words = ERRORS[name]
+    arguments = _arrays(**changes)
+    for function in (
+        jaxflash.dot_product_attention,
+        jaxflash.supported,
+        # At trace time: nothing has to run.
+        lambda **kwargs: jax.eval_shape(lambda: jaxflash.dot_product_attention(**kwargs)),
+    ):
+        with pytest.raises(ValueError, match=words[0]) as caught:
+            function(**arguments)
+        for word in words:
+            assert word in str(caught.value), f"{word!r} is not in {str(caught.value)!r}"
+
+
+@pytest.mark.parametrize("name", [n for n in ERRORS if not n.startswith("implementation")])
+def test_reference_has_the_same_errors(name):
+    changes, words = ERRORS[name]
+    with pytest.raises(ValueError, match=words[0]):
+        jaxflash.reference.dot_product_attention(**_arrays(**changes))
+
+
+@pytest.mark.parametrize("name", ["scale", "logits_soft_cap", "dropout_rate"])
+def test_traced_numbers_are_refused(name):
+    def traced(number):
+        return jaxflash.dot_product_attention(**_arrays(), **{name: number})
+
+    with pytest.raises(ValueError, match=f"{name} must be a Python number"):
+        jax.jit(traced)(0.5)
+
+
+def test_unknown_argument():
+    with pytest.raises(TypeError, match="causal"):
+        jaxflash.dot_product_attention(**_arrays(), causal=True)
+
+
+# ---- What jax.nn accepts ------------------------------------------------------------------------
+
+
+def test_signature_extends_jax_nn():
+    ours = inspect.signature(jaxflash.dot_product_attention).parameters
+    theirs = inspect.signature(jax.nn.dot_product_attention).parameters
+    assert list(ours)[: len(theirs)] == list(theirs)
+    for name, parameter in theirs.items():
+        assert (ours[name].kind, ours[name].default) == (parameter.kind, parameter.default), name
+    assert list(ours) == list(
+        inspect.signature(jaxflash.reference.dot_product_attention).parameters
+    )
+
+
+_JAX_NN_CALLS = {
+    "4-D": dict(),
+    "3-D": dict(batch=()),
+    "bias 4-D": dict(bias=(2, 4, 6, 5)),
+    "bias 4-D broadcast": dict(bias=(1, 4, 1, 5)),
+    "bias 3-D": dict(bias=(4, 6, 5)),
+    "bias 2-D": dict(bias=(6, 5)),
+    "bias 1-D": dict(bias=(5,)),
+    "bias 4-D unbatched": dict(batch=(), bias=(1, 4, 6, 5)),
+    "mask 4-D": dict(mask=(2, 1, 6, 5)),
+    "mask 3-D": dict(mask=(4, 6, 5)),
+    "mask 2-D": dict(mask=(6, 5)),
+    "mask 4-D unbatched": dict(batch=(), mask=(1, 1, 6, 5)),
+    "lengths": dict(lengths=(2,)),
+    "lengths unbatched": dict(batch=(), lengths=(1,)),
+    "window int": dict(options=dict(local_window_size=2)),
+    "window pair": dict(options=dict(local_window_size=(2, 1))),
+    "scale int": dict(options=dict(scale=2)),
+    "scale numpy": dict(options=dict(scale=np.float32(0.5))),
+    "causal": dict(options=dict(is_causal=True)),
+}
+
+
+@pytest.mark.parametrize("name", _JAX_NN_CALLS)
+def test_takes_what_jax_nn_takes(name):
+    row = _JAX_NN_CALLS[name]
+    rng = np.random.default_rng(0)
+    batch = row.get("batch", BATCH)
+    arguments = dict(
+        query=rng.standard_normal((*batch, T, N, H), np.float32),
+        key=rng.standard_normal((*batch, S, K, H), np.float32),
+        value=rng.standard_normal((*batch, S, K, H), np.float32),
+        **row.get("options", {}),
+    )
+    if "bias" in row:
+        arguments["bias"] = rng.standard_normal(row["bias"], np.float32)
+    if "mask" in row:
+        arguments["mask"] = rng.random(row["mask"]) < 0.8
+        arguments["mask"][..., 0] = True
+    if "lengths" in row:
+        arguments["key_value_seq_lengths"] = np.arange(2, 2 + row["lengths"][0]).astype(np.int32)
+    expected = jax.nn.dot_product_attention(**arguments)
+    actual = jaxflash.dot_product_attention(**arguments)
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_takes_lists_and_numpy():
+    query = np.ones((T, N, H), np.float32)
+    out = jaxflash.dot_product_attention(query, query, query, implementation="xla")
+    assert isinstance(out, jax.Array)
+    lists = jaxflash.dot_product_attention(query.tolist(), query.tolist(), query.tolist())
+    np.testing.assert_array_equal(out, lists)
+
+
+# ---- The choice of the implementation -----------------------------------------------------------
+
+
+def test_supported_without_arrays():
+    def shapes(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    q = shapes(1, 128, 4, 64)
+    without_kernels = jaxflash.supported(q, q, q)  # () where the library has kernels
+    assert without_kernels == () or "without CUDA kernels" in without_kernels[0]
+    if without_kernels:
+        return
+    reasons = jaxflash.supported(
+        q, q, q, shapes(128, 128), shapes(128, 128, dtype=jnp.bool_), logits_soft_cap=5.0,
+        sink=shapes(4), dropout_rate=0.1, dropout_rng=jax.random.key(0),
+    )  # fmt: skip
+    for name in ("bias", "mask", "logits_soft_cap", "sink", "dropout_rate"):
+        assert any(name in reason for reason in reasons), name
+    large = shapes(1, 128, 4, 257)
+    assert any("257" in reason for reason in jaxflash.supported(large, large, large))
+    double = shapes(1, 128, 4, 64, dtype=jnp.float64)
+    assert any("float64" in reason for reason in jaxflash.supported(double, double, double))
+
+
+def test_cuda_names_every_reason_at_once():
+    with pytest.raises(NotImplementedError) as caught:
+        jaxflash.dot_product_attention(
+            **_arrays(), bias=_ones(T, S), sink=_ones(N), implementation="cuda"
+        )
+    reasons = jaxflash.supported(**_arrays(), bias=_ones(T, S), sink=_ones(N))
+    assert reasons
+    for reason in reasons:
+        assert reason in str(caught.value)
+    assert "implementation='xla'" in str(caught.value)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="says what happens without a GPU")
+def test_kernels_on_a_cpu_are_an_error_that_says_so():
+    if jaxflash.supported(**_arrays()):
+        pytest.skip("the library was built without kernels")
+    with pytest.raises(Exception, match="needs an NVIDIA GPU"):
+        jax.block_until_ready(jaxflash.dot_product_attention(**_arrays(), implementation="cuda"))
+    # The process survives.
+    jax.block_until_ready(jaxflash.dot_product_attention(**_arrays()))
+
+
+def test_precision_follows_jax():
+    """The spec's one decision about precision, for every way to say it."""
+    from jaxflash import _spec
+
+    def highest(precision):
+        options = dict(jaxflash.dot_product_attention.__kwdefaults__, precision=precision)
+        del options["implementation"], options["return_residual"]
+        return _spec.make(**_arrays(), bias=None, mask=None, **options)[0].highest_precision
+
+    assert not highest(None)
+    assert not highest("default")
+    assert not highest(jax.lax.Precision.DEFAULT)
+    assert highest("highest")
+    assert highest(jax.lax.Precision.HIGHEST)
+    assert highest((jax.lax.Precision.DEFAULT, jax.lax.Precision.HIGHEST))
+    with jax.default_matmul_precision("highest"):
+        assert highest(None)
+        assert not highest("default")

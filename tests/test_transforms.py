@@ -1,0 +1,538 @@
+"""Every transformation of JAX, against the same transformation of the plain reference."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxflash
+from check import assert_same_bits
+from jaxflash import _ffi
+from jaxprs import calls_of, equations, products
+
+B, T, S, N, K, H = 2, 24, 20, 4, 2, 16
+
+needs_kernels = pytest.mark.skipif(
+    not _ffi.extension.kernels, reason="the library was built without kernels"
+)
+
+
+@pytest.fixture(params=["xla", pytest.param("cuda", marks=pytest.mark.gpu)])
+def attend(request):
+    return functools.partial(
+        jaxflash.dot_product_attention, implementation=request.param, precision="highest"
+    )
+
+
+_dense = jaxflash.reference.dot_product_attention
+
+
+def _qkv(*batch, dtype=np.float32, seed=0):
+    rng = np.random.default_rng(seed)
+    shapes = ((*batch, T, N, H), (*batch, S, K, H), (*batch, S, K, H))
+    return tuple(rng.standard_normal(shape, np.float32).astype(dtype) for shape in shapes)
+
+
+def _loss(attend, **options):
+    """A scalar function of query, key, value that depends on out and lse, unevenly."""
+
+    def loss(query, key, value):
+        out, lse = attend(query, key, value, return_residual=True, **options)
+        weights = jnp.cos(jnp.arange(out.size, dtype=out.dtype)).reshape(out.shape)
+        seen = jnp.where(jnp.isfinite(lse), lse, 0)
+        return jnp.sum(jnp.sin(out) * weights) + jnp.sum(seen**2).astype(out.dtype)
+
+    return loss
+
+
+def _close(actual, expected):
+    for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert x.shape == y.shape
+        np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5)
+
+
+def _both(attend, transform, *arguments):
+    """`transform(attention)` on arguments gives what it gives for the reference."""
+    exact = functools.partial(attend, precision="highest")
+    actual = jax.jit(transform(exact))(*arguments)
+    expected = jax.jit(transform(_dense))(*arguments)
+    _close(actual, expected)
+
+
+# ---- jit, grad, vmap ----------------------------------------------------------------------------
+
+
+def test_jit_is_eager(attend):
+    qkv = _qkv(B)
+    assert_same_bits(jax.jit(attend)(*qkv), attend(*qkv))
+
+
+def test_residual_changes_nothing(attend):
+    qkv = _qkv(B)
+    assert_same_bits(attend(*qkv), attend(*qkv, return_residual=True)[0])
+
+
+def test_new_lengths_do_not_compile_again(attend):
+    compiled = jax.jit(attend)
+    for length in (S, 3, 0):
+        compiled(*_qkv(B), key_value_seq_lengths=np.array([length, S], np.int32))
+    assert compiled._cache_size() == 1
+
+
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2)])
+def test_some_gradients(attend, wanted):
+    _both(attend, lambda f: jax.grad(_loss(f, is_causal=True), wanted), *_qkv(B))
+
+
+@pytest.mark.parametrize("result", [0, 1], ids=["out", "lse"])
+def test_gradient_of_one_result(attend, result):
+    """The other one has a symbolic zero for its cotangent."""
+
+    def transform(f):
+        def loss(*qkv):
+            return jnp.sum(jnp.cos(f(*qkv, return_residual=True)[result]))
+
+        return jax.grad(loss, (0, 1, 2))
+
+    _both(attend, transform, *_qkv(B))
+
+
+_IN_AXES = {
+    "query": (0, None, None),
+    "key": (None, 0, None),
+    "value": (None, None, 0),
+    "key and value": (None, 0, 0),
+    "odd axes": (1, 2, 4),
+    "last axes": (-1, None, -2),
+}
+
+
+def _mapped_arrays(in_axes, size=3):
+    arrays = []
+    for axis, x, i in zip(in_axes, _qkv(B), range(3), strict=True):
+        if axis is not None:
+            rng = np.random.default_rng(i)
+            x = np.stack([x, *rng.standard_normal((size - 1, *x.shape), np.float32)], axis)
+        arrays.append(x)
+    return arrays
+
+
+@pytest.mark.parametrize("in_axes", _IN_AXES.values(), ids=_IN_AXES)
+def test_vmap(attend, in_axes):
+    """vmap, vmap of grad and grad of vmap in one program."""
+
+    def transform(f):
+        f = functools.partial(f, is_causal=True)
+        gradient = jax.grad(_loss(f), (0, 1, 2))
+
+        def total(*qkv):
+            return jnp.sum(jnp.sin(jax.vmap(_loss(f), in_axes)(*qkv)))
+
+        def run(*qkv):
+            return (
+                jax.vmap(f, in_axes)(*qkv),
+                jax.vmap(gradient, in_axes)(*qkv),
+                jax.grad(total, (0, 1, 2))(*qkv),
+            )
+
+        return run
+
+    _both(attend, transform, *_mapped_arrays(in_axes))
+
+
+def test_nested_vmap(attend):
+    """Every operand mapped by another subset of three maps, unbatched inside."""
+    rng = np.random.default_rng(0)
+    query = rng.standard_normal((2, 3, T, N, H), np.float32)
+    key = rng.standard_normal((S, 2, K, H), np.float32)
+    value = rng.standard_normal((3, S, 2, K, H), np.float32)
+
+    def transform(f):
+        inner = jax.grad(_loss(f), (0, 1, 2))
+        inner = jax.vmap(inner, (0, None, 1))
+        inner = jax.vmap(inner, (None, 1, None))
+        return jax.vmap(inner, (1, None, 0))
+
+    _both(attend, transform, query, key, value)
+
+
+def test_vmap_over_lengths(attend):
+    lengths = np.array([[S, 3], [0, 7], [5, 5]], np.int32)
+
+    def transform(f):
+        def run(query, key, value, lengths):
+            def loss(*qkv):
+                return _loss(f, key_value_seq_lengths=lengths)(*qkv)
+
+            return jax.grad(loss, (0, 1, 2))(query, key, value)
+
+        return jax.vmap(run, (None, None, None, 0))
+
+    _both(attend, transform, *_qkv(B), lengths)
+
+
+def test_vmap_over_features():
+    """A mapped bias and mapped sinks on shared arrays, and their gradients."""
+    rng = np.random.default_rng(0)
+    bias = rng.standard_normal((3, N, T, S), np.float32)
+    sink = rng.standard_normal((N, 3), np.float32)
+    ids = np.sort(rng.integers(0, 3, (3, B, T)), axis=-1)
+
+    def transform(f):
+        def loss(query, key, value, bias, sink, ids):
+            options = dict(bias=bias, sink=sink, segment_ids=(ids, ids[:, :S]))
+            return _loss(f, **options)(query, key, value)
+
+        gradient = jax.grad(loss, (0, 1, 2, 3, 4))
+        return jax.vmap(gradient, (None, None, None, 0, 1, 0))
+
+    attend = functools.partial(jaxflash.dot_product_attention, implementation="xla")
+    _both(attend, transform, *_qkv(B), bias, sink, ids)
+
+
+def test_vmap_draws_dropout_per_key():
+    """Mapped keys give what each key gives alone."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    qkv = _qkv(B)
+
+    def dropped(key):
+        return jaxflash.dot_product_attention(
+            *qkv, dropout_rate=0.5, dropout_rng=key, implementation="xla"
+        )
+
+    mapped = jax.jit(jax.vmap(dropped))(keys)
+    assert not np.allclose(mapped[0], mapped[1])
+    for i in range(3):
+        np.testing.assert_allclose(mapped[i], dropped(keys[i]), rtol=1e-5, atol=1e-6)
+
+
+def test_many_leading_axes(attend):
+    """More axes than the kernels have strides for."""
+    axes = (2, *(1,) * 8, 2)
+    _both(attend, lambda f: jax.grad(_loss(f), (0, 1, 2)), *_qkv(*axes))
+
+
+def test_jacrev(attend):
+    """Only the cotangent is mapped."""
+    qkv = tuple(x[:3] for x in _qkv())
+
+    def transform(f):
+        return jax.jacrev(lambda *qkv: jnp.sum(f(*qkv), axis=(0, 1)), (0, 1, 2))
+
+    _both(attend, transform, *qkv)
+
+
+def test_scan(attend):
+    """Layers with and without rematerialisation of what has no name."""
+    policy = jax.checkpoint_policies.save_only_these_names(jaxflash.CHECKPOINT_NAME)
+
+    def transform(f):
+        def run(query, key, value):
+            def layer(x, scale):
+                x = x + f(x, key * scale, value, is_causal=True)
+                return jnp.tanh(x), None
+
+            layer = jax.checkpoint(layer, policy=policy)
+            return jnp.sum(jax.lax.scan(layer, query, jnp.arange(1.0, 4.0))[0] ** 2)
+
+        return jax.grad(run, (0, 1, 2))
+
+    _both(attend, transform, *_qkv(B))
+
+
+@pytest.mark.parametrize("path", ["xla", pytest.param("cuda", marks=needs_kernels)])
+def test_checkpoint_runs_the_forward_once(path):
+    qkv = _qkv(B)
+    forward = functools.partial(jaxflash.dot_product_attention, implementation=path)
+
+    def loss(wrap):
+        return jax.grad(lambda *qkv: jnp.sum(jnp.sin(wrap(forward)(*qkv))), (0, 1, 2))
+
+    saves = jax.checkpoint_policies.save_only_these_names(jaxflash.CHECKPOINT_NAME)
+    once = products(forward, *qkv)
+    without = products(loss(lambda f: f), *qkv)
+    assert 0 < once < without
+    assert products(loss(functools.partial(jax.checkpoint, policy=saves)), *qkv) == without
+    assert products(loss(jax.checkpoint), *qkv) == without + once
+    if path == "cuda":
+        named = loss(functools.partial(jax.checkpoint, policy=saves))
+        assert calls_of(_ffi.FORWARD_TARGET, named, *qkv) == 1
+        assert calls_of(_ffi.BACKWARD_TARGET, named, *qkv) == 1
+
+
+def test_no_bias_gradient_unless_asked_for():
+    bias = np.zeros((B, N, T, S), np.float32)
+
+    def count(wanted):
+        def loss(query, key, value, bias):
+            return jnp.sum(jaxflash.dot_product_attention(query, key, value, bias))
+
+        return sum(1 for _ in equations(jax.grad(loss, wanted), *_qkv(B), bias))
+
+    assert count((0, 1, 2)) < count((0, 1, 2, 3))
+
+
+# ---- What has no derivative ---------------------------------------------------------------------
+
+
+def test_forward_mode_says_so(attend):
+    qkv = _qkv(B)
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(attend, qkv, qkv)
+
+
+def test_second_derivative_says_so(attend):
+    def gradient_norm(*qkv):
+        return jnp.sum(jax.grad(_loss(attend))(*qkv) ** 2)
+
+    with pytest.raises(NotImplementedError, match="first derivatives"):
+        jax.grad(gradient_norm)(*_qkv(B))
+
+
+# ---- Other dtypes -------------------------------------------------------------------------------
+
+
+def test_float64():
+    with jax.enable_x64(True):
+        qkv = tuple(x.astype(np.float64) for x in _qkv(B))
+        options = dict(is_causal=True)
+        loss = _loss(jaxflash.dot_product_attention, **options)
+        actual = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(*qkv)
+        expected = jax.jit(jax.value_and_grad(_loss(_dense, **options), (0, 1, 2)))(*qkv)
+        for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+            assert x.dtype == np.float64
+            np.testing.assert_allclose(x, y, rtol=1e-11, atol=1e-12)
+        out, lse = jaxflash.dot_product_attention(*qkv, return_residual=True)
+        assert out.dtype == lse.dtype == np.float64
+
+
+def test_x64_mode_changes_nothing(attend):
+    """Nothing of the call turns into int64 or float64 because it could."""
+    qkv = _qkv(B)
+    options = dict(is_causal=True, local_window_size=7, causal_alignment="bottom_right")
+    run = functools.partial(attend, return_residual=True, **options)
+    expected = run(*qkv)
+    with jax.enable_x64(True):
+        lengths = np.full(B, S, np.int32)
+        actual = jax.jit(run)(*qkv, key_value_seq_lengths=lengths)
+        gradients = jax.jit(jax.grad(_loss(attend, **options), (0, 1, 2)))(*qkv)
+    assert [x.dtype for x in jax.tree.leaves((actual, gradients))] == [np.float32] * 5
+    _close(actual, expected)
+
+
+# ---- Export, ahead-of-time lowering -------------------------------------------------------------
+
+
+def _gradients(query, key, value):
+    attend = functools.partial(jaxflash.dot_product_attention, is_causal=True)
+    return attend(query, key, value), jax.grad(_loss(attend), (0, 1, 2))(query, key, value)
+
+
+def _on_cpu(tree):
+    return jax.device_put(tree, jax.devices("cpu")[0])
+
+
+def test_export_round_trip():
+    qkv = _on_cpu(_qkv(B))
+    exported = export.export(jax.jit(_gradients), platforms=["cpu"])(*qkv)
+    again = export.deserialize(exported.serialize())
+    assert_same_bits(jax.jit(again.call)(*qkv), jax.jit(_gradients)(*qkv))
+
+
+@pytest.mark.usefixtures("cpu")
+def test_export_of_a_derivative():
+    qkv = _qkv(B)
+    attend = jax.jit(functools.partial(jaxflash.dot_product_attention, is_causal=True))
+    exported = export.export(attend, platforms=["cpu"])(*qkv)
+    again = export.deserialize(exported.serialize(vjp_order=1))
+    actual = jax.grad(lambda *qkv: jnp.sum(jnp.sin(again.call(*qkv))), (0, 1, 2))(*qkv)
+    expected = jax.grad(lambda *qkv: jnp.sum(jnp.sin(attend(*qkv))), (0, 1, 2))(*qkv)
+    _close(actual, expected)
+
+
+def _symbolic(dtype=np.float32):
+    scope = export.SymbolicScope()
+    trailing = ((T, N, H), (S, K, H), (S, K, H))
+    return [
+        jax.ShapeDtypeStruct(
+            export.symbolic_shape("b, " + ", ".join(map(str, shape)), scope=scope), dtype
+        )
+        for shape in trailing
+    ]
+
+
+def test_export_with_a_symbolic_batch():
+    exported = export.export(jax.jit(_gradients), platforms=["cpu"])(*_symbolic())
+    again = export.deserialize(exported.serialize())
+    for batch in (1, 3):
+        qkv = _on_cpu(_qkv(batch))
+        # The loss divides by the size of the array, which is symbolic too.
+        _close(jax.jit(again.call)(*qkv), jax.jit(_gradients)(*qkv))
+
+
+@needs_kernels
+@pytest.mark.parametrize("symbolic", [False, True])
+def test_export_for_cuda(symbolic):
+    shapes = _symbolic(jnp.bfloat16) if symbolic else _qkv(B, dtype=jnp.bfloat16)
+    exported = export.export(
+        jax.jit(_gradients), platforms=["cpu", "cuda"], disabled_checks=jaxflash.EXPORT_CHECKS
+    )(*shapes)
+    again = export.deserialize(exported.serialize())
+    assert again.platforms == ("cpu", "cuda")
+    for target in (_ffi.FORWARD_TARGET, _ffi.BACKWARD_TARGET):
+        assert target in again.mlir_module()
+
+
+def _lowered(function, platform, *arguments):
+    return jax.jit(function).trace(*arguments).lower(lowering_platforms=(platform,)).as_text()
+
+
+@needs_kernels
+def test_lowering_for_cuda_without_a_gpu():
+    qkv = _qkv(B, dtype=jnp.bfloat16)
+    text = _lowered(_gradients, "cuda", *qkv)
+    assert _ffi.FORWARD_TARGET in text
+    assert _ffi.BACKWARD_TARGET in text
+    assert "while" not in text  # no loop of the blockwise path
+    assert "jaxflash" not in _lowered(_gradients, "cpu", *qkv)
+
+
+def test_lowering_for_cuda_of_what_the_kernels_lack():
+    qkv = _qkv(B, dtype=jnp.bfloat16)
+    attend = functools.partial(jaxflash.dot_product_attention, logits_soft_cap=5.0)
+    assert "custom_call @jaxflash" not in _lowered(attend, "cuda", *qkv)
+
+
+def test_target_names_are_versioned():
+    """They are part of exported programs: a changed contract gets a new number."""
+    assert (_ffi.FORWARD_TARGET, _ffi.BACKWARD_TARGET) == (
+        "jaxflash_forward_v1",
+        "jaxflash_backward_v1",
+    )
+
+
+# ---- Several devices ----------------------------------------------------------------------------
+
+
+def _mesh(**axes):
+    devices = np.array(jax.devices("cpu")[:8]).reshape(tuple(axes.values()))
+    return jax.sharding.Mesh(devices, tuple(axes))
+
+
+@pytest.fixture
+def cpu():
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+
+
+def _sharded(arrays, mesh, *specs):
+    return [
+        jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
+        for x, spec in zip(arrays, specs, strict=True)
+    ]
+
+
+_SPLITS = {
+    "batch": ((("b", "h"),),) * 3,
+    "batch and heads": (("b", None, "h"),) * 3,
+    "heads": ((None, None, "h"),) * 3,
+}
+
+
+@pytest.mark.parametrize("path", ["xla", pytest.param("cuda", marks=needs_kernels)])
+@pytest.mark.parametrize("split", _SPLITS.values(), ids=_SPLITS)
+def test_sharded_program_gathers_nothing(split, path):
+    """Batch and key/value heads split; each device works on its own part. The kernels' program is
+    compiled for CPU devices too, where it cannot run."""
+    qkv = _sharded(_qkv(8), _mesh(b=4, h=2), *split)
+    attend = functools.partial(jaxflash.dot_product_attention, implementation=path)
+    step = jax.jit(jax.grad(lambda *qkv: jnp.sum(jnp.sin(attend(*qkv))), (0, 1, 2)))
+    text = step.lower(*qkv).compile().as_text()
+    for collective in ("all-gather", "all-to-all", "collective-permute"):
+        assert collective not in text
+
+
+@pytest.mark.parametrize("split", _SPLITS.values(), ids=_SPLITS)
+def test_sharded_is_unsharded(split):
+    qkv = _qkv(8)
+    step = jax.jit(jax.value_and_grad(_loss(jaxflash.dot_product_attention), (0, 1, 2)))
+    sharded = _sharded(qkv, _mesh(b=4, h=2), *split)
+    actual = step(*sharded)
+    _close(actual, step(*_on_cpu(qkv)))
+    for gradient, operand in zip(actual[1], sharded, strict=True):
+        assert gradient.sharding.is_equivalent_to(operand.sharding, gradient.ndim)
+
+
+# The mesh is of CPU devices, whatever else the machine has.
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize(
+    "specs",
+    [(("b", None, "h"),) * 3, (("b", None, "h"), (None, None, "h"), (None, None, "h"))],
+    ids=["all", "shared keys"],
+)
+def test_shard_map(specs):
+    """With the check of varying axes, which also asks it of the gradients and of a scan's carry."""
+    mesh = _mesh(b=4, h=2)
+    query, key, value = _qkv(8)
+    if specs[1][0] is None:
+        key, value = key[:1], value[:1]
+    specs = tuple(PartitionSpec(*spec) for spec in specs)
+
+    def of(attend, shard):
+        def per_device(query, key, value):
+            batch = (query.shape[0],)
+            key, value = (jnp.broadcast_to(x, batch + x.shape[1:]) for x in (key, value))
+
+            def layer(x, _):
+                return x + attend(x, key, value, is_causal=True), None
+
+            return jax.lax.scan(layer, query, None, length=2)[0]
+
+        run = per_device
+        if shard:
+            run = jax.shard_map(
+                per_device, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=True
+            )
+        return jax.jit(jax.value_and_grad(lambda *qkv: jnp.sum(jnp.sin(run(*qkv))), (0, 1, 2)))(
+            query, key, value
+        )
+
+    _close(of(jaxflash.dot_product_attention, True), of(_dense, False))
+
+
+@pytest.mark.usefixtures("cpu")
+def test_ring_of_partial_results():
+    """Keys split over devices: each merges what it makes of every part, as it comes around."""
+    mesh = _mesh(s=4, rest=2)
+    query, key, value = _qkv(B)
+
+    def per_device(query, key, value):
+        outs, lses = [], []
+        for _ in range(4):
+            out, lse = jaxflash.dot_product_attention(query, key, value, return_residual=True)
+            outs.append(out)
+            lses.append(lse)
+            shift = [(i, (i + 1) % 4) for i in range(4)]
+            key, value = (jax.lax.ppermute(x, "s", shift) for x in (key, value))
+        return jaxflash.merge_attention(jnp.stack(outs), jnp.stack(lses))[0]
+
+    keys = PartitionSpec(None, "s")
+    run = jax.shard_map(
+        per_device, mesh=mesh, in_specs=(keys, keys, keys), out_specs=keys, check_vma=True
+    )
+
+    def loss(f):
+        return jax.jit(jax.value_and_grad(lambda *qkv: jnp.sum(jnp.sin(f(*qkv))), (0, 1, 2)))
+
+    _close(loss(run)(query, key, value), loss(_dense)(query, key, value))
+
+
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
+def test_donated_arguments(attend):
+    expected = jax.jit(jax.grad(_loss(attend), (0, 1, 2)))(*_qkv(B))
+    donated = jax.jit(jax.grad(_loss(attend), (0, 1, 2)), donate_argnums=(0, 1, 2))
+    assert_same_bits(donated(*map(jnp.array, _qkv(B))), expected)
