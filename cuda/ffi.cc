@@ -4,6 +4,7 @@
 #include "xla/ffi/api/ffi.h"
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -276,6 +277,59 @@ ffi::Error backward(CUstream_st* stream, Attributes attributes, bool has_dlse, b
   return to_error(jaxflash_backward(&params, stream));
 }
 
+// (family, head size) of the variant that dispatch picks for dense, aligned arrays.
+std::optional<std::tuple<std::string, int32_t>> variant_for(bool forward, const std::string& dtype,
+                                                            bool highest_precision,
+                                                            const std::vector<int64_t>& q,
+                                                            const std::vector<int64_t>& k,
+                                                            const std::vector<int64_t>& v) {
+  const auto shape = [](const std::vector<int64_t>& dims) {
+    return Shape{ffi::Span<const int64_t>(dims.data(), dims.size())};
+  };
+  const Shape q_shape = shape(q), k_shape = shape(k), v_shape = shape(v);
+  if (q.size() < 3 || k.size() != q.size() || v.size() != q.size()) return std::nullopt;
+  std::vector<int64_t> out = q;
+  out.back() = v.back();
+  const Shape out_shape = shape(out);
+  const BatchAxes axes(out_shape, {q_shape, k_shape, v_shape});
+
+  Problem problem = {};
+  problem.math = dtype == "float16"    ? Math::kFloat16
+                 : dtype == "bfloat16" ? Math::kBFloat16
+                 : highest_precision   ? Math::kFloat32
+                                       : Math::kTF32;
+  problem.q_len = static_cast<int32_t>(q_shape.length());
+  problem.kv_len = static_cast<int32_t>(k_shape.length());
+  problem.q_heads = static_cast<int32_t>(q_shape.heads());
+  problem.kv_heads = static_cast<int32_t>(k_shape.heads());
+  problem.head_dim = static_cast<int32_t>(q_shape.dim());
+  problem.value_dim = static_cast<int32_t>(v_shape.dim());
+  problem.scale = 1.f;
+  problem.band.left = problem.band.right = kUnlimited;
+  axes.describe(&problem);
+
+  const Tensor q_tensor = axes.tensor(nullptr, q_shape), k_tensor = axes.tensor(nullptr, k_shape);
+  const Tensor v_tensor = axes.tensor(nullptr, v_shape);
+  const Tensor out_tensor = axes.tensor(nullptr, out_shape);
+  const Variant* variant = nullptr;
+  if (forward) {
+    ForwardParams params = {};
+    params.problem = problem;
+    params.q = q_tensor, params.k = k_tensor, params.v = v_tensor, params.out = out_tensor;
+    variant = jaxflash_forward_variant(&params);
+  } else {
+    BackwardParams params = {};
+    params.problem = problem;
+    params.q = params.dq = q_tensor;
+    params.k = params.dk = k_tensor;
+    params.v = params.dv = v_tensor;
+    params.out = params.dout = out_tensor;
+    variant = jaxflash_backward_variant(&params);
+  }
+  if (variant == nullptr) return std::nullopt;
+  return std::make_tuple(std::string(variant->family), variant->head_dim);
+}
+
 #endif  // JAXFLASH_WITH_KERNELS
 
 // Stands in for the kernels on platforms that have none, so that asking for them there is an error
@@ -387,6 +441,17 @@ NB_MODULE(_extension, m) {
     }
     return rows;
   });
+  m.def(
+      "variant",
+      [](const std::string& pass, const std::string& dtype, bool highest_precision,
+         const std::vector<int64_t>& q, const std::vector<int64_t>& k,
+         const std::vector<int64_t>& v) -> std::optional<std::tuple<std::string, int32_t>> {
+        return jaxflash::variant_for(pass == "forward", dtype, highest_precision, q, k, v);
+      },
+      nb::kw_only(), nb::arg("pass_name"), nb::arg("dtype"), nb::arg("highest_precision"),
+      nb::arg("q"), nb::arg("k"), nb::arg("v"),
+      "(family, head size) of the variant that the current GPU runs for q (*B, T, N, H), "
+      "k (*B, S, K, H), v (*B, S, K, h), densely stored; None if it runs none.");
   m.def("devices", [] {
     jaxflash::Device devices[64];
     const int32_t count = jaxflash_devices(devices, 64);

@@ -103,11 +103,10 @@ __device__ __forceinline__ void bulk_load(uint32_t destination, const void* sour
 // Adds floats to contiguous global memory, each atomically; same conditions.
 __device__ __forceinline__ void bulk_reduce_add(float* destination, uint32_t source,
                                                 uint32_t bytes) {
-  asm volatile(
-      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
-          destination),
-      "r"(source), "r"(bytes)
-      : "memory");
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
+                   destination),
+               "r"(source), "r"(bytes)
+               : "memory");
 }
 
 __device__ __forceinline__ void bulk_commit_group() {
@@ -218,10 +217,10 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t address, const uint32_t (&m
 
 // The same, each matrix transposed on the way.
 __device__ __forceinline__ void stmatrix_x4_trans(uint32_t address, const uint32_t* matrices) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                   address),
-               "r"(matrices[0]), "r"(matrices[1]), "r"(matrices[2]), "r"(matrices[3])
-               : "memory");
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+      "r"(matrices[0]), "r"(matrices[1]), "r"(matrices[2]), "r"(matrices[3])
+      : "memory");
 }
 
 // Two matrices; lanes 0 to 15 give the addresses.
@@ -229,12 +228,6 @@ __device__ __forceinline__ void stmatrix_x2(uint32_t address, uint32_t first, ui
   asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(address),
                "r"(first), "r"(second)
                : "memory");
-}
-
-__device__ __forceinline__ float2 load_shared_f32x2(uint32_t address) {
-  float2 pair;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(pair.x), "=f"(pair.y) : "r"(address));
-  return pair;
 }
 
 __device__ __forceinline__ void store_shared_f32x4(uint32_t address, const float* values) {

@@ -1,0 +1,222 @@
+// Host side of the Hopper backward pass: which calls it takes, and the launches. Three kernels:
+// delta, the main one, and the conversion of dq.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <type_traits>
+
+#include "attention.h"
+#include "common/convert_dq.cuh"
+#include "common/delta.cuh"
+#include "common/status.h"
+#include "common/workspace.h"
+#include "sm90/backward_loops.cuh"
+#include "sm90/tensor_map.h"
+#include "sm90/tile_config.h"
+
+namespace jaxflash::sm90 {
+
+namespace detail {
+
+// The operands of a call as TMA sees them.
+struct BackwardMaps {
+  BatchAxes batch;
+  MappedTensor q, k, v, dout, dk, dv;
+};
+
+inline bool map_backward(const BackwardParams& params, BackwardMaps& maps) {
+  const Problem& problem = params.problem;
+  const Tensor* const tensors[6] = {&params.q,    &params.k,  &params.v,
+                                    &params.dout, &params.dk, &params.dv};
+  int64_t strides[6][kBatchDims];
+  if (!merge_batch_axes(problem, tensors, maps.batch, strides)) return false;
+  const auto map = [&](int tensor, int64_t head_size, int64_t length, int64_t heads) {
+    return map_tensor(*tensors[tensor], head_size, length, heads, maps.batch, strides[tensor]);
+  };
+  maps.q = map(0, problem.head_dim, problem.q_len, problem.q_heads);
+  maps.k = map(1, problem.head_dim, problem.kv_len, problem.kv_heads);
+  maps.v = map(2, problem.value_dim, problem.kv_len, problem.kv_heads);
+  maps.dout = map(3, problem.value_dim, problem.q_len, problem.q_heads);
+  maps.dk = map(4, problem.head_dim, problem.kv_len, problem.kv_heads);
+  maps.dv = map(5, problem.value_dim, problem.kv_len, problem.kv_heads);
+  return mappable(maps.q) && mappable(maps.k) && mappable(maps.v) && mappable(maps.dout) &&
+         mappable(maps.dk) && mappable(maps.dv);
+}
+
+// The order of key tiles; `rows` of the workspace. See KeyTileOrder.
+template <class Tile>
+KeyTileOrder key_tile_order(const BackwardParams& params, const BackwardWorkspace& workspace) {
+  const Problem& problem = params.problem;
+  KeyTileOrder order{};
+  order.key_tiles = (problem.kv_len + Tile::kKeys - 1) / Tile::kKeys;
+  order.heads = static_cast<uint32_t>(batch_size(problem) * problem.kv_heads);
+  order.section_heads = 1;
+  const bool limited_left = problem.band.left < kUnlimited;
+  const bool limited_right = problem.band.right < kUnlimited;
+  // Rows that see keys up to a limit: the first keys are seen by most rows. Longest first, unless
+  // the adds have an order: a block then starts at the rows that only later keys see, too, and
+  // those have to come first.
+  order.descending = limited_right ? params.deterministic : limited_left;
+  if (limited_left == limited_right || order.key_tiles == 1) return order;
+  // As many heads at a time as the L2 (50 MB, shared with everything else) holds the dq, q and dout
+  // of; the tiles of the next section fill up the last round of this one.
+  constexpr int64_t kSectionBytes = 32 << 20;
+  const int64_t group = problem.q_heads / problem.kv_heads;
+  const int64_t row_bytes = workspace.dims * 4 + (problem.head_dim + problem.value_dim) * 2;
+  const int64_t fitting = kSectionBytes / std::max<int64_t>(workspace.rows * row_bytes * group, 1);
+  order.section_heads =
+      static_cast<uint32_t>(std::clamp<int64_t>(fitting, 1, std::max(order.heads, 1u)));
+  return order;
+}
+
+// Lets the kernel use its shared memory on the current device, once for each device.
+template <class Traits>
+cudaError_t allow_shared_memory(const void* kernel, int device) {
+  static std::atomic<uint64_t> allowed{0};
+  const uint64_t bit = uint64_t{1} << (device % 64);
+  if (device < 64 && (allowed.load(std::memory_order_acquire) & bit) != 0) return cudaSuccess;
+  const cudaError_t error = cudaFuncSetAttribute(
+      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kSharedBytes);
+  if (error == cudaSuccess) allowed.fetch_or(bit, std::memory_order_release);
+  return error;
+}
+
+// Any number of blocks of `kernel(params, workspace, first_block)`.
+template <class Kernel>
+cudaError_t launch_blocks(Kernel kernel, int64_t blocks, int threads, const BackwardParams& params,
+                          const BackwardWorkspace& workspace, cudaStream_t stream) {
+  constexpr int64_t kMaxGrid = (int64_t{1} << 31) - 1;
+  for (int64_t first = 0; first < blocks; first += kMaxGrid) {
+    const auto grid = static_cast<unsigned>(std::min(blocks - first, kMaxGrid));
+    kernel<<<grid, threads, 0, stream>>>(params, workspace, first);
+    if (cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+// dk and dv. Without rows to add to, nothing has cleared the ticket, and dk and dv become 0.
+template <Math kMath, class Tile>
+Status launch_backward(const BackwardParams& params, const BackwardWorkspace& workspace,
+                       cudaStream_t stream) {
+  using Traits = BackwardTraits<Tile, kMath>;
+  const Problem& problem = params.problem;
+  BackwardMaps maps;
+  if (!map_backward(params, maps)) {
+    return error_status(
+        "the Hopper backward kernel does not take these strides: ask takes() first");
+  }
+  if (problem.q_len == 0) {  // never read, but a map cannot be empty
+    maps.q = maps.k;
+    maps.dout = maps.v;
+  }
+  if (encode_tiled() == nullptr) {
+    return error_status("the CUDA driver has no cuTensorMapEncodeTiled: update it");
+  }
+  constexpr char kDoing[] = "asking for the current GPU";
+  int device = 0;
+  int multiprocessors = 0;
+  if (Status status = cuda_status(cudaGetDevice(&device), kDoing); !status.ok()) return status;
+  cudaError_t error =
+      cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  if (Status status = cuda_status(error, kDoing); !status.ok()) return status;
+
+  BackwardArgs args{};
+  const struct {
+    TensorMap& map;
+    const MappedTensor& tensor;
+    int box_length;
+  } operands[6] = {{args.q, maps.q, Tile::kRows},   {args.k, maps.k, Tile::kKeys},
+                   {args.v, maps.v, Tile::kKeys},   {args.dout, maps.dout, Tile::kRows},
+                   {args.dk, maps.dk, Tile::kKeys}, {args.dv, maps.dv, Tile::kKeys}};
+  for (const auto& operand : operands) {
+    const CUresult encoded = encode(operand.map, operand.tensor, kMath, operand.box_length);
+    if (encoded != CUDA_SUCCESS) {
+      return error_status("cuTensorMapEncodeTiled failed with CUresult %d",
+                          static_cast<int>(encoded));
+    }
+  }
+  for (int axis = 0; axis < kBatchDims; ++axis) {
+    args.q_batch_step[axis] = maps.q.batch_step[axis];
+    args.k_batch_step[axis] = maps.k.batch_step[axis];
+    args.v_batch_step[axis] = maps.v.batch_step[axis];
+    args.dout_batch_step[axis] = maps.dout.batch_step[axis];
+  }
+  args.inner_batch = static_cast<int32_t>(maps.batch.extent[0]);
+  args.deterministic = params.deterministic;
+  args.draw = problem.q_len > 0;
+  args.order = key_tile_order<Tile>(params, workspace);
+  args.problem = problem;
+  args.scale_log2 = problem.scale * kLog2E;
+  args.workspace = workspace;
+  args.workspace_data = params.workspace;
+
+  const auto kernel = backward_kernel<Traits, BandMask, ScaledLogits>;
+  error = allow_shared_memory<Traits>(reinterpret_cast<const void*>(kernel), device);
+  if (Status status = cuda_status(error, "reserving shared memory"); !status.ok()) return status;
+  cudaLaunchConfig_t config{};
+  const uint32_t tiles = args.order.key_tiles * args.order.heads;
+  config.gridDim = dim3(std::min<uint32_t>(tiles, multiprocessors));
+  config.blockDim = dim3(Traits::kThreads);
+  config.dynamicSmemBytes = Traits::kSharedBytes;
+  config.stream = stream;
+  return cuda_status(cudaLaunchKernelEx(&config, kernel, args), "launching the backward kernel");
+}
+
+}  // namespace detail
+
+// Whether the kernel takes a call of these shapes and strides, given a head size that it has tiles
+// for. The order of dimensions does not matter, but every stride must be a multiple of 16 bytes.
+inline bool takes(const BackwardParams& params) {
+  const Problem& problem = params.problem;
+  if (problem.math != Math::kFloat16 && problem.math != Math::kBFloat16) return false;
+  if (problem.head_dim <= 0 || problem.head_dim % 8 != 0) return false;
+  if (problem.value_dim <= 0 || problem.value_dim % 8 != 0) return false;
+  // A masked product is -inf before the scale.
+  if (!(problem.scale >= 1e-30f) || !std::isfinite(problem.scale)) return false;
+  // Positions in the order of tiles, and eight times the steps of a tile, stay within 31 bits.
+  constexpr int64_t kMaxTiles = int64_t{1} << 30;
+  constexpr int64_t kMaxSteps = int64_t{1} << 27;
+  const int64_t tiles = (int64_t{problem.kv_len} + 63) / 64;
+  const int64_t heads = batch_size(problem) * problem.kv_heads;
+  if (heads != 0 && tiles >= kMaxTiles / heads) return false;
+  const int64_t row_tiles = (int64_t{problem.q_len} + 63) / 64;
+  if (problem.kv_heads != 0 && row_tiles * (problem.q_heads / problem.kv_heads) >= kMaxSteps) {
+    return false;
+  }
+  detail::BackwardMaps maps;
+  return detail::map_backward(params, maps);
+}
+
+// Runs one tile configuration; `backward` below chooses it.
+template <Math kMath, class Tile>
+Status backward_with(const BackwardParams& params, cudaStream_t stream) {
+  using Storage = std::conditional_t<kMath == Math::kFloat16, __half, __nv_bfloat16>;
+  const Problem& problem = params.problem;
+  if (batch_size(problem) == 0 || problem.q_heads == 0) return Status{};
+  const BackwardWorkspace workspace = backward_workspace(problem);
+
+  Status status =
+      cuda_status(detail::launch_blocks(delta_kernel<Storage>, delta_blocks(problem, workspace),
+                                        kDeltaThreads, params, workspace, stream),
+                  "launching the delta kernel");
+  if (status.ok() && problem.kv_len > 0) {
+    status = detail::launch_backward<kMath, Tile>(params, workspace, stream);
+  }
+  if (!status.ok()) return status;
+  return cuda_status(
+      detail::launch_blocks(convert_dq_kernel<Storage, DqOrder>, convert_dq_blocks(problem),
+                            kConvertThreads, params, workspace, stream),
+      "launching the conversion of dq");
+}
+
+// kHeadDim and kValueDim: a row of tile_config.h at least as large as the problem's head sizes.
+template <Math kMath, int kHeadDim, int kValueDim = kHeadDim>
+Status backward(const BackwardParams& params, cudaStream_t stream) {
+  return backward_with<kMath, typename BackwardTileFor<kHeadDim, kValueDim>::Type>(params, stream);
+}
+
+}  // namespace jaxflash::sm90

@@ -1,0 +1,375 @@
+// The backward kernel: dk and dv of one tile of keys at a time, and what these keys add to dq.
+//
+// Keys are stationary. A block draws a tile of keys of one kv head, and tiles of query rows (q and
+// dout) stream past it through rings of shared-memory buffers, for all query heads of the group.
+//
+//   warpgroups 0 and 1    consumers: the products (backward_loops.cuh)
+//   last warpgroup        warp 0 draws tiles and loads rows; warp 1 adds dq, where it leaves
+//   through
+//                         shared memory; warp 2 loads k and v and stores dk and dv
+//
+// A block stays and draws the next tile when it is done with one: the first rows of the next tile
+// are loaded while dk and dv of this one leave.
+#pragma once
+
+#include "attention.h"
+#include "common/mask.cuh"
+#include "common/workspace.h"
+#include "sm90/backward_schedule.cuh"
+#include "sm90/pipeline.cuh"
+#include "sm90/ptx.cuh"
+#include "sm90/tile_config.h"
+
+namespace jaxflash::sm90 {
+
+// Hardware barriers of the backward kernel; 0 is __syncthreads.
+enum BackwardBarrier : int {
+  kConsumers = 1,   // both consumer warpgroups
+  kScoresFree = 2,  // both are through with the p and ds of the last step
+  kOneGroup = 3,    // 3, 4: one consumer warpgroup
+  kDqFull = 5,      // 5, 6: a warpgroup's part of dq lies in shared memory
+  kDqEmpty = 7,     // 7, 8: and has been read out
+};
+
+struct BackwardArgs {
+  TensorMap q;     // boxes of kRows x 64 (rows x columns)
+  TensorMap k;     // boxes of kKeys x 64
+  TensorMap v;     // boxes of kKeys x 64
+  TensorMap dout;  // boxes of kRows x 64
+  TensorMap dk;    // boxes of kKeys x 64
+  TensorMap dv;    // boxes of kKeys x 64
+  // What an index along each batch axis of the maps is multiplied with: 0 broadcasts.
+  int32_t q_batch_step[2];
+  int32_t k_batch_step[2];
+  int32_t v_batch_step[2];
+  int32_t dout_batch_step[2];
+  int32_t inner_batch;  // extent of the fastest batch axis of the maps
+  bool deterministic;
+  bool draw;  // tiles are drawn from the workspace's ticket
+  KeyTileOrder order;
+  Problem problem;
+  float scale_log2;  // scale * log2(e)
+  BackwardWorkspace workspace;
+  void* workspace_data;
+};
+
+template <class Tile_, Math kMath_>
+struct BackwardTraits {
+  using Tile = Tile_;
+  static constexpr Math kMath = kMath_;
+  static constexpr int kRows = Tile::kRows;
+  static constexpr int kKeys = Tile::kKeys;
+
+  static constexpr int kConsumerThreads = 256;
+  static constexpr int kThreads = kConsumerThreads + 128;
+  // A block can only redistribute the 3 x 168 registers that it is launched with.
+  static constexpr int kConsumerRegisters = 232;
+  static constexpr int kProducerRegisters = 40;
+
+  static constexpr bool kKeysAsRows = Tile::kLayout == ScoreLayout::kKeysAsRows;
+  // dq leaves through shared memory and a warp of its own; otherwise the consumers add it.
+  static constexpr bool kDqWriter = kKeysAsRows;
+  static constexpr int kTicketReaders = kConsumerThreads / 32 + 1 + (kDqWriter ? 1 : 0);
+
+  // An operand lies in panels 64 elements (128 bytes) wide, each swizzled.
+  static constexpr int kPanelRowBytes = 128;
+  static constexpr int kPanels = Tile::kHeadDim / 64;
+  static constexpr int kValuePanels = Tile::kValueDim / 64;
+  static constexpr int kRowPanelBytes = kRows * kPanelRowBytes;  // of q, dout, p and ds
+  static constexpr int kKeyPanelBytes = kKeys * kPanelRowBytes;  // of k, v
+  static constexpr int kQBytes = kPanels * kRowPanelBytes;
+  static constexpr int kDoutBytes = kValuePanels * kRowPanelBytes;
+  static constexpr int kKBytes = kPanels * kKeyPanelBytes;
+  static constexpr int kVBytes = kValuePanels * kKeyPanelBytes;
+  static constexpr int kScoreBytes = (kKeys + 63) / 64 * kRowPanelBytes;
+
+  // The part of dq that a consumer warpgroup computes at once, in 4 KB a warp: 16 rows.
+  static constexpr int kDqPartRows = 64;
+  static constexpr int kDqPartDims = 64;
+  static constexpr int kDqWarpBytes = 16 * kDqPartDims * 4;
+
+  static_assert(Tile::kHeadDim % 64 == 0 && Tile::kValueDim % 64 == 0);
+  static_assert(kKeys % 16 == 0 && kRows % 64 == 0 && kWorkspaceRows % kRows == 0);
+  static_assert(!kKeysAsRows || kKeys == 128, "64 keys for each consumer warpgroup");
+  static_assert(!kKeysAsRows || kRows * Tile::kHeadDim == 2 * kDqPartRows * kDqPartDims,
+                "one part of dq for each consumer warpgroup");
+  static_assert(kKeysAsRows || (kRows == 64 && Tile::kHeadDim == 256 && Tile::kValueDim == 256),
+                "128 columns of dk and dv for each consumer warpgroup");
+
+  struct SharedMemory {
+    alignas(1024) uint8_t k[kKBytes];  // later dk
+    alignas(1024) uint8_t v[kVBytes];  // later dv
+    alignas(1024) uint8_t q[Tile::kQStages][kQBytes];
+    alignas(1024) uint8_t dout[Tile::kDoutStages][kDoutBytes];
+    // (queries x keys). Keys as rows: ds of even and of odd steps; otherwise p and ds.
+    alignas(1024) uint8_t scores[2][kScoreBytes];
+    alignas(128) uint8_t dq[2][kDqWriter ? 4 * kDqWarpBytes : 16];
+    alignas(128) float lse[Tile::kQStages][kRows];  // base 2
+    alignas(128) float delta[Tile::kDoutStages][kRows];
+    Barrier k_full;
+    Barrier v_full;
+    Barrier dkv_full;  // dk and dv lie there
+    Barrier q_full[Tile::kQStages];
+    Barrier q_empty[Tile::kQStages];  // every consumer warp is through with it
+    Barrier dout_full[Tile::kDoutStages];
+    Barrier dout_empty[Tile::kDoutStages];
+    Barrier rows_landed;  // a tile that a loader edits before it announces it
+    Barrier keys_landed;
+    TicketBox tickets;
+    uint32_t pin;  // written, never read
+  };
+  static constexpr int kSharedBytes = sizeof(SharedMemory);
+  static_assert(kSharedBytes <= 227 * 1024);
+};
+
+// The order of the float32 accumulator of dq: that of the accumulator fragments of a warp. A head
+// is a row-major matrix of pieces of 16 x 8, and lane i has the four elements 4 i of a piece.
+struct DqOrder {
+  static constexpr int kPiece = 128;
+
+  // The rows from `row` and the columns from `col` of a head; multiples of 16 and 8.
+  __device__ __forceinline__ static int64_t offset(const BackwardWorkspace& workspace, int row,
+                                                   int col) {
+    return (row / 16 * (workspace.dims / 8) + col / 8) * kPiece;
+  }
+
+  // Rows `group` and `group + 8` of a piece.
+  __device__ __forceinline__ static void load(const float* piece, int group,
+                                              float (&values)[2][8]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float4 four = *reinterpret_cast<const float4*>(piece + 16 * group + 4 * i);
+      values[0][2 * i] = four.x;
+      values[0][2 * i + 1] = four.y;
+      values[1][2 * i] = four.z;
+      values[1][2 * i + 1] = four.w;
+    }
+  }
+};
+
+// For bitwise reproducible sums the key tiles of a head add to a tile of dq rows in their order,
+// and a counter says whose turn it is. Rows are walked upwards; where the mask lets rows see the
+// keys up to a limit, the order is descending, so that a block's first rows are those that no
+// earlier block has to visit for long.
+template <int kRows, int kKeys, class Mask>
+__device__ __forceinline__ uint32_t dq_turn(const KeyTileOrder& order,
+                                            const KeyBlock<kRows, kKeys, Mask>& block, int row) {
+  const Interval keys = block.mask.keys({row, row + kRows});
+  return order.descending ? (keys.end - 1) / kKeys - block.index : block.index - keys.begin / kKeys;
+}
+
+template <class Traits, class Mask>
+struct BackwardProducers {
+  using Tile = typename Traits::Tile;
+  using SharedMemory = typename Traits::SharedMemory;
+  using Block = KeyBlock<Traits::kRows, Traits::kKeys, Mask>;
+  static constexpr int kRows = Traits::kRows;
+  static constexpr int kKeys = Traits::kKeys;
+
+  // Where the tiles of one operand come from.
+  struct Source {
+    const TensorMap* map;
+    int inner, outer;  // coordinates of the batch axes
+    int length;        // of the array along the sequence
+    Interval valid;    // the part of it that takes part
+  };
+
+  __device__ __forceinline__ static Source source(const BackwardArgs& args, const TensorMap& map,
+                                                  const int32_t (&step)[2], const Block& block,
+                                                  int length, Interval valid) {
+    return {&map, block.batch % args.inner_batch * step[0],
+            block.batch / args.inner_batch * step[1], length, valid};
+  }
+
+  // Loads a tile of kTileRows positions of a head and, with kVector, a float of `vector` for each.
+  // The whole warp. A tile that reaches past what takes part, inside the array, is cleaned before
+  // it is announced: a probability of 0 times NaN would be NaN.
+  template <int kTileRows, int kPanels, bool kVector>
+  __device__ __forceinline__ static void load_tile(const Source& from, int first, int head,
+                                                   const uint8_t* target, const float* vector,
+                                                   const float* vector_target, Barrier& full,
+                                                   Barrier& landed, uint32_t& landed_phase) {
+    constexpr int kPanelBytes = kTileRows * Traits::kPanelRowBytes;
+    constexpr int kVectorBytes = kVector ? kTileRows * 4 : 0;
+    const int lane = threadIdx.x % 32;
+    const bool cut =
+        first < from.valid.begin || min(first + kTileRows, from.length) > from.valid.end;
+    const uint32_t barrier = cut ? landed.address() : full.address();
+    if (lane == 0) {
+      mbarrier_arrive_expect_tx(barrier, kPanels * kPanelBytes + kVectorBytes);
+#pragma unroll 1
+      for (int panel = 0; panel < kPanels; ++panel) {
+        tensor_load(shared_address(target + panel * kPanelBytes), from.map, barrier, panel * 64,
+                    first, head, from.inner, from.outer);
+      }
+      if (kVector) bulk_load(shared_address(vector_target), vector + first, barrier, kVectorBytes);
+    }
+    __syncwarp();
+    if (!cut) return;
+    while (!mbarrier_try_wait_parity(barrier, landed_phase)) {
+    }
+    landed_phase ^= 1;
+    // Swizzling moves 16-byte pieces inside a row of a panel only.
+    constexpr int kPieces = Traits::kPanelRowBytes / 16;
+#pragma unroll 1
+    for (int row = 0; row < kTileRows; ++row) {
+      if (first + row >= from.valid.begin && first + row < from.valid.end) continue;
+#pragma unroll 1
+      for (int piece = lane; piece < kPanels * kPieces; piece += 32) {
+        store_shared_zero(shared_address(target) + piece / kPieces * kPanelBytes +
+                          row * Traits::kPanelRowBytes + piece % kPieces * 16);
+      }
+    }
+    fence_proxy_async();
+    __syncwarp();
+    if (lane == 0) full.arrive();
+  }
+
+  // Draws tiles, and loads the query rows that see them. Runs ahead into the next tile while dk and
+  // dv of the last one leave.
+  __device__ __forceinline__ static void load_rows(const BackwardArgs& args, SharedMemory& smem) {
+    const Problem& problem = args.problem;
+    Ring<Tile::kQStages> q_ring;
+    Ring<Tile::kDoutStages> dout_ring;
+    uint32_t landed_phase = 0;
+    // Tickets stay below 2^31: the low word of the counter does.
+    const auto counter = [&] {
+      auto* ticket = args.workspace.ticket_of(args.workspace_data);
+      return args.draw ? reinterpret_cast<uint32_t*>(ticket) : nullptr;
+    };
+    TicketDrawer drawer(counter());
+    for (;;) {
+      const uint32_t position = drawer.next(smem.tickets, counter());
+      if (position >= args.order.tiles()) return;
+      const Block block(problem, args.order.at(position));
+      const Source q = source(args, args.q, args.q_batch_step, block, problem.q_len, block.rows);
+      const Source dout =
+          source(args, args.dout, args.dout_batch_step, block, problem.q_len, block.rows);
+      int row = block.first_row;
+      int head = block.first_head();
+#pragma unroll 1
+      for (int step = block.steps(); step > 0; --step) {
+        const int64_t head_index = int64_t{block.batch} * problem.q_heads + head;
+        smem.q_empty[q_ring.stage].wait(q_ring.phase ^ 1);
+        load_tile<kRows, Traits::kPanels, true>(
+            q, row, head, smem.q[q_ring.stage],
+            args.workspace.lse_of(args.workspace_data, head_index), smem.lse[q_ring.stage],
+            smem.q_full[q_ring.stage], smem.rows_landed, landed_phase);
+        q_ring.advance();
+        smem.dout_empty[dout_ring.stage].wait(dout_ring.phase ^ 1);
+        load_tile<kRows, Traits::kValuePanels, true>(
+            dout, row, head, smem.dout[dout_ring.stage],
+            args.workspace.delta_of(args.workspace_data, head_index), smem.delta[dout_ring.stage],
+            smem.dout_full[dout_ring.stage], smem.rows_landed, landed_phase);
+        dout_ring.advance();
+        block.advance(row, head);
+      }
+    }
+  }
+
+  // Loads k and v, and stores dk and dv out of the same buffers.
+  __device__ __forceinline__ static void move_keys(const BackwardArgs& args, SharedMemory& smem) {
+    const Problem& problem = args.problem;
+    uint32_t landed_phase = 0;
+    TicketReader reader;
+    for (;;) {
+      const uint32_t position = reader.next(smem.tickets);
+      if (position >= args.order.tiles()) return;
+      const Block block(problem, args.order.at(position));
+      const Interval seen = block.mask.keys({0, block.mask.q_len()});
+      load_tile<kKeys, Traits::kPanels, false>(
+          source(args, args.k, args.k_batch_step, block, problem.kv_len, seen), block.first_key,
+          block.kv_head, smem.k, nullptr, nullptr, smem.k_full, smem.keys_landed, landed_phase);
+      load_tile<kKeys, Traits::kValuePanels, false>(
+          source(args, args.v, args.v_batch_step, block, problem.kv_len, seen), block.first_key,
+          block.kv_head, smem.v, nullptr, nullptr, smem.v_full, smem.keys_landed, landed_phase);
+
+      smem.dkv_full.wait(reader.parity());
+      if (threadIdx.x % 32 == 0) {
+        const int inner = block.batch % args.inner_batch;
+        const int outer = block.batch / args.inner_batch;
+#pragma unroll 1
+        for (int panel = 0; panel * 64 < problem.head_dim; ++panel) {
+          tensor_store(&args.dk, shared_address(smem.k + panel * Traits::kKeyPanelBytes),
+                       panel * 64, block.first_key, block.kv_head, inner, outer);
+        }
+#pragma unroll 1
+        for (int panel = 0; panel * 64 < problem.value_dim; ++panel) {
+          tensor_store(&args.dv, shared_address(smem.v + panel * Traits::kKeyPanelBytes),
+                       panel * 64, block.first_key, block.kv_head, inner, outer);
+        }
+        bulk_commit_group();
+        bulk_wait_group_read<0>();
+      }
+      __syncwarp();
+    }
+  }
+
+  // Four lanes, one for each warp of a consumer warpgroup: 16 rows by 64 columns of its part.
+  __device__ __forceinline__ static void add_dq(const BackwardArgs& args, SharedMemory& smem) {
+    const int lane = threadIdx.x % 32;
+    constexpr int kParts = Tile::kHeadDim / Traits::kDqPartDims;  // beside one another
+#pragma unroll
+    for (int part = 0; part < 2; ++part) {
+      named_barrier_arrive(kDqEmpty + part, 128 + 32);
+    }
+    TicketReader reader;
+    for (;;) {
+      const uint32_t position = reader.next(smem.tickets);
+      if (position >= args.order.tiles()) break;
+      const Block block(args.problem, args.order.at(position));
+      int row = block.first_row;
+      int head = block.first_head();
+#pragma unroll 1
+      for (int step = block.steps(); step > 0; --step) {
+        const int64_t head_index = int64_t{block.batch} * args.problem.q_heads + head;
+        const auto counter = [&] {
+          return args.workspace.turns_of(args.workspace_data, head_index) +
+                 row / kWorkspaceTurnRows;
+        };
+#pragma unroll
+        for (int part = 0; part < 2; ++part) {
+          named_barrier_sync(kDqFull + part, 128 + 32);
+          if (part == 0 && args.deterministic && lane < 4) {
+            const uint32_t turn = dq_turn(args.order, block, row);
+            while (load_acquire(counter()) != turn) {
+            }
+            fence_proxy_async_global();  // the adds of the turn before, ahead of ours
+          }
+          const int col = part % kParts * Traits::kDqPartDims;
+          if (lane < 4) {
+            // Panels that the problem's head size does not reach do not exist in the workspace.
+            if (col < args.workspace.dims) {
+              const int part_row = row + part / kParts * Traits::kDqPartRows + 16 * lane;
+              bulk_reduce_add(args.workspace.dq_of(args.workspace_data, head_index) +
+                                  DqOrder::offset(args.workspace, part_row, col),
+                              shared_address(smem.dq[part]) + lane * Traits::kDqWarpBytes,
+                              Traits::kDqWarpBytes);
+            }
+            bulk_commit_group();
+          }
+        }
+        if (lane < 4) bulk_wait_group_read<1>();
+        __syncwarp();
+        named_barrier_arrive(kDqEmpty, 128 + 32);
+        if (lane < 4) bulk_wait_group_read<0>();
+        __syncwarp();
+        named_barrier_arrive(kDqEmpty + 1, 128 + 32);
+        if (args.deterministic) {
+          if (lane < 4) {
+            bulk_wait_group<0>();  // the adds have been performed, not only read
+            fence_proxy_async_global();
+            __threadfence();
+          }
+          __syncwarp();
+          if (lane == 0) store_release(counter(), dq_turn(args.order, block, row) + 1);
+        }
+        block.advance(row, head);
+      }
+    }
+    // Shared memory goes with the block, but only once the adds have left it.
+    if (lane < 4) bulk_wait_group<0>();
+  }
+};
+
+}  // namespace jaxflash::sm90

@@ -1,0 +1,145 @@
+// Which keys a block of the backward kernel works on, in which order, and how its roles learn of
+// it.
+#pragma once
+
+#include "common/mask.cuh"
+#include "sm90/pipeline.cuh"
+
+namespace jaxflash::sm90 {
+
+struct KeyTile {
+  int head;   // flat over batch and kv heads
+  int index;  // along the keys
+};
+
+struct KeyTileOrder {
+  uint32_t key_tiles;  // of one kv head
+  uint32_t heads;      // kv heads of all batch elements, head fastest; heads * key_tiles < 2^30
+  // Heads are taken in sections of this many, whose float32 dq stays in the L2. The tiles of a
+  // section go from the first to the last or the other way round, all of its heads in step.
+  uint32_t section_heads;
+  bool descending;
+
+  __device__ __forceinline__ uint32_t tiles() const { return key_tiles * heads; }
+
+  __device__ __forceinline__ KeyTile at(uint32_t position) const {
+    const uint32_t first_head = position / (section_heads * key_tiles) * section_heads;
+    const uint32_t section = min(section_heads, heads - first_head);
+    const uint32_t rest = position - first_head * key_tiles;
+    const int rank = rest / section;
+    const int last = key_tiles - 1;
+    return {static_cast<int>(first_head + rest % section), descending ? last - rank : rank};
+  }
+};
+
+// A tile of kKeys keys of one kv head and the query rows that see it: tiles of kRows rows, for one
+// head of the group after the other, so that dk and dv are complete at the end.
+template <int kRows, int kKeys, class Mask>
+struct KeyBlock {
+  __device__ __forceinline__ KeyBlock(const Problem& problem, const KeyTile& tile)
+      : index(tile.index),
+        first_key(tile.index * kKeys),
+        batch(tile.head / problem.kv_heads),
+        kv_head(tile.head % problem.kv_heads),
+        group(problem.q_heads / problem.kv_heads),
+        mask(problem, batch),
+        rows(mask.rows({first_key, first_key + kKeys})),
+        first_row(rows.begin / kRows * kRows) {
+    if (rows.end <= rows.begin) rows.end = first_row;
+  }
+
+  __device__ __forceinline__ int first_head() const { return kv_head * group; }
+  __device__ __forceinline__ int steps() const {
+    return (rows.end - first_row + kRows - 1) / kRows * group;
+  }
+  // On to the next tile of rows, or to the next head where the rows start over.
+  __device__ __forceinline__ void advance(int& row, int& head) const {
+    row += kRows;
+    if (row < rows.end) return;
+    row = first_row;
+    ++head;
+  }
+
+  int index;
+  int first_key;
+  int batch;
+  int kv_head;
+  int group;  // query heads of the kv head
+  Mask mask;
+  Interval rows;  // that see some of the keys; rows.end == first_row if there are none
+  int first_row;  // a multiple of kRows
+};
+
+// The loader draws positions in the order of tiles and hands them to the other roles of its block.
+struct TicketBox {
+  static constexpr int kSlots = 2;
+  uint32_t position[kSlots];
+  Barrier full[kSlots];
+  Barrier empty[kSlots];  // every reading warp has its copy
+
+  __device__ __forceinline__ void init(int readers) {
+    for (int slot = 0; slot < kSlots; ++slot) {
+      full[slot].init(1);
+      empty[slot].init(readers);
+    }
+  }
+};
+
+// A reading warp's place in the box.
+class TicketReader {
+ public:
+  __device__ __forceinline__ uint32_t next(TicketBox& box) {
+    const uint32_t slot = count_ % TicketBox::kSlots;
+    box.full[slot].wait(count_ / TicketBox::kSlots % 2);
+    const uint32_t position = box.position[slot];
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) box.empty[slot].arrive();
+    ++count_;
+    return __shfl_sync(~0u, position, 0);
+  }
+
+  // Of the barriers that complete once a tile, for the tile of the last ticket.
+  __device__ __forceinline__ uint32_t parity() const { return (count_ - 1) % 2; }
+
+ private:
+  uint32_t count_ = 0;
+};
+
+// The loader's. It draws ahead, because the counter is far away. A block only ever waits for tiles
+// of earlier tickets, and those belong to blocks that have already started. Without a counter the
+// positions are dealt out in rounds.
+class TicketDrawer {
+ public:
+  __device__ __forceinline__ explicit TicketDrawer(uint32_t* counter) : drawn_(blockIdx.x) {
+    if (counter != nullptr) draw(counter);
+  }
+
+  // All lanes of the warp.
+  __device__ __forceinline__ uint32_t next(TicketBox& box, uint32_t* counter) {
+    const uint32_t position = __shfl_sync(~0u, drawn_, 0);
+    const uint32_t slot = count_ % TicketBox::kSlots;
+    box.empty[slot].wait(count_ / TicketBox::kSlots % 2 ^ 1);
+    if (threadIdx.x % 32 == 0) {
+      box.position[slot] = position;
+      box.full[slot].arrive();
+    }
+    __syncwarp();
+    ++count_;
+    if (counter != nullptr) {
+      draw(counter);
+    } else {
+      drawn_ += gridDim.x;
+    }
+    return position;
+  }
+
+ private:
+  __device__ __forceinline__ void draw(uint32_t* counter) {
+    if (threadIdx.x % 32 == 0) drawn_ = atomicAdd(counter, 1u);
+  }
+
+  uint32_t drawn_;
+  uint32_t count_ = 0;
+};
+
+}  // namespace jaxflash::sm90
