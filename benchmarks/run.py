@@ -33,7 +33,7 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_NO_COMMAND_BUFFE
 import jax  # noqa: E402
 
 from benchmarks import cases, extra, report, timing  # noqa: E402
-from jaxflash import _config  # noqa: E402
+from jaxflash import _config, _ffi  # noqa: E402
 
 _HERE = Path(__file__).resolve().parent
 _GPU_DEFAULTS = ("jaxflash", "cudnn")
@@ -115,19 +115,19 @@ def commit() -> str:
 
 
 def kernel_of(case: cases.Case, pass_name: str) -> str | None:
-    """The variant that the library has for the case on this GPU: the best family comes first."""
-    config = _config.config()
-    math = "tf32" if case.dtype == "float32" else case.dtype
-    hopper = any(device.compute_capability == (9, 0) for device in config.devices)
-    head_dim = max(case.head_dim, case.value_dim or case.head_dim)
-    fitting = [
-        (variant.family != "sm90", variant.head_dim, variant.family)
-        for variant in config.variants
-        if (variant.pass_, variant.math) == (pass_name, math)
-        and variant.head_dim >= head_dim
-        and (hopper or variant.family != "sm90")
-    ]
-    return f"{min(fitting)[2]} {math} {min(fitting)[1]}" if fitting else None
+    """The variant that dispatch picks for the case on this GPU."""
+    if case.bias is not None or not _ffi.extension.kernels or pass_name == "gradient":
+        return None
+    query, key, value = (list(shape) for shape in case.operand_shapes[:3])
+    variant = _ffi.extension.variant(
+        pass_name=pass_name,
+        dtype=case.dtype,
+        highest_precision=False,
+        q=query,
+        k=key,
+        v=value,
+    )
+    return " ".join(map(str, variant)) if variant else None
 
 
 def peers_of(case: cases.Case, pass_name: str, arguments: argparse.Namespace) -> list[str]:
