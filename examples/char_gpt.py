@@ -73,7 +73,7 @@ _GPU = dict(
     layers=8,
     width=1024,
     heads=8,
-    learning_rate=4e-4,
+    learning_rate=2e-4,  # with 4e-4 the loss jumps after the warm-up, and rounding decides where to
     dtype="bfloat16",
 )
 

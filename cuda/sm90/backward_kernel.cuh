@@ -116,7 +116,7 @@ struct BackwardTraits {
     Barrier rows_landed;  // a tile that a loader edits before it announces it
     Barrier keys_landed;
     TicketBox tickets;
-    uint32_t pin;  // written, never read
+    uint32_t pin[kConsumerThreads];  // written, never read; one each, or they would race
   };
   static constexpr int kSharedBytes = sizeof(SharedMemory);
   static_assert(kSharedBytes <= 227 * 1024);

@@ -289,7 +289,7 @@ struct KeysAsRows {
 #pragma unroll
           for (int i = 0; i < kRows / 2; ++i) all ^= __float_as_uint(s[i]);
         }
-        store_shared_volatile(shared_address(&smem.pin), all);
+        store_shared_volatile(shared_address(&smem.pin[group * 128 + late_thread()]), all);
         if (Tile::kEarlyValues) {
           issue_gradient<Tile::kValueDim>(dv, p, dout_columns + steps.dout_offset());
           wgmma_wait<1>();
