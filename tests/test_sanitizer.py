@@ -21,7 +21,7 @@ def _sanitizer() -> str:
     return found
 
 
-# Ordered by an mbarrier that counts the bytes of the copy, which racecheck does not follow: the copy
+# Ordered by an mbarrier that counts the bytes of the copy, which racecheck does not follow: a copy
 # of lse and delta into shared memory looks to it as if nothing came between it and its readers.
 _BULK_COPY = "::bulk_load("
 
