@@ -146,6 +146,12 @@ Status forward_with(const ForwardParams& params, cudaStream_t stream) {
   args.order = detail::tile_order<Tile>(problem, batch);
   args.problem = problem;
   args.lse = params.lse;
+  args.out_data = static_cast<uint16_t*>(params.out.data);
+  for (int axis = 0; axis < kBatchDims; ++axis) {
+    args.out_batch_stride[axis] = maps.out.stride[3 + axis];
+  }
+  args.out_seq_stride = params.out.seq_stride;
+  args.out_head_stride = params.out.head_stride;
   constexpr float kLog2E = 1.44269504088896341f;
   args.scale_log2 = problem.scale * kLog2E;
 

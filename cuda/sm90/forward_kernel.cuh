@@ -5,7 +5,8 @@
 //   last warpgroup, one warp each      loads Q, loads K, loads V, stores the output
 //
 // A consumer stages its output where its rows of Q lay, so a Q buffer is empty once the output has
-// left it. With two Q buffers the next tile streams in meanwhile.
+// left it; with two Q buffers the next tile streams in meanwhile. With one, the output is stored
+// straight from registers, so that the next Q streams in as soon as the last scores are there.
 #pragma once
 
 #include "attention.h"
@@ -32,6 +33,10 @@ struct ForwardArgs {
   TileOrder order;
   Problem problem;
   float* lse;
+  uint16_t* out_data;  // for direct stores; strides in elements, batch axes as in the maps
+  int64_t out_batch_stride[2];
+  int64_t out_seq_stride;
+  int64_t out_head_stride;
   float scale_log2;
 };
 
@@ -60,7 +65,9 @@ struct ForwardTraits {
 
   static_assert(Tile::kKeys % 16 == 0 && Tile::kKeys <= 256);
   static_assert(Tile::kHeadDim % 16 == 0 && Tile::kValueDim % 16 == 0);
-  static_assert(Tile::kValueDim <= Tile::kHeadDim, "the output is staged in Q's buffer");
+  static constexpr bool kDirect = Tile::kOutput == Output::kDirect;
+  static_assert(kDirect || Tile::kValueDim <= Tile::kHeadDim, "staged in Q's buffer");
+  static_assert(!kDirect || Tile::kValueDim % 32 == 0, "four lanes exchange 32 columns");
 
   struct SharedMemory {
     alignas(1024) uint8_t q[Tile::kQStages][kWarpGroups][kQBytes];
@@ -68,7 +75,7 @@ struct ForwardTraits {
     alignas(1024) uint8_t v[Tile::kStages][kVBytes];
     Barrier q_full[Tile::kQStages][kWarpGroups];   // Q has landed
     Barrier o_full[Tile::kQStages][kWarpGroups];   // the output lies in Q's place
-    Barrier q_empty[Tile::kQStages][kWarpGroups];  // and has been read out
+    Barrier q_empty[Tile::kQStages][kWarpGroups];  // and has been read out; or Q has been used up
     Barrier k_full[Tile::kStages];
     Barrier k_empty[Tile::kStages];  // every consumer warp is through with it
     Barrier v_full[Tile::kStages];
@@ -216,7 +223,7 @@ struct Forward {
   }
 
   __device__ __forceinline__ static void store_out(const ForwardArgs& args, SharedMemory& smem) {
-    if (threadIdx.x % 32 != 0) return;
+    if (Traits::kDirect || threadIdx.x % 32 != 0) return;
     Ring<Tile::kQStages> ring;
     for (TileWalk walk(args.order); !walk.done(); walk.advance(), ring.advance()) {
       const Place place(args, walk.tile(), kRows);
@@ -276,6 +283,70 @@ struct Forward {
     wgmma_commit();
   }
 
+  // Rows of the output from registers to memory, 16 bytes a lane. `inverse` is 1 / sum of a row, 0
+  // for a row that sees no key.
+  __device__ __forceinline__ static void store_direct(const float (&o)[Tile::kValueDim / 2],
+                                                      const float (&inverse)[2], uint16_t* target,
+                                                      int64_t row_stride, int rows_left,
+                                                      int value_dim, int lane) {
+    const bool odd = lane & 1;
+    const bool high = lane & 2;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      uint16_t* const row = target + r * 8 * row_stride;
+#pragma unroll
+      for (int column = 0; column < Tile::kValueDim; column += 32) {
+        // Four groups of eight columns, of each of which a lane holds two: transpose the lanes
+        // that share the row, so that each holds one group.
+        uint32_t words[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int element = column / 2 + 4 * i + 2 * r;
+          words[i] = pack<Traits::kMath>(inverse[r] == 0.f ? 0.f : o[element] * inverse[r],
+                                         inverse[r] == 0.f ? 0.f : o[element + 1] * inverse[r]);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i += 2) {
+          const uint32_t other = __shfl_xor_sync(~0u, odd ? words[i] : words[i + 1], 1);
+          (odd ? words[i] : words[i + 1]) = other;
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const uint32_t other = __shfl_xor_sync(~0u, high ? words[i] : words[i + 2], 2);
+          (high ? words[i] : words[i + 2]) = other;
+        }
+        const int first = column + lane % 4 * 8;
+        if (8 * r < rows_left && first < value_dim) store_global(row + first, words);
+      }
+    }
+  }
+
+  // Rows of the output to where the warpgroup's Q was, for the storing warp.
+  __device__ __forceinline__ static void stage_output(const float (&o)[Tile::kValueDim / 2],
+                                                      const float (&inverse)[2], uint32_t staged,
+                                                      int group, int thread) {
+    // Q's rows may be overwritten once all four warps are through with them.
+    named_barrier_sync(kFirstWarpGroup + group, 128);
+    const int lane = thread % 32;
+    const int staged_row = thread / 32 * 16 + lane % 16;
+#pragma unroll
+    for (int column = 0; column < Tile::kValueDim; column += 16) {
+      uint32_t packed[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int r = i % 2;
+        const int element = column / 2 + 2 * i;
+        packed[i] = pack<Traits::kMath>(inverse[r] == 0.f ? 0.f : o[element] * inverse[r],
+                                        inverse[r] == 0.f ? 0.f : o[element + 1] * inverse[r]);
+      }
+      const int piece = column % 64 / 8 + lane / 16;
+      stmatrix_x4(staged + column / 64 * Traits::kQPanelBytes +
+                      staged_row * Traits::kPanelRowBytes + (piece ^ staged_row % 8) * 16,
+                  packed);
+    }
+    fence_proxy_async();
+  }
+
   __device__ __forceinline__ static void consume(const ForwardArgs& args, SharedMemory& smem,
                                                  int group) {
     const int thread = threadIdx.x % 128;
@@ -301,6 +372,10 @@ struct Forward {
     };
     const auto wait_k = [&] { smem.k_full[k_ring.stage].wait(k_ring.phase); };
     const auto wait_v = [&] { smem.v_full[v_ring.stage].wait(v_ring.phase); };
+    // Directly stored output leaves Q's buffer alone: it is empty after the last scores.
+    const auto release_q = [&] {
+      if (Traits::kDirect && lane == 0) smem.q_empty[q_ring.stage][group].arrive();
+    };
     const auto k_tile = [&] { return k_base + k_ring.stage * descriptor_step(Traits::kKBytes); };
     const auto v_tile = [&] { return v_base + v_ring.stage * descriptor_step(Traits::kVBytes); };
 
@@ -375,6 +450,7 @@ struct Forward {
         wgmma_wait<0>();
         hold(s);
         release_k();
+        if (tile == own.begin) release_q();
         normalize();  // o is still 0
         if (Tile::kOverlap != Overlap::kNone) pack_tile();
         while (--tile >= own.begin) {
@@ -390,6 +466,7 @@ struct Forward {
             hold(o);
             release_v();
             release_k();
+            if (tile == own.begin) release_q();
             if (normalize()) rescale_output();
           } else {
             issue_scores(s, q, k_tile());
@@ -398,6 +475,7 @@ struct Forward {
             wgmma_wait<1>();
             hold(s);
             release_k();
+            if (tile == own.begin) release_q();
             const bool rescale = normalize();
             // ptxas would move the wait above the exponentials; a store of what depends on all of
             // them cannot follow it.
@@ -414,44 +492,34 @@ struct Forward {
         wgmma_wait<0>();
         hold(o);
         release_v();
+      } else {
+        release_q();
       }
       skip_to(all.begin);
 
       // A row without a visible key has the sum 0: its output is 0, whatever V holds.
-      bool empty[2];
       float inverse[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const float sum = softmax.row_sum(r);
-        empty[r] = sum == 0.f || row + 8 * r >= mask.q_len();
-        inverse[r] = 1.f / sum;
+        const bool empty = sum == 0.f || row + 8 * r >= mask.q_len();
+        inverse[r] = empty ? 0.f : 1.f / sum;
         if (lane % 4 == 0 && row + 8 * r < args.problem.q_len) {
           const int64_t position = int64_t{place.batch} * args.problem.q_len + row + 8 * r;
           args.lse[position * args.problem.q_heads + place.head] =
-              empty[r] ? -INFINITY : softmax.lse(sum, r);
+              empty ? -INFINITY : softmax.lse(sum, r);
         }
       }
-      // Q's rows may be overwritten once all four warps are through with them.
-      named_barrier_sync(kFirstWarpGroup + group, 128);
-      const uint32_t staged = shared_address(smem.q[q_ring.stage][group]);
-      const int staged_row = thread / 32 * 16 + lane % 16;
-#pragma unroll
-      for (int column = 0; column < Tile::kValueDim; column += 16) {
-        uint32_t packed[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int r = i % 2;
-          const int element = column / 2 + 2 * i;
-          packed[i] = pack<Traits::kMath>(empty[r] ? 0.f : o[element] * inverse[r],
-                                          empty[r] ? 0.f : o[element + 1] * inverse[r]);
-        }
-        const int piece = column % 64 / 8 + lane / 16;
-        stmatrix_x4(staged + column / 64 * Traits::kQPanelBytes +
-                        staged_row * Traits::kPanelRowBytes + (piece ^ staged_row % 8) * 16,
-                    packed);
+      if constexpr (Traits::kDirect) {
+        uint16_t* const target = args.out_data + place.outer * args.out_batch_stride[1] +
+                                 place.inner * args.out_batch_stride[0] +
+                                 place.head * args.out_head_stride + row * args.out_seq_stride;
+        store_direct(o, inverse, target, args.out_seq_stride, args.problem.q_len - row,
+                     args.problem.value_dim, lane);
+      } else {
+        stage_output(o, inverse, shared_address(smem.q[q_ring.stage][group]), group, thread);
+        smem.o_full[q_ring.stage][group].arrive();
       }
-      fence_proxy_async();
-      smem.o_full[q_ring.stage][group].arrive();
     }
     if (group == 0) take_turn(group);  // nobody leaves an arrival behind
   }
@@ -476,7 +544,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       for (int g = 0; g < Traits::kWarpGroups; ++g) {
         smem.q_full[stage][g].init(1);
         smem.o_full[stage][g].init(128);
-        smem.q_empty[stage][g].init(1);
+        smem.q_empty[stage][g].init(Traits::kDirect ? 4 : 1);  // warps, or the storing one
       }
     }
     for (int stage = 0; stage < Tile::kStages; ++stage) {

@@ -250,6 +250,12 @@ __device__ __forceinline__ void store_shared_volatile(uint32_t address, uint32_t
 
 // --- global memory ------------------------------------------------------------------------------
 
+__device__ __forceinline__ void store_global(void* address, const uint32_t (&words)[4]) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(words[0]),
+               "r"(words[1]), "r"(words[2]), "r"(words[3])
+               : "memory");
+}
+
 __device__ __forceinline__ void red_add_f32x4(float* address, const float* values) {
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address),
                "f"(values[0]), "f"(values[1]), "f"(values[2]), "f"(values[3])
