@@ -6,6 +6,7 @@
 #include <cuda_fp16.h>
 
 #include "attention.h"
+#include "common/dependency.cuh"
 #include "common/tensor.cuh"
 #include "common/workspace.h"
 
@@ -40,12 +41,32 @@ __device__ __forceinline__ void store_eight(Element* row, const float (&values)[
   }
 }
 
+// Lane q of four neighbouring lanes has the columns 2q and 2q + 1 of a row of four pieces, one of
+// the two in each call. Afterwards it has columns 0, 2, 4, 6 or 1, 3, 5, 7 of piece q.
+__device__ __forceinline__ void transpose_quad(float (&values)[4]) {
+#pragma unroll
+  for (int distance = 2; distance > 0; distance /= 2) {
+    const bool upper = (threadIdx.x & distance) != 0;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int low = distance == 2 ? i : 2 * i, high = low + distance;
+      const float sent = upper ? values[low] : values[high];
+      const float received = __shfl_xor_sync(~0u, sent, distance);
+      values[low] = upper ? received : values[low];
+      values[high] = upper ? values[high] : received;
+    }
+  }
+}
+
 // FragmentOrder says where a 16 x 8 piece of a head's accumulator keeps its elements:
-// load(piece, group, values) returns row `group` in values[0] and row `group + 8` in values[1].
+// load(piece, lane, values) returns what the lane holds in a matrix fragment, two columns of row
+// lane / 4 and of the row 8 below. A warp takes four pieces at a time: it reads whole lines, and
+// writes 64 bytes of a row.
 template <class Element, class FragmentOrder>
 __global__ void __launch_bounds__(kConvertThreads)
     convert_dq_kernel(const __grid_constant__ BackwardParams params,
                       const __grid_constant__ BackwardWorkspace workspace, int64_t first_block) {
+  constexpr int kPieces = 4;
   const Problem& problem = params.problem;
   const int64_t block = first_block + blockIdx.x;
   const int64_t row_blocks = (problem.q_len + kConvertRows - 1) / kConvertRows;
@@ -58,23 +79,35 @@ __global__ void __launch_bounds__(kConvertThreads)
   auto* dq = static_cast<Element*>(params.dq.data) + tensor_offset(params.dq, problem, batch) +
              head * params.dq.head_stride;
   const bool vectors = rows_are_aligned(dq, params.dq.seq_stride, problem.head_dim);
+  const int lane = threadIdx.x % 32;
+  const int columns = static_cast<int>(workspace.dims) / (8 * kPieces);  // of four pieces
+  wait_for_previous_kernel();
 
-  const int pieces = (problem.head_dim + 7) / 8;  // of a row
-  for (int i = threadIdx.x; i < kConvertRows / 2 * pieces; i += kConvertThreads) {
-    const int col = i % pieces * 8;
-    const int group = i / pieces % 8;
-    const int row = first_row + i / pieces / 8 * 16 + group;
-    if (row >= problem.q_len) continue;
-    float values[2][8];
-    const int64_t piece = (row / 16) * (workspace.dims / 8) + col / 8;
-    FragmentOrder::load(accumulator + piece * 128, group, values);
+  for (int i = threadIdx.x / 32; i < kConvertRows / 16 * columns; i += kConvertThreads / 32) {
+    const int first_piece = i % columns * kPieces;
+    const int tile_row = first_row + i / columns * 16;
+    float fragment[kPieces][4];
+#pragma unroll
+    for (int piece = 0; piece < kPieces; ++piece) {
+      const int64_t index = tile_row / 16 * (workspace.dims / 8) + first_piece + piece;
+      FragmentOrder::load(accumulator + index * 128, lane, fragment[piece]);
+    }
+    const int col = (first_piece + lane % 4) * 8;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+      float values[8];
 #pragma unroll
-      for (int e = 0; e < 8; ++e) values[half][e] *= problem.scale;
-      if (row + 8 * half < problem.q_len) {
-        store_eight(dq + (row + 8 * half) * params.dq.seq_stride + col, values[half],
-                    problem.head_dim - col, vectors);
+      for (int odd = 0; odd < 2; ++odd) {
+        float part[4];
+#pragma unroll
+        for (int piece = 0; piece < kPieces; ++piece) part[piece] = fragment[piece][2 * half + odd];
+        transpose_quad(part);
+#pragma unroll
+        for (int pair = 0; pair < 4; ++pair) values[2 * pair + odd] = part[pair] * problem.scale;
+      }
+      const int row = tile_row + lane / 4 + 8 * half;
+      if (row < problem.q_len) {
+        store_eight(dq + row * params.dq.seq_stride + col, values, problem.head_dim - col, vectors);
       }
     }
   }

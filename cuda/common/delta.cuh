@@ -6,6 +6,7 @@
 #include <cuda_fp16.h>
 
 #include "attention.h"
+#include "common/dependency.cuh"
 #include "common/mask.cuh"
 #include "common/softmax.cuh"
 #include "common/tensor.cuh"
@@ -36,6 +37,7 @@ __global__ void __launch_bounds__(kDeltaThreads)
   const int64_t batch = head_index / problem.q_heads;
   const int head = static_cast<int>(head_index % problem.q_heads);
 
+  launch_dependents();
   float4* dq = reinterpret_cast<float4*>(workspace.dq_of(params.workspace, head_index) +
                                          first_row * workspace.dims);
   for (int i = threadIdx.x; i < kDeltaRows * workspace.dims / 4; i += kDeltaThreads) {
@@ -66,7 +68,7 @@ __global__ void __launch_bounds__(kDeltaThreads)
       const auto* out_row = reinterpret_cast<const uint4*>(out + row * params.out.seq_stride);
       const auto* dout_row = reinterpret_cast<const uint4*>(dout + row * params.dout.seq_stride);
       for (int i = lane; i < problem.value_dim / kVector; i += kLanes) {
-        const uint4 a = __ldg(out_row + i), b = __ldg(dout_row + i);
+        const uint4 a = __ldcs(out_row + i), b = __ldg(dout_row + i);  // nobody reads out again
         const auto* a_element = reinterpret_cast<const Element*>(&a);
         const auto* b_element = reinterpret_cast<const Element*>(&b);
 #pragma unroll

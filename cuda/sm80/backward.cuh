@@ -4,13 +4,12 @@
 
 #include <cuda_runtime.h>
 
-#include <algorithm>
-#include <atomic>
 #include <type_traits>
 
 #include "attention.h"
 #include "common/convert_dq.cuh"
 #include "common/delta.cuh"
+#include "common/launch.h"
 #include "common/status.h"
 #include "common/workspace.h"
 #include "sm80/backward_kernel.cuh"
@@ -89,32 +88,6 @@ using StorageType =
     std::conditional_t<kMath == Math::kFloat16, __half,
                        std::conditional_t<kMath == Math::kBFloat16, __nv_bfloat16, float>>;
 
-// Any number of blocks of `kernel(params, workspace, first_block)`.
-template <class Kernel>
-cudaError_t launch_blocks(Kernel kernel, int64_t blocks, int threads, int shared_bytes,
-                          const BackwardParams& params, const BackwardWorkspace& workspace,
-                          cudaStream_t stream) {
-  constexpr int64_t kMaxGrid = (int64_t{1} << 31) - 1;
-  for (int64_t first = 0; first < blocks; first += kMaxGrid) {
-    const auto grid = static_cast<unsigned>(std::min(blocks - first, kMaxGrid));
-    kernel<<<grid, threads, shared_bytes, stream>>>(params, workspace, first);
-    if (cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
-  }
-  return cudaSuccess;
-}
-
-// Lets the kernel use its shared memory on the current device, once for each device.
-template <class Traits>
-cudaError_t allow_shared_memory(const void* kernel, int device) {
-  static std::atomic<uint64_t> allowed{0};
-  const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
-  if ((allowed.load(std::memory_order_acquire) & bit) != 0) return cudaSuccess;
-  const cudaError_t error = cudaFuncSetAttribute(
-      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kSharedBytes);
-  if (error == cudaSuccess) allowed.fetch_or(bit, std::memory_order_release);
-  return error;
-}
-
 }  // namespace detail
 
 // Runs one tile configuration; `backward` below chooses it.
@@ -129,29 +102,28 @@ Status backward_with(const BackwardParams& params, cudaStream_t stream) {
   Status status = cuda_status(cudaGetDevice(&device), "asking for the GPU");
   if (!status.ok()) return status;
   const auto kernel = backward_kernel<Traits, BandMask, ScaleScore>;
-  status = cuda_status(
-      detail::allow_shared_memory<Traits>(reinterpret_cast<const void*>(kernel), device),
-      "reserving shared memory for the backward kernel");
+  status = cuda_status(allow_shared_memory<Traits>(reinterpret_cast<const void*>(kernel), device),
+                       "reserving shared memory for the backward kernel");
   if (!status.ok()) return status;
 
-  status =
-      cuda_status(detail::launch_blocks(delta_kernel<Storage>, delta_blocks(problem, workspace),
-                                        kDeltaThreads, 0, params, workspace, stream),
-                  "launching the delta kernel");
+  status = cuda_status(
+      launch_blocks(delta_kernel<Storage>, Start::kAfter, delta_blocks(problem, workspace),
+                    kDeltaThreads, 0, params, workspace, stream),
+      "launching the delta kernel");
   if (!status.ok()) return status;
 
   const int64_t key_tiles = (int64_t{problem.kv_len} + Tile::kKeys - 1) / Tile::kKeys;
   const int64_t blocks = key_tiles * problem.kv_heads * batch_size(problem);
   BackwardParams main_params = params;
   main_params.deterministic &= problem.q_len > 0;  // else nothing has cleared the ticket
-  status = cuda_status(detail::launch_blocks(kernel, blocks, Traits::kThreads, Traits::kSharedBytes,
-                                             main_params, workspace, stream),
+  status = cuda_status(launch_blocks(kernel, Start::kAfter, blocks, Traits::kThreads,
+                                     Traits::kSharedBytes, main_params, workspace, stream),
                        "launching the backward kernel");
   if (!status.ok()) return status;
 
   return cuda_status(
-      detail::launch_blocks(convert_dq_kernel<Storage, DqFragmentOrder>, convert_dq_blocks(problem),
-                            kConvertThreads, 0, params, workspace, stream),
+      launch_blocks(convert_dq_kernel<Storage, DqFragmentOrder>, Start::kAfter,
+                    convert_dq_blocks(problem), kConvertThreads, 0, params, workspace, stream),
       "launching the conversion of dq");
 }
 

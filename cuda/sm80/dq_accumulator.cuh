@@ -34,24 +34,17 @@ struct DqFragmentOrder {
 #endif
   }
 
-  // Rows `group` and `group + 8` of a piece.
-  __device__ __forceinline__ static void load(const float* piece, int group,
-                                              float (&values)[2][8]) {
+  // The elements of a lane. Nobody reads them again.
+  __device__ __forceinline__ static void load(const float* piece, int lane, float (&values)[4]) {
+    if constexpr (kVectorAdds) {
+      const float4 four = __ldcs(reinterpret_cast<const float4*>(piece + 4 * lane));
+      values[0] = four.x;
+      values[1] = four.y;
+      values[2] = four.z;
+      values[3] = four.w;
+    } else {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      // Vector adds: columns 2i and 2i + 1 of both rows. Otherwise: row i / 2, every second column.
-      const float4 four = kVectorAdds
-                              ? *reinterpret_cast<const float4*>(piece + 16 * group + 4 * i)
-                              : *reinterpret_cast<const float4*>(piece + 32 * i + 4 * group);
-      const float element[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        if (kVectorAdds) {
-          values[e / 2][2 * i + e % 2] = element[e];
-        } else {
-          values[i / 2][2 * e + i % 2] = element[e];
-        }
-      }
+      for (int i = 0; i < 4; ++i) values[i] = __ldcs(piece + 32 * i + lane);
     }
   }
 };

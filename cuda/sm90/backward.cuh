@@ -5,13 +5,13 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <type_traits>
 
 #include "attention.h"
 #include "common/convert_dq.cuh"
 #include "common/delta.cuh"
+#include "common/launch.h"
 #include "common/status.h"
 #include "common/workspace.h"
 #include "sm90/backward_loops.cuh"
@@ -47,6 +47,34 @@ inline bool map_backward(const BackwardParams& params, BackwardMaps& maps) {
          mappable(maps.dk) && mappable(maps.dv);
 }
 
+// Whether a tile of kKeys keys has all keys of every row, so that what it computes of dq is all of
+// it, and where it then goes.
+inline bool map_direct_dq(const BackwardParams& params, int keys, MappedTensor& dq) {
+  const Problem& problem = params.problem;
+  const Band& band = problem.band;
+  if (problem.q_len == 0 || problem.kv_len == 0 || problem.kv_len > keys) return false;
+  if (band.q_lengths != nullptr || band.kv_lengths != nullptr) return false;
+  // Every row sees a key, or else nobody would write its dq.
+  const int diagonal = band.bottom_right ? problem.kv_len - problem.q_len : 0;
+  if (band.left < kUnlimited) return false;
+  if (band.right < kUnlimited && band.right + diagonal < 0) return false;
+  BatchAxes batch, with_dq;
+  const Tensor* const tensors[6] = {&params.q,    &params.k,  &params.v,
+                                    &params.dout, &params.dk, &params.dv};
+  const Tensor* const all[7] = {&params.q,  &params.k,  &params.v, &params.dout,
+                                &params.dk, &params.dv, &params.dq};
+  int64_t strides[6][kBatchDims], all_strides[7][kBatchDims];
+  if (!merge_batch_axes(problem, tensors, batch, strides)) return false;
+  if (!merge_batch_axes(problem, all, with_dq, all_strides)) return false;
+  if (batch.count != with_dq.count || batch.extent[0] != with_dq.extent[0]) return false;
+  dq = map_tensor(params.dq, problem.head_dim, problem.q_len, problem.q_heads, batch,
+                  all_strides[6]);
+  for (int axis = 0; axis < batch.count; ++axis) {
+    if (dq.batch_step[axis] == 0) return false;
+  }
+  return mappable(dq);
+}
+
 // The order of key tiles; `rows` of the workspace. See KeyTileOrder.
 template <class Tile>
 KeyTileOrder key_tile_order(const BackwardParams& params, const BackwardWorkspace& workspace) {
@@ -61,47 +89,25 @@ KeyTileOrder key_tile_order(const BackwardParams& params, const BackwardWorkspac
   // the adds have an order: a block then starts at the rows that only later keys see, too, and
   // those have to come first.
   order.descending = limited_right ? params.deterministic : limited_left;
-  if (limited_left == limited_right || order.key_tiles == 1) return order;
-  // As many heads at a time as the L2 (50 MB, shared with everything else) holds the dq, q and dout
-  // of; the tiles of the next section fill up the last round of this one.
+  const bool unequal = limited_left != limited_right;
+  if ((!unequal && !params.deterministic) || order.key_tiles == 1) return order;
+  // Heads in step balance tiles of unequal length, and keep blocks from queuing for the same rows
+  // where adds have an order. As many heads at a time as the L2 (50 MB, shared with everything
+  // else) holds the dq, q and dout of: of a group the head that blocks are at. The tiles of the
+  // next section fill up the last round of this one.
   constexpr int64_t kSectionBytes = 32 << 20;
-  const int64_t group = problem.q_heads / problem.kv_heads;
   const int64_t row_bytes = workspace.dims * 4 + (problem.head_dim + problem.value_dim) * 2;
-  const int64_t fitting = kSectionBytes / std::max<int64_t>(workspace.rows * row_bytes * group, 1);
+  const int64_t fitting = kSectionBytes / std::max<int64_t>(workspace.rows * row_bytes, 1);
   order.section_heads =
       static_cast<uint32_t>(std::clamp<int64_t>(fitting, 1, std::max(order.heads, 1u)));
   return order;
 }
 
-// Lets the kernel use its shared memory on the current device, once for each device.
-template <class Traits>
-cudaError_t allow_shared_memory(const void* kernel, int device) {
-  static std::atomic<uint64_t> allowed{0};
-  const uint64_t bit = uint64_t{1} << (device % 64);
-  if (device < 64 && (allowed.load(std::memory_order_acquire) & bit) != 0) return cudaSuccess;
-  const cudaError_t error = cudaFuncSetAttribute(
-      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kSharedBytes);
-  if (error == cudaSuccess) allowed.fetch_or(bit, std::memory_order_release);
-  return error;
-}
-
-// Any number of blocks of `kernel(params, workspace, first_block)`.
-template <class Kernel>
-cudaError_t launch_blocks(Kernel kernel, int64_t blocks, int threads, const BackwardParams& params,
-                          const BackwardWorkspace& workspace, cudaStream_t stream) {
-  constexpr int64_t kMaxGrid = (int64_t{1} << 31) - 1;
-  for (int64_t first = 0; first < blocks; first += kMaxGrid) {
-    const auto grid = static_cast<unsigned>(std::min(blocks - first, kMaxGrid));
-    kernel<<<grid, threads, 0, stream>>>(params, workspace, first);
-    if (cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
-  }
-  return cudaSuccess;
-}
-
-// dk and dv. Without rows to add to, nothing has cleared the ticket, and dk and dv become 0.
+// dk and dv, and dq where it is direct. Without rows to add to, nothing has cleared the ticket, and
+// dk and dv become 0.
 template <Math kMath, class Tile>
 Status launch_backward(const BackwardParams& params, const BackwardWorkspace& workspace,
-                       cudaStream_t stream) {
+                       const MappedTensor* direct_dq, cudaStream_t stream) {
   using Traits = BackwardTraits<Tile, kMath>;
   const Problem& problem = params.problem;
   BackwardMaps maps;
@@ -129,11 +135,19 @@ Status launch_backward(const BackwardParams& params, const BackwardWorkspace& wo
     TensorMap& map;
     const MappedTensor& tensor;
     int box_length;
-  } operands[6] = {{args.q, maps.q, Tile::kRows},   {args.k, maps.k, Tile::kKeys},
-                   {args.v, maps.v, Tile::kKeys},   {args.dout, maps.dout, Tile::kRows},
-                   {args.dk, maps.dk, Tile::kKeys}, {args.dv, maps.dv, Tile::kKeys}};
+  } operands[6] = {
+      {args.q, maps.q, Tile::kRows},           {args.k, maps.k, Tile::kKeys},
+      {args.v, maps.v, Tile::kKeys},           {args.dout, maps.dout, Tile::kRows},
+      {args.dk, maps.dk, Traits::kStoredKeys}, {args.dv, maps.dv, Traits::kStoredKeys}};
   for (const auto& operand : operands) {
     const CUresult encoded = encode(operand.map, operand.tensor, kMath, operand.box_length);
+    if (encoded != CUDA_SUCCESS) {
+      return error_status("cuTensorMapEncodeTiled failed with CUresult %d",
+                          static_cast<int>(encoded));
+    }
+  }
+  if (direct_dq != nullptr) {
+    const CUresult encoded = encode(args.dq, *direct_dq, kMath, Traits::kDqPartRows);
     if (encoded != CUDA_SUCCESS) {
       return error_status("cuTensorMapEncodeTiled failed with CUresult %d",
                           static_cast<int>(encoded));
@@ -147,6 +161,7 @@ Status launch_backward(const BackwardParams& params, const BackwardWorkspace& wo
   }
   args.inner_batch = static_cast<int32_t>(maps.batch.extent[0]);
   args.deterministic = params.deterministic;
+  args.direct_dq = direct_dq != nullptr;
   args.draw = problem.q_len > 0;
   args.order = key_tile_order<Tile>(params, workspace);
   args.problem = problem;
@@ -157,13 +172,12 @@ Status launch_backward(const BackwardParams& params, const BackwardWorkspace& wo
   const auto kernel = backward_kernel<Traits, BandMask, ScaledLogits>;
   error = allow_shared_memory<Traits>(reinterpret_cast<const void*>(kernel), device);
   if (Status status = cuda_status(error, "reserving shared memory"); !status.ok()) return status;
-  cudaLaunchConfig_t config{};
   const uint32_t tiles = args.order.key_tiles * args.order.heads;
-  config.gridDim = dim3(std::min<uint32_t>(tiles, multiprocessors));
-  config.blockDim = dim3(Traits::kThreads);
-  config.dynamicSmemBytes = Traits::kSharedBytes;
-  config.stream = stream;
-  return cuda_status(cudaLaunchKernelEx(&config, kernel, args), "launching the backward kernel");
+  // Without rows there was no delta kernel, and what came before may not be ours.
+  error = launch(kernel, problem.q_len > 0 ? Start::kBeside : Start::kAfter,
+                 std::min<uint32_t>(tiles, multiprocessors), Traits::kThreads, Traits::kSharedBytes,
+                 stream, args);
+  return cuda_status(error, "launching the backward kernel");
 }
 
 }  // namespace detail
@@ -198,18 +212,24 @@ Status backward_with(const BackwardParams& params, cudaStream_t stream) {
   const Problem& problem = params.problem;
   if (batch_size(problem) == 0 || problem.q_heads == 0) return Status{};
   const BackwardWorkspace workspace = backward_workspace(problem);
+  MappedTensor dq;
+  const bool direct =
+      BackwardTraits<Tile, kMath>::kDqWriter && detail::map_direct_dq(params, Tile::kKeys, dq);
+  BackwardWorkspace cleared = workspace;
+  if (direct) cleared.dims = 0;  // no accumulator
 
-  Status status =
-      cuda_status(detail::launch_blocks(delta_kernel<Storage>, delta_blocks(problem, workspace),
-                                        kDeltaThreads, params, workspace, stream),
-                  "launching the delta kernel");
+  Status status = cuda_status(
+      launch_blocks(delta_kernel<Storage>, Start::kAfter, delta_blocks(problem, workspace),
+                    kDeltaThreads, 0, params, cleared, stream),
+      "launching the delta kernel");
   if (status.ok() && problem.kv_len > 0) {
-    status = detail::launch_backward<kMath, Tile>(params, workspace, stream);
+    status =
+        detail::launch_backward<kMath, Tile>(params, workspace, direct ? &dq : nullptr, stream);
   }
-  if (!status.ok()) return status;
+  if (!status.ok() || direct) return status;
   return cuda_status(
-      detail::launch_blocks(convert_dq_kernel<Storage, DqOrder>, convert_dq_blocks(problem),
-                            kConvertThreads, params, workspace, stream),
+      launch_blocks(convert_dq_kernel<Storage, DqOrder>, Start::kBeside, convert_dq_blocks(problem),
+                    kConvertThreads, 0, params, workspace, stream),
       "launching the conversion of dq");
 }
 

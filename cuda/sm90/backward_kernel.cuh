@@ -4,12 +4,12 @@
 // dout) stream past it through rings of shared-memory buffers, for all query heads of the group.
 //
 //   warpgroups 0 and 1    consumers: the products (backward_loops.cuh)
-//   last warpgroup        warp 0 draws tiles and loads rows; warp 1 adds dq, where it leaves
-//   through
-//                         shared memory; warp 2 loads k and v and stores dk and dv
+//   last warpgroup        warp 0 draws tiles and loads rows; warp 2 loads k and v and stores dk and
+//                         dv; warps 1 and 3 add dq where it leaves through shared memory, one for
+//                         each consumer warpgroup; otherwise warp 1 keeps the order of the adds
 //
-// A block stays and draws the next tile when it is done with one: the first rows of the next tile
-// are loaded while dk and dv of this one leave.
+// A block stays and draws the next tile when it is done with one: the first rows of the next tile,
+// and its keys where they have buffers of their own, are loaded while dk and dv of this one leave.
 #pragma once
 
 #include "attention.h"
@@ -26,9 +26,10 @@ namespace jaxflash::sm90 {
 enum BackwardBarrier : int {
   kConsumers = 1,   // both consumer warpgroups
   kScoresFree = 2,  // both are through with the p and ds of the last step
-  kOneGroup = 3,    // 3, 4: one consumer warpgroup
   kDqFull = 5,      // 5, 6: a warpgroup's part of dq lies in shared memory
   kDqEmpty = 7,     // 7, 8: and has been read out
+  kAdded = 9,       // the adds of the step before have been performed
+  kTurn = 10,       // it is this block's turn to add
 };
 
 struct BackwardArgs {
@@ -36,8 +37,9 @@ struct BackwardArgs {
   TensorMap k;     // boxes of kKeys x 64
   TensorMap v;     // boxes of kKeys x 64
   TensorMap dout;  // boxes of kRows x 64
-  TensorMap dk;    // boxes of kKeys x 64
-  TensorMap dv;    // boxes of kKeys x 64
+  TensorMap dk;    // boxes of kStoredKeys x 64
+  TensorMap dv;    // boxes of kStoredKeys x 64
+  TensorMap dq;    // boxes of kDqPartRows x 64; with direct_dq
   // What an index along each batch axis of the maps is multiplied with: 0 broadcasts.
   int32_t q_batch_step[2];
   int32_t k_batch_step[2];
@@ -45,12 +47,15 @@ struct BackwardArgs {
   int32_t dout_batch_step[2];
   int32_t inner_batch;  // extent of the fastest batch axis of the maps
   bool deterministic;
-  bool draw;  // tiles are drawn from the workspace's ticket
+  bool draw;       // tiles are drawn from the workspace's ticket
+  bool direct_dq;  // one tile has all keys of a row: dq is complete, and stored instead of added
   KeyTileOrder order;
   Problem problem;
   float scale_log2;  // scale * log2(e)
   BackwardWorkspace workspace;
   void* workspace_data;
+
+  __device__ __forceinline__ bool ordered() const { return deterministic && !direct_dq; }
 };
 
 template <class Tile_, Math kMath_>
@@ -69,7 +74,10 @@ struct BackwardTraits {
   static constexpr bool kKeysAsRows = Tile::kLayout == ScoreLayout::kKeysAsRows;
   // dq leaves through shared memory and a warp of its own; otherwise the consumers add it.
   static constexpr bool kDqWriter = kKeysAsRows;
-  static constexpr int kTicketReaders = kConsumerThreads / 32 + 1 + (kDqWriter ? 1 : 0);
+  // Warps that read tickets: consumers, the one that moves keys, and those that see to dq.
+  __device__ __forceinline__ static int ticket_readers(bool deterministic) {
+    return kConsumerThreads / 32 + 1 + (kDqWriter ? 2 : deterministic);
+  }
 
   // An operand lies in panels 64 elements (128 bytes) wide, each swizzled.
   static constexpr int kPanelRowBytes = 128;
@@ -88,6 +96,16 @@ struct BackwardTraits {
   static constexpr int kDqPartDims = 64;
   static constexpr int kDqWarpBytes = 16 * kDqPartDims * 4;
 
+  // dk and dv of a tile go where ds and dq went to: then k and v can make room for the next tile
+  // before dk and dv have left. Each consumer warpgroup stages its own keys. Otherwise they replace
+  // k and v.
+  static constexpr bool kStagedApart = kKeysAsRows;
+  static constexpr int kStoredKeys = kStagedApart ? 64 : kKeys;
+  static constexpr int kStoredPanelBytes = kStoredKeys * kPanelRowBytes;
+
+  static_assert(!kStagedApart || (kValuePanels * kStoredPanelBytes <= kScoreBytes &&
+                                  kPanels * kStoredPanelBytes <= 4 * kDqWarpBytes));
+  static_assert(kStagedApart || Tile::kKeyStages == 1);
   static_assert(Tile::kHeadDim % 64 == 0 && Tile::kValueDim % 64 == 0);
   static_assert(kKeys % 16 == 0 && kRows % 64 == 0 && kWorkspaceRows % kRows == 0);
   static_assert(!kKeysAsRows || kKeys == 128, "64 keys for each consumer warpgroup");
@@ -97,18 +115,20 @@ struct BackwardTraits {
                 "128 columns of dk and dv for each consumer warpgroup");
 
   struct SharedMemory {
-    alignas(1024) uint8_t k[kKBytes];  // later dk
-    alignas(1024) uint8_t v[kVBytes];  // later dv
+    alignas(1024) uint8_t k[Tile::kKeyStages][kKBytes];  // later dk, unless staged apart
+    alignas(1024) uint8_t v[Tile::kKeyStages][kVBytes];  // later dv
     alignas(1024) uint8_t q[Tile::kQStages][kQBytes];
     alignas(1024) uint8_t dout[Tile::kDoutStages][kDoutBytes];
-    // (queries x keys). Keys as rows: ds of even and of odd steps; otherwise p and ds.
+    // (queries x keys). Keys as rows: ds of even and of odd steps, later dv; otherwise p and ds.
     alignas(1024) uint8_t scores[2][kScoreBytes];
-    alignas(128) uint8_t dq[2][kDqWriter ? 4 * kDqWarpBytes : 16];
-    alignas(128) float lse[Tile::kQStages][kRows];  // base 2
+    alignas(kDqWriter ? 1024 : 16) uint8_t dq[2][kDqWriter ? 4 * kDqWarpBytes : 16];  // later dk
+    alignas(128) float lse[Tile::kQStages][kRows];                                    // base 2
     alignas(128) float delta[Tile::kDoutStages][kRows];
-    Barrier k_full;
-    Barrier v_full;
-    Barrier dkv_full;  // dk and dv lie there
+    Barrier k_full[Tile::kKeyStages];
+    Barrier v_full[Tile::kKeyStages];
+    Barrier keys_empty[Tile::kKeyStages];  // every consumer warp is through with k and v
+    Barrier dkv_full;                      // dk and dv are staged
+    Barrier dkv_empty;                     // and have been read out
     Barrier q_full[Tile::kQStages];
     Barrier q_empty[Tile::kQStages];  // every consumer warp is through with it
     Barrier dout_full[Tile::kDoutStages];
@@ -116,7 +136,7 @@ struct BackwardTraits {
     Barrier rows_landed;  // a tile that a loader edits before it announces it
     Barrier keys_landed;
     TicketBox tickets;
-    uint32_t pin[kConsumerThreads];  // written, never read; one each, or they would race
+    uint16_t pin[kConsumerThreads];  // written, never read; one each, or they would race
   };
   static constexpr int kSharedBytes = sizeof(SharedMemory);
   static_assert(kSharedBytes <= 227 * 1024);
@@ -133,17 +153,13 @@ struct DqOrder {
     return (row / 16 * (workspace.dims / 8) + col / 8) * kPiece;
   }
 
-  // Rows `group` and `group + 8` of a piece.
-  __device__ __forceinline__ static void load(const float* piece, int group,
-                                              float (&values)[2][8]) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float4 four = *reinterpret_cast<const float4*>(piece + 16 * group + 4 * i);
-      values[0][2 * i] = four.x;
-      values[0][2 * i + 1] = four.y;
-      values[1][2 * i] = four.z;
-      values[1][2 * i + 1] = four.w;
-    }
+  // The elements of a lane. Nobody reads them again.
+  __device__ __forceinline__ static void load(const float* piece, int lane, float (&values)[4]) {
+    const float4 four = __ldcs(reinterpret_cast<const float4*>(piece + 4 * lane));
+    values[0] = four.x;
+    values[1] = four.y;
+    values[2] = four.z;
+    values[3] = four.w;
   }
 };
 
@@ -156,6 +172,15 @@ __device__ __forceinline__ uint32_t dq_turn(const KeyTileOrder& order,
                                             const KeyBlock<kRows, kKeys, Mask>& block, int row) {
   const Interval keys = block.mask.keys({row, row + kRows});
   return order.descending ? (keys.end - 1) / kKeys - block.index : block.index - keys.begin / kKeys;
+}
+
+// The counter of turns of a tile of rows.
+template <int kRows, int kKeys, class Mask>
+__device__ __forceinline__ uint32_t* dq_counter(const BackwardArgs& args,
+                                                const KeyBlock<kRows, kKeys, Mask>& block, int row,
+                                                int head) {
+  const int64_t head_index = int64_t{block.batch} * args.problem.q_heads + head;
+  return args.workspace.turns_of(args.workspace_data, head_index) + row / kWorkspaceTurnRows;
 }
 
 template <class Traits, class Mask>
@@ -237,7 +262,7 @@ struct BackwardProducers {
       auto* ticket = args.workspace.ticket_of(args.workspace_data);
       return args.draw ? reinterpret_cast<uint32_t*>(ticket) : nullptr;
     };
-    TicketDrawer drawer(counter());
+    TicketDrawer drawer;
     for (;;) {
       const uint32_t position = drawer.next(smem.tickets, counter());
       if (position >= args.order.tiles()) return;
@@ -267,52 +292,99 @@ struct BackwardProducers {
     }
   }
 
-  // Loads k and v, and stores dk and dv out of the same buffers.
-  __device__ __forceinline__ static void move_keys(const BackwardArgs& args, SharedMemory& smem) {
+  // k and v of the tile at `position`.
+  __device__ __forceinline__ static void load_keys(const BackwardArgs& args, SharedMemory& smem,
+                                                   uint32_t position, Ring<Tile::kKeyStages>& ring,
+                                                   uint32_t& landed_phase) {
     const Problem& problem = args.problem;
+    const Block block(problem, args.order.at(position));
+    const Interval seen = block.mask.keys({0, block.mask.q_len()});
+    load_tile<kKeys, Traits::kPanels, false>(
+        source(args, args.k, args.k_batch_step, block, problem.kv_len, seen), block.first_key,
+        block.kv_head, smem.k[ring.stage], nullptr, nullptr, smem.k_full[ring.stage],
+        smem.keys_landed, landed_phase);
+    load_tile<kKeys, Traits::kValuePanels, false>(
+        source(args, args.v, args.v_batch_step, block, problem.kv_len, seen), block.first_key,
+        block.kv_head, smem.v[ring.stage], nullptr, nullptr, smem.v_full[ring.stage],
+        smem.keys_landed, landed_phase);
+    ring.advance();
+  }
+
+  // dk and dv of the tile at `position`. Returns once they have left shared memory.
+  __device__ __forceinline__ static void store_keys(const BackwardArgs& args, SharedMemory& smem,
+                                                    uint32_t position) {
+    const Problem& problem = args.problem;
+    const Block block(problem, args.order.at(position));
+    const int inner = block.batch % args.inner_batch;
+    const int outer = block.batch / args.inner_batch;
+#pragma unroll 1
+    for (int part = 0; part < kKeys / Traits::kStoredKeys; ++part) {
+      const uint8_t* const dk = Traits::kStagedApart ? smem.dq[part] : smem.k[0];
+      const uint8_t* const dv = Traits::kStagedApart ? smem.scores[part] : smem.v[0];
+      const int key = block.first_key + part * Traits::kStoredKeys;
+#pragma unroll 1
+      for (int panel = 0; panel * 64 < problem.head_dim; ++panel) {
+        tensor_store(&args.dk, shared_address(dk + panel * Traits::kStoredPanelBytes), panel * 64,
+                     key, block.kv_head, inner, outer);
+      }
+#pragma unroll 1
+      for (int panel = 0; panel * 64 < problem.value_dim; ++panel) {
+        tensor_store(&args.dv, shared_address(dv + panel * Traits::kStoredPanelBytes), panel * 64,
+                     key, block.kv_head, inner, outer);
+      }
+    }
+    bulk_commit_group();
+    bulk_wait_group_read<0>();
+  }
+
+  // Loads k and v, and stores dk and dv.
+  __device__ __forceinline__ static void move_keys(const BackwardArgs& args, SharedMemory& smem) {
+    Ring<Tile::kKeyStages> ring;
     uint32_t landed_phase = 0;
     TicketReader reader;
-    for (;;) {
-      const uint32_t position = reader.next(smem.tickets);
-      if (position >= args.order.tiles()) return;
-      const Block block(problem, args.order.at(position));
-      const Interval seen = block.mask.keys({0, block.mask.q_len()});
-      load_tile<kKeys, Traits::kPanels, false>(
-          source(args, args.k, args.k_batch_step, block, problem.kv_len, seen), block.first_key,
-          block.kv_head, smem.k, nullptr, nullptr, smem.k_full, smem.keys_landed, landed_phase);
-      load_tile<kKeys, Traits::kValuePanels, false>(
-          source(args, args.v, args.v_batch_step, block, problem.kv_len, seen), block.first_key,
-          block.kv_head, smem.v, nullptr, nullptr, smem.v_full, smem.keys_landed, landed_phase);
-
-      smem.dkv_full.wait(reader.parity());
-      if (threadIdx.x % 32 == 0) {
-        const int inner = block.batch % args.inner_batch;
-        const int outer = block.batch / args.inner_batch;
-#pragma unroll 1
-        for (int panel = 0; panel * 64 < problem.head_dim; ++panel) {
-          tensor_store(&args.dk, shared_address(smem.k + panel * Traits::kKeyPanelBytes),
-                       panel * 64, block.first_key, block.kv_head, inner, outer);
-        }
-#pragma unroll 1
-        for (int panel = 0; panel * 64 < problem.value_dim; ++panel) {
-          tensor_store(&args.dv, shared_address(smem.v + panel * Traits::kKeyPanelBytes),
-                       panel * 64, block.first_key, block.kv_head, inner, outer);
-        }
-        bulk_commit_group();
-        bulk_wait_group_read<0>();
+    uint32_t stored = reader.next(smem.tickets);
+    if (stored >= args.order.tiles()) return;
+    load_keys(args, smem, stored, ring, landed_phase);
+    for (uint32_t dkv_phase = 0;; dkv_phase ^= 1) {
+      const uint32_t loaded = reader.next(smem.tickets);
+      const bool more = loaded < args.order.tiles();
+      if (Traits::kStagedApart && more) {
+        smem.keys_empty[ring.stage].wait(ring.phase ^ 1);
+        load_keys(args, smem, loaded, ring, landed_phase);
       }
+      smem.dkv_full.wait(dkv_phase);
+      if (threadIdx.x % 32 == 0) store_keys(args, smem, stored);
       __syncwarp();
+      if (Traits::kStagedApart) {
+        if (threadIdx.x % 32 == 0) smem.dkv_empty.arrive();
+        // In place of the warps that add dq: it was not dq that lay there.
+        named_barrier_arrive(kDqEmpty, 128 + 32);
+        named_barrier_arrive(kDqEmpty + 1, 128 + 32);
+      } else if (more) {
+        load_keys(args, smem, loaded, ring, landed_phase);
+      }
+      if (!more) return;
+      stored = loaded;
     }
   }
 
-  // Four lanes, one for each warp of a consumer warpgroup: 16 rows by 64 columns of its part.
-  __device__ __forceinline__ static void add_dq(const BackwardArgs& args, SharedMemory& smem) {
-    const int lane = threadIdx.x % 32;
+  // Stores a complete part of dq.
+  __device__ __forceinline__ static void store_dq(const BackwardArgs& args, SharedMemory& smem,
+                                                  const Block& block, int part, int row, int col,
+                                                  int head) {
+    if (col >= args.problem.head_dim) return;
+    tensor_store(&args.dq, shared_address(smem.dq[part]), col, row, head,
+                 block.batch % args.inner_batch, block.batch / args.inner_batch);
+  }
+
+  // Adds a consumer warpgroup's part of dq: four lanes, one for each of its warps, add 16 rows by
+  // 64 columns. Each part has its own turns.
+  __device__ __forceinline__ static void add_dq(const BackwardArgs& args, SharedMemory& smem,
+                                                int part) {
     constexpr int kParts = Tile::kHeadDim / Traits::kDqPartDims;  // beside one another
-#pragma unroll
-    for (int part = 0; part < 2; ++part) {
-      named_barrier_arrive(kDqEmpty + part, 128 + 32);
-    }
+    const int lane = threadIdx.x % 32;
+    const int col = part % kParts * Traits::kDqPartDims;
+    named_barrier_arrive(kDqEmpty + part, 128 + 32);
     TicketReader reader;
     for (;;) {
       const uint32_t position = reader.next(smem.tickets);
@@ -323,52 +395,79 @@ struct BackwardProducers {
 #pragma unroll 1
       for (int step = block.steps(); step > 0; --step) {
         const int64_t head_index = int64_t{block.batch} * args.problem.q_heads + head;
-        const auto counter = [&] {
-          return args.workspace.turns_of(args.workspace_data, head_index) +
-                 row / kWorkspaceTurnRows;
-        };
-#pragma unroll
-        for (int part = 0; part < 2; ++part) {
-          named_barrier_sync(kDqFull + part, 128 + 32);
-          if (part == 0 && args.deterministic && lane < 4) {
-            const uint32_t turn = dq_turn(args.order, block, row);
-            while (load_acquire(counter()) != turn) {
-            }
-            fence_proxy_async_global();  // the adds of the turn before, ahead of ours
+        uint32_t* const counter = dq_counter(args, block, row, head) + part;
+        // The turn first: it usually comes while the consumers are still at it.
+        if (args.ordered() && lane < 4) {
+          const uint32_t turn = dq_turn(args.order, block, row);
+          while (load_acquire(counter) != turn) {
           }
-          const int col = part % kParts * Traits::kDqPartDims;
-          if (lane < 4) {
-            // Panels that the problem's head size does not reach do not exist in the workspace.
-            if (col < args.workspace.dims) {
-              const int part_row = row + part / kParts * Traits::kDqPartRows + 16 * lane;
-              bulk_reduce_add(args.workspace.dq_of(args.workspace_data, head_index) +
-                                  DqOrder::offset(args.workspace, part_row, col),
-                              shared_address(smem.dq[part]) + lane * Traits::kDqWarpBytes,
-                              Traits::kDqWarpBytes);
-            }
-            bulk_commit_group();
-          }
+          fence_proxy_async_global();  // the adds of the turn before, ahead of ours
         }
-        if (lane < 4) bulk_wait_group_read<1>();
         __syncwarp();
-        named_barrier_arrive(kDqEmpty, 128 + 32);
-        if (lane < 4) bulk_wait_group_read<0>();
+        named_barrier_sync(kDqFull + part, 128 + 32);
+        if (lane < 4) {
+          const int part_row = row + part / kParts * Traits::kDqPartRows + 16 * lane;
+          if (args.direct_dq) {
+            if (lane == 0) store_dq(args, smem, block, part, part_row, col, head);
+          } else if (col < args.workspace.dims) {
+            // Panels that the problem's head size does not reach do not exist in the workspace.
+            bulk_reduce_add(args.workspace.dq_of(args.workspace_data, head_index) +
+                                DqOrder::offset(args.workspace, part_row, col),
+                            shared_address(smem.dq[part]) + lane * Traits::kDqWarpBytes,
+                            Traits::kDqWarpBytes);
+          }
+          bulk_commit_group();
+          bulk_wait_group_read<0>();
+        }
         __syncwarp();
-        named_barrier_arrive(kDqEmpty + 1, 128 + 32);
-        if (args.deterministic) {
+        named_barrier_arrive(kDqEmpty + part, 128 + 32);
+        if (args.ordered()) {
           if (lane < 4) {
             bulk_wait_group<0>();  // the adds have been performed, not only read
             fence_proxy_async_global();
-            __threadfence();
           }
           __syncwarp();
-          if (lane == 0) store_release(counter(), dq_turn(args.order, block, row) + 1);
+          if (lane == 0) store_release(counter, dq_turn(args.order, block, row) + 1);
         }
         block.advance(row, head);
       }
     }
     // Shared memory goes with the block, but only once the adds have left it.
     if (lane < 4) bulk_wait_group<0>();
+  }
+
+  // Where consumers add dq themselves: waits for turns and ends them, so that no consumer waits for
+  // a round trip to memory. A turn ends during the next step, when its adds have long arrived; the
+  // last one of a tile is ended by the consumers.
+  __device__ __forceinline__ static void keep_turns(const BackwardArgs& args, SharedMemory& smem) {
+    constexpr int kThreads = Traits::kConsumerThreads + 32;
+    const bool first_lane = threadIdx.x % 32 == 0;
+    TicketReader reader;
+    for (;;) {
+      const uint32_t position = reader.next(smem.tickets);
+      if (position >= args.order.tiles()) return;
+      const Block block(args.problem, args.order.at(position));
+      int row = block.first_row;
+      int head = block.first_head();
+      uint32_t* ended = nullptr;
+      uint32_t ended_turn = 0;
+#pragma unroll 1
+      for (int step = block.steps(); step > 0; --step) {
+        named_barrier_sync(kAdded, kThreads);
+        uint32_t* const counter = dq_counter(args, block, row, head);
+        const uint32_t turn = dq_turn(args.order, block, row);
+        if (first_lane) {
+          if (ended != nullptr) store_release(ended, ended_turn + 1);
+          while (load_acquire(counter) != turn) {
+          }
+        }
+        __syncwarp();
+        named_barrier_arrive(kTurn, kThreads);
+        ended = counter;
+        ended_turn = turn;
+        block.advance(row, head);
+      }
+    }
   }
 };
 

@@ -2,6 +2,7 @@
 // scores with keys as rows, once for scores with queries as rows.
 #pragma once
 
+#include "common/dependency.cuh"
 #include "common/mask.cuh"
 #include "sm90/backward_kernel.cuh"
 #include "sm90/softmax.cuh"
@@ -15,13 +16,6 @@ template <int kElements>
 __device__ __forceinline__ void discard(float (&registers)[kElements]) {
 #pragma unroll
   for (float& value : registers) asm volatile("" : "=f"(value));
-}
-
-// Keeps the compiler from reading accumulators before the wait that precedes this.
-template <int kElements>
-__device__ __forceinline__ void ready(float (&registers)[kElements]) {
-#pragma unroll
-  for (float& value : registers) asm volatile("" : "+f"(value)::"memory");
 }
 
 // The thread's index in its warpgroup, in a way that the compiler cannot compute ahead: what is
@@ -184,12 +178,12 @@ struct KeysAsRows {
     }
   }
 
-  // Stages dk or dv, 64 keys of this warpgroup, where its rows of k or v lay.
+  // Stages dk or dv of the warpgroup's 64 keys, or its part of dq.
   template <int kColumns>
   __device__ __forceinline__ static void stage(uint8_t* tile, const float (&acc)[kColumns / 2],
-                                               float scale, const bool (&seen)[2], int group) {
+                                               float scale, const bool (&seen)[2]) {
     const int thread = late_thread();
-    const int row = group * 64 + thread / 32 * 16 + thread % 16;
+    const int row = thread / 32 * 16 + thread % 16;
 #pragma unroll
     for (int column = 0; column < kColumns; column += 16) {
       uint32_t packed[4];
@@ -200,7 +194,7 @@ struct KeysAsRows {
                                 seen[i % 2] ? acc[element + 1] * scale : 0.f);
       }
       const int piece = column % 64 / 8 + thread % 32 / 16;
-      stmatrix_x4(shared_address(tile) + column / 64 * Traits::kKeyPanelBytes +
+      stmatrix_x4(shared_address(tile) + column / 64 * Traits::kStoredPanelBytes +
                       row * Traits::kPanelRowBytes + (piece ^ row % 8) * 16,
                   packed);
     }
@@ -215,8 +209,8 @@ struct KeysAsRows {
     // As A: the warpgroup's 64 keys. As B: all queries of a step. The transposed view of q and dout
     // (queries x columns) reads the same bytes with another major axis.
     const int group_bytes = group * 64 * Traits::kPanelRowBytes;
-    const uint64_t k_rows = wgmma_descriptor(shared_address(smem.k) + group_bytes, 16, 1024);
-    const uint64_t v_rows = wgmma_descriptor(shared_address(smem.v) + group_bytes, 16, 1024);
+    const uint64_t k_base = wgmma_descriptor(shared_address(smem.k[0]) + group_bytes, 16, 1024);
+    const uint64_t v_base = wgmma_descriptor(shared_address(smem.v[0]) + group_bytes, 16, 1024);
     const uint64_t q_base = wgmma_descriptor(shared_address(smem.q[0]), 16, 1024);
     const uint64_t dout_base = wgmma_descriptor(shared_address(smem.dout[0]), 16, 1024);
     const uint64_t q_columns =
@@ -227,12 +221,13 @@ struct KeysAsRows {
     constexpr bool kDivideColumns = Tile::kHeadDim > 64;
     const uint64_t dq_ds = wgmma_descriptor(
         shared_address(smem.scores[0]) + (kDivideColumns ? 0 : group_bytes), 16, 1024);
-    const uint64_t dq_k = wgmma_descriptor(
-        shared_address(smem.k) + (kDivideColumns ? group * Traits::kKeyPanelBytes : 0),
+    const uint64_t dq_k_base = wgmma_descriptor(
+        shared_address(smem.k[0]) + (kDivideColumns ? group * Traits::kKeyPanelBytes : 0),
         Traits::kKeyPanelBytes, 1024);
     const uint32_t ds_panel = shared_address(smem.scores[0]) + group * Traits::kRowPanelBytes;
 
     ConsumerSteps<Traits> steps(smem);
+    Ring<Tile::kKeyStages> keys;
     TicketReader reader;
 
     for (;;) {
@@ -241,6 +236,9 @@ struct KeysAsRows {
       const Block block(args.problem, args.order.at(position));
       int row = block.first_row;
       int head = 0;
+      const uint64_t k_rows = k_base + keys.stage * descriptor_step(Traits::kKBytes);
+      const uint64_t v_rows = v_base + keys.stage * descriptor_step(Traits::kVBytes);
+      const uint64_t dq_k = dq_k_base + keys.stage * descriptor_step(Traits::kKBytes);
 
       float dk[Tile::kHeadDim / 2];
       float dv[Tile::kValueDim / 2];
@@ -249,8 +247,8 @@ struct KeysAsRows {
 #pragma unroll
       for (float& value : dv) value = 0.f;
 
-      smem.k_full.wait(reader.parity());
-      smem.v_full.wait(reader.parity());
+      smem.k_full[keys.stage].wait(keys.phase);
+      smem.v_full[keys.stage].wait(keys.phase);
 #pragma unroll 1
       for (steps.begin(block.steps()); steps.more(); steps.advance()) {
         float s[kRows / 2];
@@ -268,7 +266,7 @@ struct KeysAsRows {
         issue_scores<kMath, Tile::kValueDim, Traits::kKeyPanelBytes, Traits::kRowPanelBytes, kRows>(
             dp, v_rows, dout_base + steps.dout_offset());
         wgmma_wait<1>();
-        ready(s);
+        hold(s);
         if (!block.mask.full({row, row + kRows}, {block.first_key, block.first_key + kKeys})) {
           const int masked = late_thread();
           apply_mask(s, block.mask, row + Fragment::column(masked),
@@ -289,14 +287,15 @@ struct KeysAsRows {
 #pragma unroll
           for (int i = 0; i < kRows / 2; ++i) all ^= __float_as_uint(s[i]);
         }
-        store_shared_volatile(shared_address(&smem.pin[group * 128 + late_thread()]), all);
+        store_shared_volatile(shared_address(&smem.pin[group * 128 + late_thread()]),
+                              static_cast<uint16_t>(all));
         if (Tile::kEarlyValues) {
           issue_gradient<Tile::kValueDim>(dv, p, dout_columns + steps.dout_offset());
           wgmma_wait<1>();
         } else {
           wgmma_wait<0>();
         }
-        ready(dp);
+        hold(dp);
         const float* const delta = &smem.delta[steps.dout_stage()][column];
 #pragma unroll
         for (int i = 0; i < kRows / 4; i += 2) {
@@ -313,6 +312,8 @@ struct KeysAsRows {
         // Two buffers: whoever passes the barrier below knows that both warpgroups are through with
         // the step before, so that a buffer is free again one step later.
         const int odd = steps.odd();
+        // dk and dv of the tile before may still be on their way out.
+        if (head == 0 && row == block.first_row) smem.dkv_empty.wait(reader.parity() ^ 1);
         store_transposed<kRows>(ds_panel + odd * Traits::kScoreBytes, ds);
         if (!Tile::kEarlyValues) {
           issue_gradient<Tile::kValueDim>(dv, p, dout_columns + steps.dout_offset());
@@ -328,15 +329,20 @@ struct KeysAsRows {
         }
         issue_gradient<Tile::kHeadDim>(dk, ds, q_columns + steps.q_offset());
         wgmma_wait<1>();
-        ready(dq);
+        hold(dq);
         if (Tile::kEarlyValues) steps.release_dout();
         // dq leaves while dk's product runs.
         const int dq_thread = late_thread();
         const uint32_t dq_part = shared_address(smem.dq[group]) +
                                  dq_thread / 32 * Traits::kDqWarpBytes + dq_thread % 32 * 16;
         named_barrier_sync(kDqEmpty + group, 128 + 32);
+        if (args.direct_dq) {
+          constexpr bool kSeen[2] = {true, true};
+          stage<64>(smem.dq[group], dq, args.problem.scale, kSeen);
+        } else {
 #pragma unroll
-        for (int i = 0; i < 8; ++i) store_shared_f32x4(dq_part + i * 512, dq + 4 * i);
+          for (int i = 0; i < 8; ++i) store_shared_f32x4(dq_part + i * 512, dq + 4 * i);
+        }
         fence_proxy_async();
         named_barrier_arrive(kDqFull + group, 128 + 32);
         wgmma_wait<0>();
@@ -344,20 +350,24 @@ struct KeysAsRows {
         block.advance(row, head);
       }
 
-      // k and v may be overwritten once both warpgroups are through with them.
-      ready(dk);
-      ready(dv);
-      named_barrier_sync(kConsumers, Traits::kConsumerThreads);
+      hold(dk);
+      hold(dv);
+      if (late_thread() % 32 == 0) smem.keys_empty[keys.stage].arrive();
+      keys.advance();
       const Interval seen_keys = block.mask.keys({0, block.mask.q_len()});
       const int key = block.first_key + group * 64 + Fragment::row(late_thread());
       const bool seen[2] = {key >= seen_keys.begin && key < seen_keys.end,
                             key + 8 >= seen_keys.begin && key + 8 < seen_keys.end};
-      stage<Tile::kValueDim>(smem.v, dv, 1.f, seen, group);
-      stage<Tile::kHeadDim>(smem.k, dk, args.problem.scale, seen, group);
+      // ds and dq may be overwritten once both warpgroups are through with ds, and once dq (or dk
+      // and dv of the tile before, where this one has no rows) has left.
+      named_barrier_sync(kConsumers, Traits::kConsumerThreads);
+      named_barrier_sync(kDqEmpty + group, 128 + 32);
+      stage<Tile::kValueDim>(smem.scores[group], dv, 1.f, seen);
+      stage<Tile::kHeadDim>(smem.dq[group], dk, args.problem.scale, seen);
       fence_proxy_async();
       smem.dkv_full.arrive();
     }
-    named_barrier_sync(kDqEmpty + group, 128 + 32);  // the writer's last arrival
+    named_barrier_sync(kDqEmpty + group, 128 + 32);  // the last arrival
   }
 };
 
@@ -437,8 +447,8 @@ struct QueriesAsRows {
     const int half_bytes = group * kHalfKeys * Traits::kPanelRowBytes;
     const uint64_t q_rows = wgmma_descriptor(shared_address(smem.q[0]), 16, 1024);
     const uint64_t dout_rows = wgmma_descriptor(shared_address(smem.dout[0]), 16, 1024);
-    const uint64_t k_half = wgmma_descriptor(shared_address(smem.k) + half_bytes, 16, 1024);
-    const uint64_t v_half = wgmma_descriptor(shared_address(smem.v) + half_bytes, 16, 1024);
+    const uint64_t k_half = wgmma_descriptor(shared_address(smem.k[0]) + half_bytes, 16, 1024);
+    const uint64_t v_half = wgmma_descriptor(shared_address(smem.v[0]) + half_bytes, 16, 1024);
     // Transposed views of the warpgroup's panels of columns.
     const int own_panel = group * kOwnPanels;
     const uint64_t q_columns =
@@ -447,8 +457,9 @@ struct QueriesAsRows {
     const uint64_t dout_columns =
         wgmma_descriptor(shared_address(smem.dout[0]) + own_panel * Traits::kRowPanelBytes,
                          Traits::kRowPanelBytes, 1024);
-    const uint64_t k_columns = wgmma_descriptor(
-        shared_address(smem.k) + own_panel * Traits::kKeyPanelBytes, Traits::kKeyPanelBytes, 1024);
+    const uint64_t k_columns =
+        wgmma_descriptor(shared_address(smem.k[0]) + own_panel * Traits::kKeyPanelBytes,
+                         Traits::kKeyPanelBytes, 1024);
     const uint64_t p_columns =
         wgmma_descriptor(shared_address(smem.scores[0]), Traits::kRowPanelBytes, 1024);
     const uint64_t ds_columns =
@@ -474,8 +485,8 @@ struct QueriesAsRows {
         for (int i = 0; i < kKeys / 2; ++i) dk[panel][i] = dv[panel][i] = 0.f;
       }
 
-      smem.k_full.wait(reader.parity());
-      smem.v_full.wait(reader.parity());
+      smem.k_full[0].wait(reader.parity());
+      smem.v_full[0].wait(reader.parity());
 #pragma unroll 1
       for (steps.begin(block.steps()); steps.more(); steps.advance()) {
         float s[kHalfKeys / 2];
@@ -491,8 +502,12 @@ struct QueriesAsRows {
         discard(dp);
         issue_scores<kMath, Tile::kValueDim, Traits::kRowPanelBytes, Traits::kKeyPanelBytes,
                      kHalfKeys>(dp, dout_rows + steps.dout_offset(), v_half);
+        if (args.deterministic) {
+          __threadfence();  // the adds of the step before have been performed: see keep_turns
+          named_barrier_arrive(kAdded, Traits::kConsumerThreads + 32);
+        }
         wgmma_wait<1>();
-        ready(s);
+        hold(s);
         const int thread_row = Fragment::row(thread);
         if (!block.mask.full({row, row + kRows}, {block.first_key, block.first_key + kKeys})) {
           apply_mask(s, block.mask, row + thread_row, key);
@@ -510,7 +525,7 @@ struct QueriesAsRows {
         named_barrier_sync(kScoresFree, Traits::kConsumerThreads);
         store_scores(smem.scores[0], packed, group);
         wgmma_wait<0>();
-        ready(dp);
+        hold(dp);
         const float* const delta = &smem.delta[steps.dout_stage()][thread_row];
         const float delta_reg[2] = {delta[0], delta[8]};
 #pragma unroll
@@ -528,7 +543,7 @@ struct QueriesAsRows {
         float* const dq_gmem =
             args.workspace.dq_of(args.workspace_data, head_index) + thread % 32 * 4;
         const auto add_dq = [&](int panel) {
-          ready(dq);
+          hold(dq);
           const int column = (own_panel + panel) * 64;
           // Panels that the problem's head size does not reach do not exist in the workspace.
           if (column >= args.workspace.dims) return;
@@ -537,34 +552,18 @@ struct QueriesAsRows {
 #pragma unroll
           for (int i = 0; i < 8; ++i) red_add_f32x4(target + i * DqOrder::kPiece, dq + 4 * i);
         };
-        // One counter for each warpgroup, so that their columns wait independently.
-        uint32_t* const counter = args.workspace.turns_of(args.workspace_data, head_index) +
-                                  row / kWorkspaceTurnRows + group;
-
         issue_gradient(dv, dout_columns + steps.dout_offset(), p_columns);
         discard(dq);
         issue_dq<Traits>(dq, ds_rows, k_columns);
         wgmma_wait<0>();
         steps.release_dout();
-        if (args.deterministic) {
-          const uint32_t turn = dq_turn(args.order, block, row);
-          if (thread == 0) {
-            while (load_acquire(counter) != turn) {
-            }
-          }
-          named_barrier_sync(kOneGroup + group, 128);
-        }
+        if (args.deterministic) named_barrier_sync(kTurn, Traits::kConsumerThreads + 32);
         add_dq(0);
         discard(dq);
         issue_dq<Traits>(dq, ds_rows, k_columns + descriptor_step(Traits::kKeyPanelBytes));
         issue_gradient(dk, q_columns + steps.q_offset(), ds_columns);
         wgmma_wait<1>();
         add_dq(1);
-        if (args.deterministic) {
-          __threadfence();  // every thread's adds are performed before the next block is told
-          named_barrier_sync(kOneGroup + group, 128);
-          if (thread == 0) store_release(counter, dq_turn(args.order, block, row) + 1);
-        }
         wgmma_wait<0>();
         steps.release_q();
         block.advance(row, head);
@@ -572,15 +571,22 @@ struct QueriesAsRows {
 
 #pragma unroll
       for (int panel = 0; panel < kOwnPanels; ++panel) {
-        ready(dk[panel]);
-        ready(dv[panel]);
+        hold(dk[panel]);
+        hold(dv[panel]);
       }
+      if (args.deterministic) __threadfence();
       // k and v may be overwritten once both warpgroups are through with them.
       named_barrier_sync(kConsumers, Traits::kConsumerThreads);
+      if (args.deterministic && threadIdx.x == 0 && block.rows.end > block.first_row) {
+        const int last_row = (block.rows.end - 1) / kRows * kRows;
+        const int last_head = block.first_head() + block.group - 1;
+        store_release(dq_counter(args, block, last_row, last_head),
+                      dq_turn(args.order, block, last_row) + 1);
+      }
       const Interval seen = block.mask.keys({0, block.mask.q_len()});
       const int first_key = block.first_key + Fragment::column(thread);
-      stage(smem.v, dv, 1.f, first_key, seen, group);
-      stage(smem.k, dk, args.problem.scale, first_key, seen, group);
+      stage(smem.v[0], dv, 1.f, first_key, seen, group);
+      stage(smem.k[0], dk, args.problem.scale, first_key, seen, group);
       fence_proxy_async();
       smem.dkv_full.arrive();
     }
@@ -604,9 +610,13 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     prefetch_tensor_map(&args.dout);
     prefetch_tensor_map(&args.dk);
     prefetch_tensor_map(&args.dv);
-    smem.k_full.init(1);
-    smem.v_full.init(1);
+    for (int stage = 0; stage < Tile::kKeyStages; ++stage) {
+      smem.k_full[stage].init(1);
+      smem.v_full[stage].init(1);
+      smem.keys_empty[stage].init(Traits::kConsumerThreads / 32);
+    }
     smem.dkv_full.init(Traits::kConsumerThreads);
+    smem.dkv_empty.init(1);
     for (int stage = 0; stage < Tile::kQStages; ++stage) {
       smem.q_full[stage].init(1);
       smem.q_empty[stage].init(Traits::kConsumerThreads / 32);
@@ -617,10 +627,12 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
     smem.rows_landed.init(1);
     smem.keys_landed.init(1);
-    smem.tickets.init(Traits::kTicketReaders);
+    smem.tickets.init(Traits::ticket_readers(args.deterministic));
     fence_mbarrier_init();
   }
   __syncthreads();
+  launch_dependents();
+  wait_for_previous_kernel();
 
   if (group < 2) {
     setmaxnreg_inc<Traits::kConsumerRegisters>();
@@ -636,11 +648,16 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     case 0:
       return Producers::load_rows(args, smem);
     case 1:
-      if constexpr (Traits::kDqWriter) Producers::add_dq(args, smem);
+      if constexpr (Traits::kDqWriter) {
+        Producers::add_dq(args, smem, 0);
+      } else if (args.deterministic) {
+        Producers::keep_turns(args, smem);
+      }
       return;
     case 2:
       return Producers::move_keys(args, smem);
     default:
+      if constexpr (Traits::kDqWriter) Producers::add_dq(args, smem, 1);
       return;
   }
 }

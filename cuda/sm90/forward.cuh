@@ -4,10 +4,10 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 
 #include "attention.h"
+#include "common/launch.h"
 #include "common/status.h"
 #include "sm90/forward_kernel.cuh"
 #include "sm90/tensor_map.h"
@@ -39,12 +39,6 @@ inline bool map_forward(const ForwardParams& params, ForwardMaps& maps) {
   return mappable(maps.q) && mappable(maps.k) && mappable(maps.v) && mappable(maps.out);
 }
 
-inline int64_t batch_size(const Problem& problem) {
-  int64_t size = 1;
-  for (int axis = 0; axis < problem.num_batch_axes; ++axis) size *= problem.batch_extent[axis];
-  return size;
-}
-
 // Tiles of one call: their indices, and the rounds beyond the last, stay within 31 bits.
 inline constexpr int64_t kMaxTiles = int64_t{1} << 30;
 
@@ -73,18 +67,6 @@ TileOrder tile_order(const Problem& problem, int64_t batch) {
   return order;
 }
 
-// Lets the kernel use its shared memory on the current device, once for each device.
-template <class Traits>
-cudaError_t allow_shared_memory(const void* kernel, int device) {
-  static std::atomic<uint64_t> allowed{0};
-  const uint64_t bit = uint64_t{1} << (device % 64);
-  if (device < 64 && (allowed.load(std::memory_order_acquire) & bit) != 0) return cudaSuccess;
-  const cudaError_t error = cudaFuncSetAttribute(
-      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kSharedBytes);
-  if (error == cudaSuccess) allowed.fetch_or(bit, std::memory_order_release);
-  return error;
-}
-
 }  // namespace detail
 
 // Whether the kernel takes a call of these shapes and strides, given a head size that it has tiles
@@ -98,7 +80,7 @@ inline bool takes(const ForwardParams& params) {
   // masked logits into NaN.
   if (!(problem.scale >= 1e-30f) || !std::isfinite(problem.scale)) return false;
   const int64_t tiles = (int64_t{problem.q_len} + 127) / 128;
-  const int64_t heads = detail::batch_size(problem) * problem.q_heads;
+  const int64_t heads = batch_size(problem) * problem.q_heads;
   if (heads != 0 && tiles >= detail::kMaxTiles / heads) return false;
   detail::ForwardMaps maps;
   return detail::map_forward(params, maps);
@@ -109,7 +91,7 @@ template <Math kMath, class Tile>
 Status forward_with(const ForwardParams& params, cudaStream_t stream) {
   using Traits = ForwardTraits<Tile, kMath>;
   const Problem& problem = params.problem;
-  const int64_t batch = detail::batch_size(problem);
+  const int64_t batch = batch_size(problem);
   if (batch == 0 || problem.q_heads == 0 || problem.q_len == 0) return Status{};
 
   detail::ForwardMaps maps;
@@ -156,15 +138,12 @@ Status forward_with(const ForwardParams& params, cudaStream_t stream) {
   args.scale_log2 = problem.scale * kLog2E;
 
   const auto kernel = forward_kernel<Traits, BandMask, ScaledScores>;
-  error = detail::allow_shared_memory<Traits>(reinterpret_cast<const void*>(kernel), device);
+  error = allow_shared_memory<Traits>(reinterpret_cast<const void*>(kernel), device);
   if (Status status = cuda_status(error, "reserving shared memory"); !status.ok()) return status;
-  cudaLaunchConfig_t config{};
   const uint32_t tiles = args.order.q_tiles * args.order.heads;
-  config.gridDim = dim3(std::min<uint32_t>(tiles, multiprocessors));
-  config.blockDim = dim3(Traits::kThreads);
-  config.dynamicSmemBytes = Traits::kSharedBytes;
-  config.stream = stream;
-  return cuda_status(cudaLaunchKernelEx(&config, kernel, args), "launching the forward kernel");
+  error = launch(kernel, Start::kAfter, std::min<uint32_t>(tiles, multiprocessors),
+                 Traits::kThreads, Traits::kSharedBytes, stream, args);
+  return cuda_status(error, "launching the forward kernel");
 }
 
 // kHeadDim and kValueDim: a row of tile_config.h at least as large as the problem's head sizes.

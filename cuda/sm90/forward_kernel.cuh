@@ -112,13 +112,6 @@ __device__ __forceinline__ Interval key_tiles(Interval keys) {
   return {keys.begin / kKeys, (keys.end + kKeys - 1) / kKeys};
 }
 
-// Keeps the compiler from reading accumulators before the wait that precedes this.
-template <int kElements>
-__device__ __forceinline__ void hold(float (&registers)[kElements]) {
-#pragma unroll
-  for (float& value : registers) asm volatile("" : "+f"(value)::"memory");
-}
-
 template <class Traits, class Mask, class Scores>
 struct Forward {
   using Tile = typename Traits::Tile;

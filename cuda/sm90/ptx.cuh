@@ -168,6 +168,13 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
+// Keeps the compiler from reading accumulators before the wait that precedes this.
+template <int kElements>
+__device__ __forceinline__ void hold(float (&registers)[kElements]) {
+#pragma unroll
+  for (float& value : registers) asm volatile("" : "+f"(value)::"memory");
+}
+
 // Matrix descriptor of a 128-byte-swizzled operand whose panels are 64 elements (128 bytes) wide.
 // Both offsets are in bytes: from one panel to the next along the leading axis, and from one group
 // of eight 128-byte rows to the next.
@@ -246,6 +253,10 @@ __device__ __forceinline__ void store_shared_volatile(uint32_t address, float va
 
 __device__ __forceinline__ void store_shared_volatile(uint32_t address, uint32_t value) {
   asm volatile("st.volatile.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void store_shared_volatile(uint32_t address, uint16_t value) {
+  asm volatile("st.volatile.shared.u16 [%0], %1;" ::"r"(address), "h"(value) : "memory");
 }
 
 // --- global memory ------------------------------------------------------------------------------
