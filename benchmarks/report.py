@@ -173,20 +173,58 @@ def _summaries(built: list[Line]) -> str:
     return "\n".join(text)
 
 
-def markdown(results: Results) -> str:
-    """What the README shows."""
-    built = lines(results)
+def _intro(results: Results) -> str:
     versions = ", ".join(f"{name} {value}" for name, value in results["versions"].items())
-    intro = (
+    return (
         f"`{results['command']}` on {results['device']}, {results['date'][:10]}, commit "
         f"{results['commit'][:12]}; {versions}.\nMedians of one run, peers interleaved, inputs "
-        "random normal and not in the cache. *ratio*: speed of ours over the yardstick's; *bar*: "
+        "random normal and not in the cache."
+    )
+
+
+def markdown(results: Results) -> str:
+    """Every table of a run."""
+    built = lines(results)
+    intro = (
+        _intro(results) + " *ratio*: speed of ours over the yardstick's; *bar*: "
         "that of the best recorded peer over jax.nn's, or a goal that was set."
     )
     tables = [_pass_table(built, pass_name) for pass_name in _passes(built)]
     parts = [intro, *tables, _summaries(built), *_other_tables(results)]
     parts += [SOURCE] if results["platform"] == "gpu" else []
     return "\n\n".join(part for part in parts if part)
+
+
+def readme_block(results: Results) -> str:
+    """What the README shows: a line per case, both passes."""
+    built = lines(results)
+    passes = _passes(built)
+    by_case: dict[str, dict[str, Line]] = {}
+    for line in built:
+        if line.ours is not None and line.yardstick is not None:
+            by_case.setdefault(line.case, {})[line.pass_name] = line
+
+    def cells(line: Line | None) -> list[str]:
+        if line is None:
+            return [_NONE] * 3
+        goal = line.bar.ratio if line.bar else None
+        return [
+            _number(line.ours, 3),
+            f"{_number(line.yardstick, 3)} {line.peer}",
+            _number(line.ratio) + (f" ({goal:.2f})" if goal else ""),
+        ]
+
+    head = ["case", *(f"{name}, {what}" for name in passes for what in ("ms", "peer, ms", "x"))]
+    rows = [
+        [case, *(cell for name in passes for cell in cells(of_passes.get(name)))]
+        for case, of_passes in by_case.items()
+    ]
+    explained = (
+        "A case is head size, length and mask (16,384 tokens, 2048 / head size heads, bfloat16) or "
+        "a shape of `benchmarks/cases.py`; *x* is the peer's time over ours, and in brackets what "
+        "the best recorded peer of any framework, or a goal, would give."
+    )
+    return "\n\n".join((_intro(results), explained, table(head, rows), _summaries(built), SOURCE))
 
 
 def text(results: Results) -> str:
@@ -230,7 +268,7 @@ def failures(results: Results) -> list[str]:
 
 
 def write_readme(results: Results, path: Path) -> None:
-    block = f"<!-- measured -->\n{markdown(results)}\n<!-- /measured -->"
+    block = f"<!-- measured -->\n{readme_block(results)}\n<!-- /measured -->"
     pattern = r"<!-- measured -->.*?<!-- /measured -->"
     new, count = re.subn(pattern, lambda _: block, path.read_text(), flags=re.DOTALL)
     if count != 1:

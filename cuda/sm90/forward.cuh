@@ -149,7 +149,11 @@ Status forward_with(const ForwardParams& params, cudaStream_t stream) {
 // kHeadDim and kValueDim: a row of tile_config.h at least as large as the problem's head sizes.
 template <Math kMath, int kHeadDim, int kValueDim = kHeadDim>
 Status forward(const ForwardParams& params, cudaStream_t stream) {
-  return forward_with<kMath, typename ForwardTileFor<kHeadDim, kValueDim>::Type>(params, stream);
+  using Tiles = ForwardTileFor<kHeadDim, kValueDim>;
+  if (params.problem.q_len <= Tiles::kShortRows) {
+    return forward_with<kMath, typename Tiles::Short>(params, stream);
+  }
+  return forward_with<kMath, typename Tiles::Type>(params, stream);
 }
 
 }  // namespace jaxflash::sm90
