@@ -11,6 +11,7 @@
 #include "common/softmax.cuh"
 #include "common/status.h"
 #include "common/tensor.cuh"
+#include "common/workspace.h"
 #include "sm80/tile.cuh"
 
 namespace jaxflash::sm80 {
@@ -309,8 +310,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSM)
 template <Math kMath, int kHeadDim, class Tile>
 Status launch_forward(const ForwardParams& params, cudaStream_t stream) {
   const Problem& problem = params.problem;
-  int64_t heads = problem.q_heads;
-  for (int axis = 0; axis < problem.num_batch_axes; ++axis) heads *= problem.batch_extent[axis];
+  const int64_t heads = batch_size(problem) * problem.q_heads;
   const int64_t tiles = (int64_t{problem.q_len} + Tile::kRows - 1) / Tile::kRows;
   if (heads * tiles == 0) return {};
 

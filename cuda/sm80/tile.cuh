@@ -329,11 +329,6 @@ __device__ __forceinline__ void gemm(float (&acc)[kRowTiles][kColBlocks][4], Loa
 
 // ---- Global memory ----------------------------------------------------------------------------
 
-__device__ __forceinline__ int64_t batch_offset(const Tensor& tensor, const Problem& problem,
-                                                int64_t batch) {
-  return tensor_offset(tensor, problem, batch);
-}
-
 // Fills the tile with rows first_row ... of the array at `gmem`, its rows at `end_row` and beyond
 // and its columns at `cols` and beyond with zeros. Called by kThreads threads, `thread` is one's
 // index among them. The copies belong to the caller's cp.async group, except for rows that are not
