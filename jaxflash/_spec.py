@@ -66,8 +66,8 @@ class Operands(NamedTuple):
     mask: Any = None  # (*#B, #N, #T, #S) bool, True = attend
     query_seq_lengths: Any = None  # (*B) int32
     key_value_seq_lengths: Any = None  # (*B) int32
-    query_segment_ids: Any = None  # (*B, T) int32
-    key_segment_ids: Any = None  # (*B, S) int32
+    query_segment_ids: Any = None  # (*B, T) int32, or int64 as the caller's are
+    key_segment_ids: Any = None  # (*B, S) likewise
     sink: Any = None  # (N)
     alibi_slopes: Any = None  # (*B, N) or (N)
     dropout_seed: Any = None  # (2) uint32
@@ -262,13 +262,14 @@ def _segment_ids(segment_ids, batch, q_len, kv_len):
                 f"segment_ids of the {which} side must have shape {(*batch, length)}, "
                 f"got {ids.shape}"
             )
-    return _int32(query_ids), _int32(key_ids)
+    # One dtype for both, and none narrower than the ids: different ones must stay different.
+    wide = max(query_ids.dtype.itemsize, key_ids.dtype.itemsize) > 4
+    dtype = jnp.int64 if wide else jnp.int32
+    return _cast(query_ids, dtype), _cast(key_ids, dtype)
 
 
-def _int32(ids):
-    if _is_abstract(ids):
-        return jax.ShapeDtypeStruct(ids.shape, jnp.int32)
-    return ids.astype(jnp.int32)
+def _cast(ids, dtype):
+    return jax.ShapeDtypeStruct(ids.shape, dtype) if _is_abstract(ids) else ids.astype(dtype)
 
 
 def _band(is_causal, local_window_size) -> tuple[int | None, int | None]:

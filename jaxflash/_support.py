@@ -24,31 +24,30 @@ _MATH = {
 
 @dataclasses.dataclass(frozen=True)
 class Feature:
-    """An argument of the call, whether the kernels take it, and how to see that it is used."""
+    """An argument of the call and, where the kernels lack it, how to see that a call uses it."""
 
     name: str
-    in_kernels: bool
-    used: Callable[[AttentionSpec, Operands], bool]
+    lacking: Callable[[AttentionSpec, Operands], bool] | None = None
 
 
 FEATURES = (
-    Feature("`is_causal`, both alignments", True, lambda s, o: s.right is not None),
-    Feature("`local_window_size`", True, lambda s, o: s.left is not None),
-    Feature("`query_seq_lengths`", True, lambda s, o: o.query_seq_lengths is not None),
-    Feature("`key_value_seq_lengths`", True, lambda s, o: o.key_value_seq_lengths is not None),
-    Feature("`scale`", True, lambda s, o: True),
-    Feature("grouped and multi-query heads", True, lambda s, o: True),
-    Feature("value head size other than the query's", True, lambda s, o: True),
-    Feature("`return_residual` (lse) and its gradient", True, lambda s, o: True),
-    Feature("`deterministic_backward`", True, lambda s, o: s.deterministic_backward),
-    Feature("`bias` and its gradient", False, lambda s, o: o.bias is not None),
-    Feature("`mask`", False, lambda s, o: o.mask is not None),
-    Feature("`segment_ids`", False, lambda s, o: o.query_segment_ids is not None),
-    Feature("`logits_soft_cap`", False, lambda s, o: s.logits_soft_cap is not None),
-    Feature("`sink` and its gradient", False, lambda s, o: o.sink is not None),
-    Feature("`alibi_slopes` and their gradient", False, lambda s, o: o.alibi_slopes is not None),
-    Feature("`dropout_rate`", False, lambda s, o: s.dropout_rate > 0.0),
-    Feature("`varlen_attention` (packed)", False, lambda s, o: o.query_positions is not None),
+    Feature("`is_causal`, both alignments"),
+    Feature("`local_window_size`"),
+    Feature("`query_seq_lengths`"),
+    Feature("`key_value_seq_lengths`"),
+    Feature("`scale`"),
+    Feature("grouped and multi-query heads"),
+    Feature("value head size other than the query's"),
+    Feature("`return_residual` (lse) and its gradient"),
+    Feature("`deterministic_backward`"),
+    Feature("`bias` and its gradient", lambda s, o: o.bias is not None),
+    Feature("`mask`", lambda s, o: o.mask is not None),
+    Feature("`segment_ids`", lambda s, o: o.query_segment_ids is not None),
+    Feature("`logits_soft_cap`", lambda s, o: s.logits_soft_cap is not None),
+    Feature("`sink` and its gradient", lambda s, o: o.sink is not None),
+    Feature("`alibi_slopes` and their gradient", lambda s, o: o.alibi_slopes is not None),
+    Feature("`dropout_rate`", lambda s, o: s.dropout_rate > 0.0),
+    Feature("`varlen_attention` (packed)", lambda s, o: o.query_positions is not None),
 )
 
 
@@ -59,7 +58,7 @@ def reasons_against_kernels(spec: AttentionSpec, operands: Operands) -> tuple[st
     reasons = [
         f"{feature.name.replace('`', '')} is not built into the kernels"
         for feature in FEATURES
-        if not feature.in_kernels and feature.used(spec, operands)
+        if feature.lacking is not None and feature.lacking(spec, operands)
     ]
     query, key, value = operands.query, operands.key, operands.value
     dtype = query.dtype.name
@@ -92,5 +91,5 @@ def _largest_head_size(math: str) -> int:
 def table() -> str:
     """The support table of the README, in Markdown."""
     rows = ["| feature | CUDA kernels | blockwise path (`xla`) |", "|---|---|---|"]
-    rows += [f"| {f.name} | {'yes' if f.in_kernels else 'no'} | yes |" for f in FEATURES]
+    rows += [f"| {f.name} | {'no' if f.lacking else 'yes'} | yes |" for f in FEATURES]
     return "\n".join(rows)

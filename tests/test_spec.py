@@ -281,3 +281,14 @@ def test_precision_follows_jax():
     with jax.default_matmul_precision("highest"):
         assert highest(None)
         assert not highest("default")
+
+
+def test_wide_segment_ids_stay_different():
+    """Ids of 64 bits that agree in their low half are not equal."""
+    x = np.ones((2, 1, 4), np.float32)
+    with jax.enable_x64(True):
+        ids = jnp.array([1, 1 + 2**32])
+        _, lse = jaxflash.dot_product_attention(
+            x, x, x, segment_ids=ids, scale=0.0, return_residual=True
+        )
+    np.testing.assert_allclose(lse, np.zeros((2, 1)), atol=1e-6)

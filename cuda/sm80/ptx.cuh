@@ -39,12 +39,6 @@ __device__ __forceinline__ void cp_async_16(uint32_t smem, const void* gmem, int
                : "memory");
 }
 
-// The same for 4 bytes.
-__device__ __forceinline__ void cp_async_4(uint32_t smem, const void* gmem, int bytes) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(smem), "l"(gmem), "r"(bytes)
-               : "memory");
-}
-
 __device__ __forceinline__ void cp_async_commit_group() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
