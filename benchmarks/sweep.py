@@ -1,0 +1,199 @@
+"""Finds the fastest tiles of a Hopper kernel: compiles candidates, checks each, times each.
+
+    python -m benchmarks.sweep forward/128                 # which row of tile_config.h is best?
+    python -m benchmarks.sweep backward/64 --shapes 32,512,512,32,32,64:causal
+    python -m benchmarks.sweep forward/128 --tile "wide=ForwardTile<128, 128, 2, 176, ...>"
+    python -m benchmarks.sweep forward/64 forward/128 --build-only --output build
+    python -m benchmarks.sweep --output build              # runs what was built there
+
+Needs nvcc to build and a Hopper GPU to run, and nothing of JAX. Candidates take turns, so that heat
+and clocks hit all alike; a figure is the median of its rounds. What was learnt goes into
+cuda/sm90/NOTES.md and, as the reason of a row, into cuda/sm90/tile_config.h.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import json
+import os
+import re
+import runpy
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+_HERE = Path(__file__).resolve().parent
+
+# Tiles by pass and head size (query/value where they differ). `now` and `short` are what
+# tile_config.h chooses; the others have come close to it at some shape.
+CANDIDATES: dict[str, dict[str, str]] = {
+    "forward/64": {
+        "now": "ForwardTileFor<64, 64>::Type",
+        "short": "ForwardTileFor<64, 64>::Short",
+        "free": "ForwardTile<64, 64, 3, 128, 4, 2, Overlap::kValues, Output::kStaged, false>",
+        "112": "ForwardTile<64, 64, 3, 112, 4, 2, Overlap::kValues, Output::kStaged, true>",
+        "none": "ForwardTile<64, 64, 3, 128, 4, 2, Overlap::kNone, Output::kStaged, true>",
+    },
+    "forward/128": {
+        "now": "ForwardTileFor<128, 128>::Type",
+        "short": "ForwardTileFor<128, 128>::Short",
+        "values": "ForwardTile<128, 128, 3, 80, 3, 2, Overlap::kValues, Output::kStaged, true>",
+        "wide": "ForwardTile<128, 128, 2, 176, 2, 1, Overlap::kValues, Output::kStaged, true>",
+    },
+    "forward/256": {
+        "now": "ForwardTileFor<256, 256>::Type",
+        "80": "ForwardTile<256, 256, 2, 80, 2, 1, Overlap::kValues, Output::kDirect, true>",
+    },
+    "backward/64": {
+        "now": "BackwardTileFor<64, 64>::Type",
+        "one-key-stage": "BackwardTile<64, 64, 128, 128, 2, 2, ScoreLayout::kKeysAsRows>",
+    },
+    "backward/128": {
+        "now": "BackwardTileFor<128, 128>::Type",
+        "early": "BackwardTile<128, 128, 64, 128, 2, 2, ScoreLayout::kKeysAsRows, 1, true>",
+    },
+    "backward/256": {
+        "now": "BackwardTileFor<256, 256>::Type",
+        "64": "BackwardTile<256, 256, 64, 64, 2, 2, ScoreLayout::kQueriesAsRows>",
+    },
+}
+
+
+def default_shapes(group: str) -> list[str]:
+    """The benchmark's grid: 16,384 tokens a call, 2,048 columns of queries."""
+    dims = group.split("/", 1)[1].split("/")
+    heads = max(2048 // int(dims[0]), 1)
+    return [
+        f"{16384 // length},{length},{length},{heads},{heads},{','.join(dims)}{mask}"
+        for mask in ("", ":causal")
+        for length in (512, 2048, 8192, 16384)
+    ]
+
+
+def wgmma_of_all_sizes(cuda: Path) -> str:
+    """wgmma.cuh as the library has it, but for every size that a tile may want to try."""
+    script = runpy.run_path(str(cuda / "sm90" / "generate_wgmma.py"))
+    return script["HEADER"] + "".join(map(script["struct"], range(8, 257, 8))) + script["FOOTER"]
+
+
+def build(group: str, name: str, tile: str, cuda: Path, folder: Path) -> str | None:
+    """Compiles one candidate; returns what ptxas complained of, if anything."""
+    (folder / "sm90").mkdir(parents=True, exist_ok=True)
+    (folder / "sm90" / "wgmma.cuh").write_text(wgmma_of_all_sizes(cuda))
+    (folder / "candidate.h").write_text(
+        f"#define SWEEP_FORWARD {int(group.startswith('forward/'))}\n#define SWEEP_TILE {tile}\n"
+    )
+    command = [
+        os.environ.get("NVCC", "nvcc"), "-std=c++17", "-O3", "-cudart=static", "-Xptxas=-v",
+        "-gencode=arch=compute_90a,code=sm_90a", f"-I{folder}", f"-I{cuda}",
+        "-include", folder / "candidate.h", _HERE / "sweep.cu", "-o", folder / "sweep",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True)
+    log = done.stdout + done.stderr
+    (folder / "build.log").write_text(log)
+    if done.returncode != 0:
+        return log
+    complaints = re.findall(r"^.*C75\d\d.*$", log, re.MULTILINE)
+    spills = [line for line in re.findall(r"\d+ bytes spill stores", log) if line[0] != "0"]
+    return "; ".join(dict.fromkeys(complaints + spills)) or None
+
+
+def run(folder: Path, *arguments: str, limit: float = 120.0) -> tuple[int, list[dict]]:
+    """What an executable prints, one object a line. One that hangs is stopped."""
+    try:
+        done = subprocess.run(
+            [folder / "sweep", *arguments], capture_output=True, text=True, timeout=limit
+        )
+    except subprocess.TimeoutExpired:
+        return 124, [{"failed": f"no answer in {limit:.0f} s"}]
+    return done.returncode, [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def sweep(group: str, folders: list[Path], shapes: list[str], rounds: int, check: bool) -> bool:
+    """Prints a table of TFLOP/s and the winner of each shape; false where a check failed."""
+    right = []
+    for folder in folders:
+        code, lines = run(folder, "check") if check else (0, [])
+        if code == 0:
+            right.append(folder)
+            continue
+        print(f"{group} {folder.name}: WRONG")
+        for line in lines[:12] + lines[-1:]:
+            print("   ", json.dumps(line))
+    times: dict[tuple[str, str], list[float]] = {}
+    flops: dict[str, float] = {}
+    for _ in range(rounds):
+        for folder in right:
+            _, lines = run(folder, "time", *shapes)
+            for line in lines:
+                if "ms" not in line:
+                    print(f"{group} {folder.name}: {line}")
+                    continue
+                times.setdefault((folder.name, line["shape"]), []).append(line["ms"])
+                flops[line["shape"]] = line["tflops"] * line["ms"]
+    width = max((len(shape) for shape in shapes), default=0)
+    names = [folder.name for folder in right]
+    print(f"{group + ' TFLOP/s (ms)':{width}}", *(f"{name:>16}" for name in names))
+    for shape in shapes:
+        medians = {n: statistics.median(times[n, shape]) for n in names if (n, shape) in times}
+        if not medians:
+            continue
+        best = min(medians, key=medians.__getitem__)
+        cells = (
+            f"{flops[shape] / medians[n]:8.0f} ({medians[n]:.3f})" if n in medians else "-"
+            for n in names
+        )
+        print(f"{shape:{width}}", *(f"{cell:>16}" for cell in cells), f" {best}")
+    sys.stdout.flush()
+    return len(right) == len(folders)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.sweep",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("groups", nargs="*", metavar="GROUP", help=", ".join(CANDIDATES))
+    parser.add_argument("--tile", action="append", default=[], metavar="NAME=TILE",
+                        help="instead of the listed candidates")  # fmt: skip
+    parser.add_argument("--shapes", nargs="+", help="instead of the grid (see sweep.cu)")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--no-check", action="store_true", help="time only")
+    parser.add_argument("--cuda", type=Path, default=_HERE.parent / "cuda", help="the sources")
+    parser.add_argument("--output", type=Path, default=Path("build/sweep"))
+    parser.add_argument("--build-only", action="store_true")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    arguments = parser.parse_args()
+
+    given = dict(tile.split("=", 1) for tile in arguments.tile)
+    with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
+        jobs = {
+            (group, name): pool.submit(
+                build, group, name, tile, arguments.cuda.resolve(),
+                (arguments.output / group.replace("/", "-") / name).resolve(),
+            )
+            for group in arguments.groups
+            for name, tile in (given or CANDIDATES[group]).items()
+        }  # fmt: skip
+        for (group, name), job in jobs.items():
+            if complaint := job.result():
+                print(f"{group} {name}: {complaint}")
+    if arguments.build_only:
+        return 0
+
+    ok = True
+    for path in sorted(arguments.output.iterdir()):
+        group = path.name.replace("-", "/")
+        if arguments.groups and group not in arguments.groups:
+            continue
+        folders = sorted(folder for folder in path.iterdir() if (folder / "sweep").exists())
+        shapes = arguments.shapes or default_shapes(group)
+        ok &= sweep(group, folders, shapes, arguments.rounds, not arguments.no_check)
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
