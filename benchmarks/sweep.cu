@@ -620,10 +620,10 @@ void time_shape(const char* text) {
     expect(cudaEventElapsedTime(&milliseconds, begin, end), "reading an event");
     return milliseconds / calls;
   };
-  constexpr float kWindow = 25.f;  // milliseconds: the clock settles in the first ones
+  constexpr float kWindow = 15.f;  // milliseconds: the clock settles in the first ones
   const int calls = std::max(2, static_cast<int>(kWindow / window(3)));
   std::vector<float> samples;
-  for (int i = 0; i < 7; ++i) samples.push_back(window(calls));
+  for (int i = 0; i < 5; ++i) samples.push_back(window(calls));
   std::sort(samples.begin(), samples.end());
   const double milliseconds = samples[samples.size() / 2];
   const double flops = 2. * (shape.head_dim + shape.value_dim) * pairs * shape.batch *

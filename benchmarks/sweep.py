@@ -61,14 +61,14 @@ CANDIDATES: dict[str, dict[str, str]] = {
 }
 
 
-def default_shapes(group: str) -> list[str]:
+def grid(group: str, lengths: list[int]) -> list[str]:
     """The benchmark's grid: 16,384 tokens a call, 2,048 columns of queries."""
     dims = group.split("/", 1)[1].split("/")
     heads = max(2048 // int(dims[0]), 1)
     return [
         f"{16384 // length},{length},{length},{heads},{heads},{','.join(dims)}{mask}"
         for mask in ("", ":causal")
-        for length in (512, 2048, 8192, 16384)
+        for length in lengths
     ]
 
 
@@ -100,7 +100,7 @@ def build(group: str, name: str, tile: str, cuda: Path, folder: Path) -> str | N
     return "; ".join(dict.fromkeys(complaints + spills)) or None
 
 
-def run(folder: Path, *arguments: str, limit: float = 120.0) -> tuple[int, list[dict]]:
+def run(folder: Path, *arguments: str, limit: float = 60.0) -> tuple[int, list[dict]]:
     """What an executable prints, one object a line. One that hangs is stopped."""
     try:
         done = subprocess.run(
@@ -159,6 +159,8 @@ def main() -> int:
     parser.add_argument("groups", nargs="*", metavar="GROUP", help=", ".join(CANDIDATES))
     parser.add_argument("--tile", action="append", default=[], metavar="NAME=TILE",
                         help="instead of the listed candidates")  # fmt: skip
+    parser.add_argument("--lengths", nargs="+", type=int, default=[512, 2048, 8192, 16384],
+                        help="of the grid of shapes")  # fmt: skip
     parser.add_argument("--shapes", nargs="+", help="instead of the grid (see sweep.cu)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--no-check", action="store_true", help="time only")
@@ -190,7 +192,7 @@ def main() -> int:
         if arguments.groups and group not in arguments.groups:
             continue
         folders = sorted(folder for folder in path.iterdir() if (folder / "sweep").exists())
-        shapes = arguments.shapes or default_shapes(group)
+        shapes = arguments.shapes or grid(group, arguments.lengths)
         ok &= sweep(group, folders, shapes, arguments.rounds, not arguments.no_check)
     return 0 if ok else 1
 
