@@ -37,6 +37,12 @@ class BandMask {
     return {max(rows.begin + lo_, 0), min(last_row + hi_, kv_len_ - 1) + 1};
   }
 
+  // Every row of `rows` sees these keys; rows that do not take part are left out.
+  __device__ __forceinline__ Interval common_keys(Interval rows) const {
+    const int last_row = min(rows.end, q_len_) - 1;
+    return {max(last_row + lo_, 0), min(rows.begin + hi_, kv_len_ - 1) + 1};
+  }
+
   // The rows that see some key of `keys` lie in this interval.
   __device__ __forceinline__ Interval rows(Interval keys) const {
     const int last_key = min(keys.end, kv_len_) - 1;

@@ -42,17 +42,21 @@ inline bool map_forward(const ForwardParams& params, ForwardMaps& maps) {
 // Tiles of one call: their indices, and the rounds beyond the last, stay within 31 bits.
 inline constexpr int64_t kMaxTiles = int64_t{1} << 30;
 
-// The order of tiles. A mask that limits one side only makes the tiles of a head differ in length;
-// the longest then go first, so that the last ones to run are short.
+// The order of tiles, on at most `max_blocks` blocks. A mask that limits one side only makes the
+// tiles of a head differ in length; the longest then go first, so that the last ones to run are
+// short.
 template <class Tile>
-TileOrder tile_order(const Problem& problem, int64_t batch) {
+TileOrder tile_order(const Problem& problem, int64_t batch, uint32_t max_blocks) {
   constexpr int kRows = 64 * Tile::kWarpGroups;
   TileOrder order{};
-  order.q_tiles = (problem.q_len + kRows - 1) / kRows;
+  order.head_tiles = (problem.q_len + kRows - 1) / kRows;
   order.heads = static_cast<uint32_t>(batch * problem.q_heads);
+  order.blocks = std::min(order.head_tiles * order.heads, max_blocks);
+  order.by_blocks = Divisor(order.blocks);
+  order.by_head_tiles = Divisor(order.head_tiles);
   const bool limited_left = problem.band.left < kUnlimited;
   const bool limited_right = problem.band.right < kUnlimited;
-  if (limited_left == limited_right || order.q_tiles == 1) return order;
+  if (limited_left == limited_right || order.head_tiles == 1) return order;
   order.last_is_longest = limited_right;
   // Keys and values of a section fit in the L2 (50 MB, shared with everything else), or else at
   // most 16 heads are read at a time: their blocks run in step, so each key tile still comes from
@@ -64,6 +68,9 @@ TileOrder tile_order(const Problem& problem, int64_t batch) {
   const int64_t fitting = kSectionBytes / std::max<int64_t>(bytes, 1) * group;
   order.section_heads =
       static_cast<uint32_t>(std::min<int64_t>(std::max(fitting, kFewHeads), order.heads));
+  order.by_section_heads = Divisor(order.section_heads);
+  // Without a rest there is no such section.
+  order.by_last_heads = Divisor(std::max(order.heads % order.section_heads, 1u));
   return order;
 }
 
@@ -89,7 +96,7 @@ inline bool takes(const ForwardParams& params) {
 // Runs one tile configuration; `forward` below chooses it.
 template <Math kMath, class Tile>
 Status forward_with(const ForwardParams& params, cudaStream_t stream) {
-  using Traits = ForwardTraits<Tile, kMath>;
+  using Traits = ForwardTraits<Tile, kMath, BandMask>;
   const Problem& problem = params.problem;
   const int64_t batch = batch_size(problem);
   if (batch == 0 || problem.q_heads == 0 || problem.q_len == 0) return Status{};
@@ -124,8 +131,10 @@ Status forward_with(const ForwardParams& params, cudaStream_t stream) {
     args.k_batch_step[axis] = maps.k.batch_step[axis];
     args.v_batch_step[axis] = maps.v.batch_step[axis];
   }
-  args.inner_batch = static_cast<int32_t>(maps.batch.extent[0]);
-  args.order = detail::tile_order<Tile>(problem, batch);
+  args.q_heads = Divisor(problem.q_heads);
+  args.group = Divisor(problem.q_heads / problem.kv_heads);
+  args.inner_batch = Divisor(static_cast<uint32_t>(maps.batch.extent[0]));
+  args.order = detail::tile_order<Tile>(problem, batch, multiprocessors);
   args.problem = problem;
   args.lse = params.lse;
   args.out_data = static_cast<uint16_t*>(params.out.data);
@@ -137,12 +146,11 @@ Status forward_with(const ForwardParams& params, cudaStream_t stream) {
   constexpr float kLog2E = 1.44269504088896341f;
   args.scale_log2 = problem.scale * kLog2E;
 
-  const auto kernel = forward_kernel<Traits, BandMask, ScaledScores>;
+  const auto kernel = forward_kernel<Traits, ScaledScores>;
   error = allow_shared_memory<Traits>(reinterpret_cast<const void*>(kernel), device);
   if (Status status = cuda_status(error, "reserving shared memory"); !status.ok()) return status;
-  const uint32_t tiles = args.order.q_tiles * args.order.heads;
-  error = launch(kernel, Start::kAfter, std::min<uint32_t>(tiles, multiprocessors),
-                 Traits::kThreads, Traits::kSharedBytes, stream, args);
+  error = launch(kernel, Start::kAfter, args.order.blocks, Traits::kThreads, Traits::kSharedBytes,
+                 stream, args);
   return cuda_status(error, "launching the forward kernel");
 }
 

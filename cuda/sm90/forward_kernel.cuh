@@ -2,14 +2,17 @@
 // rings of shared-memory buffers.
 //
 //   warpgroups 0 ... kWarpGroups - 1   consumers: 64 query rows each, both products and the softmax
-//   last warpgroup, one warp each      loads Q, loads K, loads V, stores the output
+//   last warpgroup, one warp each      plans and loads Q, loads K, loads V, stores the output
 //
+// The planning warp announces each tile ahead of time, so that the others only read what they need
+// of it.
 // A consumer stages its output where its rows of Q lay, so a Q buffer is empty once the output has
 // left it; with two Q buffers the next tile streams in meanwhile. With one, the output is stored
 // straight from registers, so that the next Q streams in as soon as the last scores are there.
 #pragma once
 
 #include "attention.h"
+#include "common/divisor.h"
 #include "common/mask.cuh"
 #include "sm90/pipeline.cuh"
 #include "sm90/ptx.cuh"
@@ -29,7 +32,9 @@ struct ForwardArgs {
   int32_t q_batch_step[2];
   int32_t k_batch_step[2];
   int32_t v_batch_step[2];
-  int32_t inner_batch;  // extent of the fastest batch axis of the maps
+  Divisor q_heads;
+  Divisor group;        // query heads of a kv head
+  Divisor inner_batch;  // extent of the fastest batch axis of the maps
   TileOrder order;
   Problem problem;
   float* lse;
@@ -40,9 +45,10 @@ struct ForwardArgs {
   float scale_log2;
 };
 
-template <class Tile_, Math kMath_>
+template <class Tile_, Math kMath_, class Mask_>
 struct ForwardTraits {
   using Tile = Tile_;
+  using Mask = Mask_;
   static constexpr Math kMath = kMath_;
 
   static constexpr int kWarpGroups = Tile::kWarpGroups;
@@ -69,6 +75,13 @@ struct ForwardTraits {
   static_assert(kDirect || Tile::kValueDim <= Tile::kHeadDim, "staged in Q's buffer");
   static_assert(!kDirect || Tile::kValueDim % 32 == 0, "four lanes exchange 32 columns");
 
+  using Plan = TilePlan<Mask, kWarpGroups>;
+  // A tile is planned before Q of the one before it is loaded, which may be two ahead of the
+  // consumers: with four slots the planning warp never waits for one.
+  using Plans = Mailbox<Plan, 4>;
+  // Warps that read plans: all but the planning one, and the storing one where it has no work.
+  static constexpr int kPlanReaders = 4 * kWarpGroups + (Tile::kOutput == Output::kDirect ? 2 : 3);
+
   struct SharedMemory {
     alignas(1024) uint8_t q[Tile::kQStages][kWarpGroups][kQBytes];
     alignas(1024) uint8_t k[Tile::kStages][kKBytes];
@@ -81,90 +94,125 @@ struct ForwardTraits {
     Barrier v_full[Tile::kStages];
     Barrier v_empty[Tile::kStages];
     Barrier v_landed;  // a tile of V that the loader edits before it announces it
+    Plans plans;
     float pin[kWarpGroups * 128];
   };
   static constexpr int kSharedBytes = sizeof(SharedMemory);
   static_assert(kSharedBytes <= 227 * 1024);
 };
 
-// A tile of query rows, and where its operands lie.
-struct Place {
-  __device__ __forceinline__ Place(const ForwardArgs& args, const QueryTile& tile, int tile_rows)
-      : batch(tile.head / args.problem.q_heads),
-        head(tile.head % args.problem.q_heads),
-        kv_head(head / (args.problem.q_heads / args.problem.kv_heads)),
-        inner(batch % args.inner_batch),
-        outer(batch / args.inner_batch),
-        first_row(tile.index * tile_rows) {}
-
-  int batch;
-  int head;
-  int kv_head;
-  int inner;
-  int outer;
-  int first_row;
-};
-
-// The tiles of kKeys keys that cover an interval of keys.
-template <int kKeys>
-__device__ __forceinline__ Interval key_tiles(Interval keys) {
-  if (keys.end <= keys.begin) return {0, 0};
-  return {keys.begin / kKeys, (keys.end + kKeys - 1) / kKeys};
-}
-
-template <class Traits, class Mask, class Scores>
+template <class Traits, class Scores>
 struct Forward {
   using Tile = typename Traits::Tile;
+  using Mask = typename Traits::Mask;
+  using Plan = typename Traits::Plan;
+  using Unit = typename Plan::Unit;
   using SharedMemory = typename Traits::SharedMemory;
   static constexpr int kKeys = Tile::kKeys;
   static constexpr int kRows = Traits::kRows;
   static constexpr int kWarpGroups = Traits::kWarpGroups;
 
-  __device__ __forceinline__ static Interval block_tiles(const Mask& mask, const Place& place) {
-    return key_tiles<kKeys>(mask.keys({place.first_row, place.first_row + kRows}));
-  }
-
   // --- producers --------------------------------------------------------------------------------
 
-  __device__ __forceinline__ static void load_q(const ForwardArgs& args, SharedMemory& smem) {
-    if (threadIdx.x % 32 != 0) return;
-    Ring<Tile::kQStages> ring;
-    for (TileWalk walk(args.order); !walk.done(); walk.advance(), ring.advance()) {
-      const Place place(args, walk.tile(), kRows);
-#pragma unroll 1
-      for (int group = 0; group < kWarpGroups; ++group) {
-        Barrier& full = smem.q_full[ring.stage][group];
-        smem.q_empty[ring.stage][group].wait(ring.phase ^ 1);
-        full.arrive_expecting(Traits::kQBytes);
-#pragma unroll 1
-        for (int panel = 0; panel < Traits::kPanels; ++panel) {
-          const uint8_t* target = smem.q[ring.stage][group] + panel * Traits::kQPanelBytes;
-          tensor_load(shared_address(target), &args.q, full.address(), panel * 64,
-                      place.first_row + group * 64, place.head, place.inner * args.q_batch_step[0],
-                      place.outer * args.q_batch_step[1]);
-        }
+  // All lanes of the warp: each of the first works out a unit, the first one the rest.
+  __device__ __forceinline__ static void plan_tile(const ForwardArgs& args, const QueryTile& tile,
+                                                   Plan& plan) {
+    const Problem& problem = args.problem;
+    const int lane = threadIdx.x % 32;
+    const int batch = args.q_heads.quotient(tile.head);
+    const int head = args.q_heads.remainder(tile.head);
+    const int inner = args.inner_batch.remainder(batch);
+    const int outer = args.inner_batch.quotient(batch);
+    const int first_row = tile.index * kRows;
+    const Mask mask(problem, batch);
+    const Interval tiles = covering_tiles<kKeys>(mask.keys({first_row, first_row + kRows}));
+    if (lane == 0) {
+      plan.kv_head = args.group.quotient(head);
+      plan.inner = inner;
+      plan.outer = outer;
+      plan.mask = mask;
+      plan.seen = mask.keys({0, mask.q_len()});
+      plan.tiles = tiles;
+    }
+    if (lane < kWarpGroups) {
+      Unit& unit = plan.units[lane];
+      const int position = first_row + lane * 64;
+      const Interval rows = {position, position + 64};
+      const Interval own = covering_tiles<kKeys>(mask.keys(rows));
+      unit.position = position;
+      unit.head = head;
+      unit.tiles = own.begin < own.end ? own : Interval{tiles.begin, tiles.begin};
+      unit.full = inner_tiles<kKeys>(mask.common_keys(rows));
+      unit.lse = args.lse + (int64_t{batch} * problem.q_len + position) * problem.q_heads + head;
+      if (Traits::kDirect) {
+        unit.out = args.out_data + outer * args.out_batch_stride[1] +
+                   inner * args.out_batch_stride[0] + head * args.out_head_stride +
+                   position * args.out_seq_stride;
       }
     }
   }
 
-  __device__ __forceinline__ static void load_k(const ForwardArgs& args, SharedMemory& smem) {
-    if (threadIdx.x % 32 != 0) return;
-    Ring<Tile::kStages> ring;
-    for (TileWalk walk(args.order); !walk.done(); walk.advance()) {
-      const Place place(args, walk.tile(), kRows);
-      const Interval tiles = block_tiles(Mask(args.problem, place.batch), place);
-      for (int tile = tiles.end - 1; tile >= tiles.begin; --tile, ring.advance()) {
-        Barrier& full = smem.k_full[ring.stage];
-        smem.k_empty[ring.stage].wait(ring.phase ^ 1);
-        full.arrive_expecting(Traits::kKBytes);
+  // Plans tiles, each before it loads Q of the one before.
+  __device__ __forceinline__ static void load_q(const ForwardArgs& args, SharedMemory& smem) {
+    const bool first_lane = threadIdx.x % 32 == 0;
+    Ring<Tile::kQStages> ring;
+    TileWalk walk(args.order);
+    const Plan* loaded = nullptr;
+    for (uint32_t count = 0;; ++count, walk.advance()) {
+      const bool exists = !walk.done();
+      Plan& plan = smem.plans.prepare(count);
+      if (exists) plan_tile(args, walk.tile(), plan);
+      if (first_lane) plan.exists = exists;
+      smem.plans.send(count);
+      if (loaded != nullptr) {
+        if (first_lane) {
 #pragma unroll 1
-        for (int panel = 0; panel < Traits::kPanels; ++panel) {
-          const uint8_t* target = smem.k[ring.stage] + panel * Traits::kKeyPanelBytes;
-          tensor_load(shared_address(target), &args.k, full.address(), panel * 64, tile * kKeys,
-                      place.kv_head, place.inner * args.k_batch_step[0],
-                      place.outer * args.k_batch_step[1]);
+          for (int group = 0; group < kWarpGroups; ++group) {
+            Barrier& full = smem.q_full[ring.stage][group];
+            smem.q_empty[ring.stage][group].wait(ring.phase ^ 1);
+            full.arrive_expecting(Traits::kQBytes);
+#pragma unroll 1
+            for (int panel = 0; panel < Traits::kPanels; ++panel) {
+              const uint8_t* target = smem.q[ring.stage][group] + panel * Traits::kQPanelBytes;
+              tensor_load(shared_address(target), &args.q, full.address(), panel * 64,
+                          loaded->units[group].position, loaded->units[group].head,
+                          loaded->inner * args.q_batch_step[0],
+                          loaded->outer * args.q_batch_step[1]);
+            }
+          }
+        }
+        __syncwarp();
+        ring.advance();
+      }
+      if (!exists) return;
+      loaded = &plan;
+    }
+  }
+
+  __device__ __forceinline__ static void load_k(const ForwardArgs& args, SharedMemory& smem) {
+    Ring<Tile::kStages> ring;
+    for (uint32_t count = 0;; ++count) {
+      const Plan& plan = smem.plans.receive(count);
+      if (!plan.exists) return;
+      const Interval tiles = plan.tiles;
+      const int kv_head = plan.kv_head;
+      const int inner = plan.inner * args.k_batch_step[0];
+      const int outer = plan.outer * args.k_batch_step[1];
+      smem.plans.release(count);
+      if (threadIdx.x % 32 == 0) {
+        for (int tile = tiles.end - 1; tile >= tiles.begin; --tile, ring.advance()) {
+          Barrier& full = smem.k_full[ring.stage];
+          smem.k_empty[ring.stage].wait(ring.phase ^ 1);
+          full.arrive_expecting(Traits::kKBytes);
+#pragma unroll 1
+          for (int panel = 0; panel < Traits::kPanels; ++panel) {
+            const uint8_t* target = smem.k[ring.stage] + panel * Traits::kKeyPanelBytes;
+            tensor_load(shared_address(target), &args.k, full.address(), panel * 64, tile * kKeys,
+                        kv_head, inner, outer);
+          }
         }
       }
+      __syncwarp();
     }
   }
 
@@ -174,11 +222,15 @@ struct Forward {
     const int lane = threadIdx.x % 32;
     Ring<Tile::kStages> ring;
     uint32_t landed_phase = 0;
-    for (TileWalk walk(args.order); !walk.done(); walk.advance()) {
-      const Place place(args, walk.tile(), kRows);
-      const Mask mask(args.problem, place.batch);
-      const Interval seen = mask.keys({0, mask.q_len()});
-      const Interval tiles = block_tiles(mask, place);
+    for (uint32_t count = 0;; ++count) {
+      const Plan& plan = smem.plans.receive(count);
+      if (!plan.exists) return;
+      const Interval seen = plan.seen;
+      const Interval tiles = plan.tiles;
+      const int kv_head = plan.kv_head;
+      const int inner = plan.inner * args.v_batch_step[0];
+      const int outer = plan.outer * args.v_batch_step[1];
+      smem.plans.release(count);
       for (int tile = tiles.end - 1; tile >= tiles.begin; --tile, ring.advance()) {
         const int first_key = tile * kKeys;
         const bool cut =
@@ -191,8 +243,7 @@ struct Forward {
 #pragma unroll 1
           for (int panel = 0; panel < Traits::kValuePanels; ++panel) {
             tensor_load(shared_address(target + panel * Traits::kKeyPanelBytes), &args.v,
-                        landed.address(), panel * 64, first_key, place.kv_head,
-                        place.inner * args.v_batch_step[0], place.outer * args.v_batch_step[1]);
+                        landed.address(), panel * 64, first_key, kv_head, inner, outer);
           }
         }
         // No lane may fall a whole round of the ring behind: it would misread the parity.
@@ -216,23 +267,27 @@ struct Forward {
   }
 
   __device__ __forceinline__ static void store_out(const ForwardArgs& args, SharedMemory& smem) {
-    if (Traits::kDirect || threadIdx.x % 32 != 0) return;
+    if (Traits::kDirect) return;
     Ring<Tile::kQStages> ring;
-    for (TileWalk walk(args.order); !walk.done(); walk.advance(), ring.advance()) {
-      const Place place(args, walk.tile(), kRows);
+    for (uint32_t count = 0;; ++count, ring.advance()) {
+      const Plan& plan = smem.plans.receive(count);
+      if (!plan.exists) return;
+      if (threadIdx.x % 32 == 0) {
 #pragma unroll 1
-      for (int group = 0; group < kWarpGroups; ++group) {
-        smem.o_full[ring.stage][group].wait(ring.phase);
+        for (int group = 0; group < kWarpGroups; ++group) {
+          smem.o_full[ring.stage][group].wait(ring.phase);
 #pragma unroll 1
-        for (int panel = 0; panel * 64 < args.problem.value_dim; ++panel) {
-          const uint8_t* source = smem.q[ring.stage][group] + panel * Traits::kQPanelBytes;
-          tensor_store(&args.out, shared_address(source), panel * 64, place.first_row + group * 64,
-                       place.head, place.inner, place.outer);
+          for (int panel = 0; panel * 64 < args.problem.value_dim; ++panel) {
+            const uint8_t* source = smem.q[ring.stage][group] + panel * Traits::kQPanelBytes;
+            tensor_store(&args.out, shared_address(source), panel * 64, plan.units[group].position,
+                         plan.units[group].head, plan.inner, plan.outer);
+          }
+          bulk_commit_group();
+          bulk_wait_group_read<0>();
+          smem.q_empty[ring.stage][group].arrive();
         }
-        bulk_commit_group();
-        bulk_wait_group_read<0>();
-        smem.q_empty[ring.stage][group].arrive();
       }
+      smem.plans.release(count);
     }
   }
 
@@ -373,16 +428,14 @@ struct Forward {
     const auto v_tile = [&] { return v_base + v_ring.stage * descriptor_step(Traits::kVBytes); };
 
     if (group == kWarpGroups - 1) pass_turn(group);  // the first turn is the first warpgroup's
-    for (TileWalk walk(args.order); !walk.done(); walk.advance(), q_ring.advance()) {
-      const Place place(args, walk.tile(), kRows);
-      const Mask mask(args.problem, place.batch);
-      const int group_row = place.first_row + group * 64;
-      const int row = group_row + Fragment::row(thread);
-      // Rows past the sequence are computed unmasked and dropped at the end.
-      const Interval rows = {group_row, min(group_row + 64, mask.q_len())};
-      const Interval all = block_tiles(mask, place);
-      Interval own = key_tiles<kKeys>(mask.keys(rows));
-      if (own.begin >= own.end) own = {all.begin, all.begin};
+    for (uint32_t count = 0;; ++count, q_ring.advance()) {
+      // Read where it is needed: registers are short.
+      const Plan& plan = smem.plans.receive(count);
+      if (!plan.exists) break;
+      const Unit& unit = plan.units[group];
+      const Interval own = unit.tiles;
+      const Interval full = unit.full;
+      const auto row = [&] { return unit.position + Fragment::row(thread); };
 
       float s[kKeys / 2];
       uint32_t p[kKeys / 4];
@@ -393,7 +446,7 @@ struct Forward {
       for (float& value : o) value = 0.f;
 
       // Tiles that other warpgroups of the block need and this one does not.
-      int tile = all.end - 1;
+      int tile = plan.tiles.end - 1;
       const auto skip_to = [&](int end) {
         for (; tile >= end; --tile) {
           wait_k();
@@ -411,13 +464,14 @@ struct Forward {
       // s becomes probabilities; true when o has to be rescaled.
       const auto normalize = [&] {
         const int key = tile * kKeys + Fragment::column(thread);
-        scores.on_scores(s, row, key);
-        if (!mask.full(rows, {tile * kKeys, tile * kKeys + kKeys})) apply_mask(s, mask, row, key);
+        scores.on_scores(s, row(), key);
+        if (tile < full.begin || tile >= full.end) apply_mask(s, Mask(plan.mask), row(), key);
         const bool rescale = softmax.advance(s, scores.scale_log2);
 #pragma unroll
         for (int i = 0; i < kKeys / 2; ++i) {
-          s[i] = scores.on_probability(softmax.exponential(s[i], i, scores.scale_log2),
-                                       row + 8 * Fragment::lower(i), key + Fragment::column_of(i));
+          s[i] =
+              scores.on_probability(softmax.exponential(s[i], i, scores.scale_log2),
+                                    row() + 8 * Fragment::lower(i), key + Fragment::column_of(i));
           // p is free here unless P V is still reading it.
           if (Tile::kOverlap == Overlap::kNone && i % 2 == 1) {
             p[i / 2] = pack<Traits::kMath>(s[i - 1], s[i]);
@@ -488,40 +542,38 @@ struct Forward {
       } else {
         release_q();
       }
-      skip_to(all.begin);
+      skip_to(plan.tiles.begin);
 
       // A row without a visible key has the sum 0: its output is 0, whatever V holds.
+      const int rows_left = args.problem.q_len - row();
       float inverse[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const float sum = softmax.row_sum(r);
-        const bool empty = sum == 0.f || row + 8 * r >= mask.q_len();
+        const bool empty = sum == 0.f || row() + 8 * r >= plan.mask.q_len();
         inverse[r] = empty ? 0.f : 1.f / sum;
-        if (lane % 4 == 0 && row + 8 * r < args.problem.q_len) {
-          const int64_t position = int64_t{place.batch} * args.problem.q_len + row + 8 * r;
-          args.lse[position * args.problem.q_heads + place.head] =
-              empty ? -INFINITY : softmax.lse(sum, r);
+        if (lane % 4 == 0 && 8 * r < rows_left) {
+          const int64_t offset = Fragment::row(thread) + 8 * r;
+          unit.lse[offset * args.problem.q_heads] = empty ? -INFINITY : softmax.lse(sum, r);
         }
       }
       if constexpr (Traits::kDirect) {
-        uint16_t* const target = args.out_data + place.outer * args.out_batch_stride[1] +
-                                 place.inner * args.out_batch_stride[0] +
-                                 place.head * args.out_head_stride + row * args.out_seq_stride;
-        store_direct(o, inverse, target, args.out_seq_stride, args.problem.q_len - row,
-                     args.problem.value_dim, lane);
+        store_direct(o, inverse, unit.out + Fragment::row(thread) * args.out_seq_stride,
+                     args.out_seq_stride, rows_left, args.problem.value_dim, lane);
       } else {
         stage_output(o, inverse, shared_address(smem.q[q_ring.stage][group]), group, thread);
         smem.o_full[q_ring.stage][group].arrive();
       }
+      smem.plans.release(count);
     }
     if (group == 0) take_turn(group);  // nobody leaves an arrival behind
   }
 };
 
-template <class Traits, class Mask, class Scores>
+template <class Traits, class Scores>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     forward_kernel(const __grid_constant__ ForwardArgs args) {
-  using Roles = Forward<Traits, Mask, Scores>;
+  using Roles = Forward<Traits, Scores>;
   using Tile = typename Traits::Tile;
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   auto& smem = *reinterpret_cast<typename Traits::SharedMemory*>(shared_bytes);
@@ -547,6 +599,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       smem.v_empty[stage].init(4 * Traits::kWarpGroups);
     }
     smem.v_landed.init(1);
+    smem.plans.init(Traits::kPlanReaders);
     fence_mbarrier_init();
   }
   __syncthreads();

@@ -44,4 +44,41 @@ struct Ring {
   }
 };
 
+// Messages from one warp of a block to other warps, in a ring. Both sides count the messages; all
+// lanes of a warp call together.
+template <class Message, int kSlots>
+struct Mailbox {
+  static_assert((kSlots & (kSlots - 1)) == 0);
+  Message message[kSlots];
+  Barrier full[kSlots];   // the message is complete
+  Barrier empty[kSlots];  // every reading warp is through with it
+
+  __device__ __forceinline__ void init(int readers) {
+    for (int slot = 0; slot < kSlots; ++slot) {
+      full[slot].init(1);
+      empty[slot].init(readers);
+    }
+  }
+
+  // The writer's: any lane may fill in the slot before all of them send it.
+  __device__ __forceinline__ Message& prepare(uint32_t count) {
+    empty[count % kSlots].wait(count / kSlots % 2 ^ 1);
+    return message[count % kSlots];
+  }
+  __device__ __forceinline__ void send(uint32_t count) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) full[count % kSlots].arrive();
+  }
+
+  // A reader's: what it has received may be read until it is released.
+  __device__ __forceinline__ const Message& receive(uint32_t count) const {
+    full[count % kSlots].wait(count / kSlots % 2);
+    return message[count % kSlots];
+  }
+  __device__ __forceinline__ void release(uint32_t count) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) empty[count % kSlots].arrive();
+  }
+};
+
 }  // namespace jaxflash::sm90

@@ -1,19 +1,28 @@
-// Which tiles of query rows a block works on, and in which order. Every role of a block walks the
-// same sequence on its own, so that no role waits for another to learn its next tile.
+// Which tiles of query rows a block works on, in which order, and what its roles learn of them. One
+// warp walks the order, a tile ahead of the others: the divisions take longer than an epilogue.
 #pragma once
 
 #include <cstdint>
 
+#include "common/divisor.h"
+#include "common/mask.cuh"
+
 namespace jaxflash::sm90 {
 
 struct TileOrder {
-  uint32_t q_tiles;  // tiles of one head
-  uint32_t heads;    // query heads of all batch elements, head fastest; heads * q_tiles < 2^30
+  uint32_t head_tiles;  // tiles of one head
+  uint32_t heads;   // query heads of all batch elements, head fastest; heads * head_tiles < 2^30
+  uint32_t blocks;  // of the grid
   // 0: all tiles cost about the same; the tiles of a head follow one another and share its keys in
   // the L2. Otherwise heads are taken in sections of this many, whose keys and values stay in the
   // L2, and the tiles of a section from the longest to the shortest.
   uint32_t section_heads;
   bool last_is_longest;
+
+  Divisor by_blocks;
+  Divisor by_head_tiles;
+  Divisor by_section_heads;
+  Divisor by_last_heads;  // what is left for the last section, if it is not full
 };
 
 struct QueryTile {
@@ -35,21 +44,21 @@ class TileWalk {
  private:
   // Finds the tile of the current round, moving on to later rounds and sections as needed.
   __device__ __forceinline__ void settle() {
-    const uint32_t blocks = gridDim.x;
     if (order_.section_heads == 0) {
-      const uint32_t position = round_ * blocks + blockIdx.x;
-      done_ = position >= order_.heads * order_.q_tiles;
-      tile_.head = position / order_.q_tiles;
-      tile_.index = position % order_.q_tiles;
+      const uint32_t position = round_ * order_.blocks + blockIdx.x;
+      done_ = position >= order_.heads * order_.head_tiles;
+      tile_.head = order_.by_head_tiles.quotient(position);
+      tile_.index = order_.by_head_tiles.remainder(position);
       return;
     }
     for (;;) {
       const uint32_t first_head = section_ * order_.section_heads;
       done_ = first_head >= order_.heads;
       if (done_) return;
-      const uint32_t heads = min(order_.section_heads, order_.heads - first_head);
-      const uint32_t tiles = heads * order_.q_tiles;
-      if (round_ * blocks >= tiles) {
+      const bool last = order_.heads - first_head < order_.section_heads;
+      const uint32_t heads = last ? order_.heads - first_head : order_.section_heads;
+      const uint32_t tiles = heads * order_.head_tiles;
+      if (round_ * order_.blocks >= tiles) {
         round_ = 0;
         ++section_;
         continue;
@@ -57,12 +66,14 @@ class TileWalk {
       // Odd rounds run backwards, so that a block with a long tile gets a short one next. The last
       // round of a section is not full: turning by its size from section to section lets every
       // block sit out in its turn.
-      const uint32_t lane = (blockIdx.x + first_head * order_.q_tiles) % blocks;
-      const uint32_t position = round_ * blocks + (round_ % 2 == 0 ? lane : blocks - 1 - lane);
+      const uint32_t lane = order_.by_blocks.remainder(blockIdx.x + first_head * order_.head_tiles);
+      const uint32_t position =
+          round_ * order_.blocks + (round_ % 2 == 0 ? lane : order_.blocks - 1 - lane);
       if (position < tiles) {
-        const uint32_t rank = position / heads;
-        tile_.head = first_head + position % heads;
-        tile_.index = order_.last_is_longest ? order_.q_tiles - 1 - rank : rank;
+        const Divisor& by_heads = last ? order_.by_last_heads : order_.by_section_heads;
+        const uint32_t rank = by_heads.quotient(position);
+        tile_.head = first_head + by_heads.remainder(position);
+        tile_.index = order_.last_is_longest ? order_.head_tiles - 1 - rank : rank;
         return;
       }
       ++round_;
@@ -75,5 +86,42 @@ class TileWalk {
   bool done_;
   QueryTile tile_;
 };
+
+// A tile of query rows as the roles of its block see it. Intervals of tiles count key tiles.
+template <class Mask, int kWarpGroups>
+struct TilePlan {
+  // The 64 rows of a consumer warpgroup.
+  struct Unit {
+    int position;  // of the first row along the sequence
+    int head;      // query head
+    Interval
+        tiles;  // of which some row sees a key; where there are none, empty at the block's begin
+    Interval full;  // of which every row sees every key: no element needs a test
+    float* lse;     // of the first row
+    uint16_t* out;  // of the first row, for direct stores
+  };
+
+  bool exists;  // false: the walk is over
+  int kv_head;
+  int inner;  // coordinates of the batch axes
+  int outer;
+  Mask mask;
+  Interval seen;   // keys that some row of the sequence sees
+  Interval tiles;  // of which some row of the block sees a key
+  Unit units[kWarpGroups];
+};
+
+// The tiles of kKeys keys that cover an interval of keys.
+template <int kKeys>
+__device__ __forceinline__ Interval covering_tiles(Interval keys) {
+  if (keys.end <= keys.begin) return {0, 0};
+  return {keys.begin / kKeys, (keys.end + kKeys - 1) / kKeys};
+}
+
+// The tiles of kKeys keys inside an interval of keys, which begins at 0 or later.
+template <int kKeys>
+__device__ __forceinline__ Interval inner_tiles(Interval keys) {
+  return {(keys.begin + kKeys - 1) / kKeys, keys.end / kKeys};
+}
 
 }  // namespace jaxflash::sm90

@@ -1,0 +1,35 @@
+// Division by a number that the host knows: a multiplication instead of a loop of instructions.
+#pragma once
+
+#include <cstdint>
+
+namespace jaxflash {
+
+class Divisor {
+ public:
+  Divisor() = default;
+  // 1 <= divisor < 2^31
+  explicit Divisor(uint32_t divisor) : divisor_(divisor), shift_(0) {
+    while ((uint64_t{1} << shift_) < divisor) ++shift_;
+    // With 2^32 added, the smallest integer above 2^(32 + shift) / divisor.
+    const uint64_t excess = (uint64_t{1} << shift_) - divisor;
+    multiplier_ = static_cast<uint32_t>((excess << 32) / divisor + 1);
+  }
+
+#ifdef __CUDACC__
+  // Of 0 <= n < 2^31.
+  __device__ __forceinline__ uint32_t quotient(uint32_t n) const {
+    return (__umulhi(n, multiplier_) + n) >> shift_;
+  }
+  __device__ __forceinline__ uint32_t remainder(uint32_t n) const {
+    return n - quotient(n) * divisor_;
+  }
+#endif
+
+ private:
+  uint32_t divisor_;
+  uint32_t multiplier_;
+  uint32_t shift_;
+};
+
+}  // namespace jaxflash
