@@ -331,8 +331,20 @@ struct Forward {
     wgmma_commit();
   }
 
-  // Rows of the output from registers to memory, 16 bytes a lane. `inverse` is 1 / sum of a row, 0
-  // for a row that sees no key.
+  // A row without a visible key, which has the sum 0: its output is 0, whatever V holds.
+  __device__ __forceinline__ static void clear_rows(float (&o)[Tile::kValueDim / 2],
+                                                    float (&inverse)[2], const float (&sum)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (sum[r] == 0.f) inverse[r] = 0.f;
+    }
+#pragma unroll
+    for (int i = 0; i < Tile::kValueDim / 2; ++i) {
+      if (sum[Fragment::lower(i)] == 0.f) o[i] = 0.f;
+    }
+  }
+
+  // Rows of the output from registers to memory, 16 bytes a lane. `inverse` is 1 / sum of a row.
   __device__ __forceinline__ static void store_direct(const float (&o)[Tile::kValueDim / 2],
                                                       const float (&inverse)[2], uint16_t* target,
                                                       int64_t row_stride, int rows_left,
@@ -350,8 +362,7 @@ struct Forward {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int element = column / 2 + 4 * i + 2 * r;
-          words[i] = pack<Traits::kMath>(inverse[r] == 0.f ? 0.f : o[element] * inverse[r],
-                                         inverse[r] == 0.f ? 0.f : o[element + 1] * inverse[r]);
+          words[i] = pack<Traits::kMath>(o[element] * inverse[r], o[element + 1] * inverse[r]);
         }
 #pragma unroll
         for (int i = 0; i < 4; i += 2) {
@@ -369,12 +380,11 @@ struct Forward {
     }
   }
 
-  // Rows of the output to where the warpgroup's Q was, for the storing warp.
+  // Rows of the output to where the warpgroup's Q was, for the storing warp. All four warps are
+  // through with Q.
   __device__ __forceinline__ static void stage_output(const float (&o)[Tile::kValueDim / 2],
                                                       const float (&inverse)[2], uint32_t staged,
-                                                      int group, int thread) {
-    // Q's rows may be overwritten once all four warps are through with them.
-    named_barrier_sync(kFirstWarpGroup + group, 128);
+                                                      int thread) {
     const int lane = thread % 32;
     const int staged_row = thread / 32 * 16 + lane % 16;
 #pragma unroll
@@ -384,8 +394,7 @@ struct Forward {
       for (int i = 0; i < 4; ++i) {
         const int r = i % 2;
         const int element = column / 2 + 2 * i;
-        packed[i] = pack<Traits::kMath>(inverse[r] == 0.f ? 0.f : o[element] * inverse[r],
-                                        inverse[r] == 0.f ? 0.f : o[element + 1] * inverse[r]);
+        packed[i] = pack<Traits::kMath>(o[element] * inverse[r], o[element + 1] * inverse[r]);
       }
       const int piece = column % 64 / 8 + lane / 16;
       stmatrix_x4(staged + column / 64 * Traits::kQPanelBytes +
@@ -441,6 +450,8 @@ struct Forward {
       uint32_t p[kKeys / 4];
       float o[Tile::kValueDim / 2];
       OnlineSoftmax<kKeys / 2> softmax;
+      float sum[2] = {0.f, 0.f};  // over a whole row; stays 0 where it sees no key
+      float inverse[2] = {0.f, 0.f};
       softmax.reset();
 #pragma unroll
       for (float& value : o) value = 0.f;
@@ -536,33 +547,43 @@ struct Forward {
         }
         wait_v();
         issue_values(o, p, v_tile());
+        // Beside the last product: what the output needs.
+        bool empty = false;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          sum[r] = softmax.row_sum(r);
+          if (row() + 8 * r >= plan.mask.q_len()) sum[r] = 0.f;
+          empty = empty || sum[r] == 0.f;
+          inverse[r] = reciprocal_approx(sum[r]);
+        }
+        empty = __any_sync(~0u, empty);
+        // Four warps through with the last scores may overwrite Q with the output.
+        if (!Traits::kDirect) named_barrier_sync(kFirstWarpGroup + group, 128);
         wgmma_wait<0>();
         hold(o);
         release_v();
+        if (empty) clear_rows(o, inverse, sum);
       } else {
         release_q();
       }
       skip_to(plan.tiles.begin);
 
-      // A row without a visible key has the sum 0: its output is 0, whatever V holds.
       const int rows_left = args.problem.q_len - row();
-      float inverse[2];
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const float sum = softmax.row_sum(r);
-        const bool empty = sum == 0.f || row() + 8 * r >= plan.mask.q_len();
-        inverse[r] = empty ? 0.f : 1.f / sum;
-        if (lane % 4 == 0 && 8 * r < rows_left) {
-          const int64_t offset = Fragment::row(thread) + 8 * r;
-          unit.lse[offset * args.problem.q_heads] = empty ? -INFINITY : softmax.lse(sum, r);
-        }
-      }
       if constexpr (Traits::kDirect) {
         store_direct(o, inverse, unit.out + Fragment::row(thread) * args.out_seq_stride,
                      args.out_seq_stride, rows_left, args.problem.value_dim, lane);
       } else {
-        stage_output(o, inverse, shared_address(smem.q[q_ring.stage][group]), group, thread);
+        stage_output(o, inverse, shared_address(smem.q[q_ring.stage][group]), thread);
         smem.o_full[q_ring.stage][group].arrive();
+      }
+      if (lane % 4 == 0) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          if (8 * r >= rows_left) continue;
+          const int64_t offset = Fragment::row(thread) + 8 * r;
+          unit.lse[offset * args.problem.q_heads] =
+              sum[r] == 0.f ? -INFINITY : softmax.lse(sum[r], r);
+        }
       }
       smem.plans.release(count);
     }

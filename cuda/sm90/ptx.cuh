@@ -205,6 +205,12 @@ __device__ __forceinline__ float log2_approx(float x) {
   return y;
 }
 
+__device__ __forceinline__ float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // Two values rounded to 16 bits, `low` in the lower half.
 template <Math kMath>
 __device__ __forceinline__ uint32_t pack(float low, float high) {
