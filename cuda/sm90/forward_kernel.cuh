@@ -476,7 +476,15 @@ struct Forward {
       const auto normalize = [&] {
         const int key = tile * kKeys + Fragment::column(thread);
         scores.on_scores(s, row(), key);
-        if (tile < full.begin || tile >= full.end) apply_mask(s, Mask(plan.mask), row(), key);
+        if (tile < full.begin || tile >= full.end) {
+          Interval visible[2];
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            const Interval keys = plan.mask.keys({row() + 8 * r, row() + 8 * r + 1});
+            visible[r] = {keys.begin - key, keys.end - key};
+          }
+          apply_mask(s, visible);
+        }
         const bool rescale = softmax.advance(s, scores.scale_log2);
 #pragma unroll
         for (int i = 0; i < kKeys / 2; ++i) {

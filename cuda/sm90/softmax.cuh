@@ -33,14 +33,23 @@ struct ScaledScores {
   }
 };
 
-// Only tiles at the edge of the mask come here.
-template <int kElements, class Mask>
-__device__ __forceinline__ void apply_mask(float (&s)[kElements], const Mask& mask, int row,
-                                           int key) {
+// Hides what the thread's rows do not see: `visible` are their intervals of keys, relative to the
+// thread's first column. Only tiles at the edge of the mask come here, most of them cut on one side
+// alone: a comparison and a select for an element, with the warp in step.
+template <int kElements>
+__device__ __forceinline__ void apply_mask(float (&s)[kElements], const Interval (&visible)[2]) {
+  constexpr int kColumns = 2 * kElements;
+  if (__any_sync(~0u, visible[0].end < kColumns || visible[1].end < kColumns)) {
 #pragma unroll
-  for (int i = 0; i < kElements; ++i) {
-    const bool visible = mask.visible(row + 8 * Fragment::lower(i), key + Fragment::column_of(i));
-    s[i] = visible ? s[i] : -INFINITY;
+    for (int i = 0; i < kElements; ++i) {
+      if (Fragment::column_of(i) >= visible[Fragment::lower(i)].end) s[i] = -INFINITY;
+    }
+  }
+  if (__any_sync(~0u, visible[0].begin > 0 || visible[1].begin > 0)) {
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) {
+      if (Fragment::column_of(i) < visible[Fragment::lower(i)].begin) s[i] = -INFINITY;
+    }
   }
 }
 
