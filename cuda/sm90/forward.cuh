@@ -42,15 +42,28 @@ inline bool map_forward(const ForwardParams& params, ForwardMaps& maps) {
 // Tiles of one call: their indices, and the rounds beyond the last, stay within 31 bits.
 inline constexpr int64_t kMaxTiles = int64_t{1} << 30;
 
+// What the 64 rows of a warpgroup hold. See UnitShape.
+inline UnitShape unit_shape(const Problem& problem) {
+  UnitShape unit{};
+  while ((1 << unit.log2_positions) < std::min(problem.q_len, 64)) ++unit.log2_positions;
+  const int group = problem.q_heads / problem.kv_heads;
+  unit.heads = std::min(group, 64 >> unit.log2_positions);
+  while (group % unit.heads != 0) --unit.heads;
+  return unit;
+}
+
 // The order of tiles, on at most `max_blocks` blocks. A mask that limits one side only makes the
 // tiles of a head differ in length; the longest then go first, so that the last ones to run are
 // short.
 template <class Tile>
-TileOrder tile_order(const Problem& problem, int64_t batch, uint32_t max_blocks) {
-  constexpr int kRows = 64 * Tile::kWarpGroups;
+TileOrder tile_order(const Problem& problem, const UnitShape& unit, int64_t batch,
+                     uint32_t max_blocks) {
+  const int64_t group = problem.q_heads / problem.kv_heads;
+  const int64_t positions = int64_t{1} << unit.log2_positions;
+  const int64_t units = (problem.q_len + positions - 1) / positions * (group / unit.heads);
   TileOrder order{};
-  order.head_tiles = (problem.q_len + kRows - 1) / kRows;
-  order.heads = static_cast<uint32_t>(batch * problem.q_heads);
+  order.head_tiles = static_cast<uint32_t>((units + Tile::kWarpGroups - 1) / Tile::kWarpGroups);
+  order.heads = static_cast<uint32_t>(batch * problem.kv_heads);
   order.blocks = std::min(order.head_tiles * order.heads, max_blocks);
   order.by_blocks = Divisor(order.blocks);
   order.by_head_tiles = Divisor(order.head_tiles);
@@ -59,15 +72,14 @@ TileOrder tile_order(const Problem& problem, int64_t batch, uint32_t max_blocks)
   if (limited_left == limited_right || order.head_tiles == 1) return order;
   order.last_is_longest = limited_right;
   // Keys and values of a section fit in the L2 (50 MB, shared with everything else), or else at
-  // most 16 heads are read at a time: their blocks run in step, so each key tile still comes from
-  // memory once a round.
+  // most 16 query heads are read at a time: their blocks run in step, so each key tile still comes
+  // from memory once a round.
   constexpr int64_t kSectionBytes = 32 << 20;
-  constexpr int64_t kFewHeads = 16;
+  const int64_t few_heads = (16 + group - 1) / group;
   const int64_t bytes = int64_t{problem.kv_len} * (problem.head_dim + problem.value_dim) * 2;
-  const int64_t group = problem.q_heads / problem.kv_heads;
-  const int64_t fitting = kSectionBytes / std::max<int64_t>(bytes, 1) * group;
+  const int64_t fitting = kSectionBytes / std::max<int64_t>(bytes, 1);
   order.section_heads =
-      static_cast<uint32_t>(std::min<int64_t>(std::max(fitting, kFewHeads), order.heads));
+      static_cast<uint32_t>(std::min<int64_t>(std::max(fitting, few_heads), order.heads));
   order.by_section_heads = Divisor(order.section_heads);
   // Without a rest there is no such section.
   order.by_last_heads = Divisor(std::max(order.heads % order.section_heads, 1u));
@@ -86,9 +98,9 @@ inline bool takes(const ForwardParams& params) {
   // The running maximum is taken before the scale, so the scale must keep the order; 0 would turn
   // masked logits into NaN.
   if (!(problem.scale >= 1e-30f) || !std::isfinite(problem.scale)) return false;
-  const int64_t tiles = (int64_t{problem.q_len} + 127) / 128;
+  const int64_t units = (int64_t{problem.q_len} + 63) / 64;
   const int64_t heads = batch_size(problem) * problem.q_heads;
-  if (heads != 0 && tiles >= detail::kMaxTiles / heads) return false;
+  if (heads != 0 && units >= detail::kMaxTiles / heads) return false;
   detail::ForwardMaps maps;
   return detail::map_forward(params, maps);
 }
@@ -118,10 +130,13 @@ Status forward_with(const ForwardParams& params, cudaStream_t stream) {
   if (Status status = cuda_status(error, kDoing); !status.ok()) return status;
 
   ForwardArgs args{};
-  CUresult encoded = encode(args.q, maps.q, kMath, 64);
+  args.unit = detail::unit_shape(problem);
+  const int positions = 1 << args.unit.log2_positions;
+  CUresult encoded = encode(args.q, maps.q, kMath, positions, args.unit.heads);
   if (encoded == CUDA_SUCCESS) encoded = encode(args.k, maps.k, kMath, Tile::kKeys);
   if (encoded == CUDA_SUCCESS) encoded = encode(args.v, maps.v, kMath, Tile::kKeys);
-  if (encoded == CUDA_SUCCESS) encoded = encode(args.out, maps.out, kMath, 64);
+  if (encoded == CUDA_SUCCESS)
+    encoded = encode(args.out, maps.out, kMath, positions, args.unit.heads);
   if (encoded != CUDA_SUCCESS) {
     return error_status("cuTensorMapEncodeTiled failed with CUresult %d",
                         static_cast<int>(encoded));
@@ -131,10 +146,11 @@ Status forward_with(const ForwardParams& params, cudaStream_t stream) {
     args.k_batch_step[axis] = maps.k.batch_step[axis];
     args.v_batch_step[axis] = maps.v.batch_step[axis];
   }
-  args.q_heads = Divisor(problem.q_heads);
-  args.group = Divisor(problem.q_heads / problem.kv_heads);
-  args.inner_batch = Divisor(static_cast<uint32_t>(maps.batch.extent[0]));
-  args.order = detail::tile_order<Tile>(problem, batch, multiprocessors);
+  args.group = problem.q_heads / problem.kv_heads;
+  args.by_units = Divisor(args.group / args.unit.heads);
+  args.by_kv_heads = Divisor(problem.kv_heads);
+  args.by_inner_batch = Divisor(static_cast<uint32_t>(maps.batch.extent[0]));
+  args.order = detail::tile_order<Tile>(problem, args.unit, batch, multiprocessors);
   args.problem = problem;
   args.lse = params.lse;
   args.out_data = static_cast<uint16_t*>(params.out.data);

@@ -1,8 +1,9 @@
 // The forward kernel. A block walks over tiles of query rows; for each, K and V stream through
 // rings of shared-memory buffers.
 //
-//   warpgroups 0 ... kWarpGroups - 1   consumers: 64 query rows each, both products and the softmax
-//   last warpgroup, one warp each      plans and loads Q, loads K, loads V, stores the output
+//   warpgroups 0 ... kWarpGroups - 1   consumers: a unit (64 rows) each, both products and the
+//   softmax last warpgroup, one warp each      plans and loads Q, loads K, loads V, stores the
+//   output
 //
 // The planning warp announces each tile ahead of time, so that the others only read what they need
 // of it.
@@ -24,17 +25,19 @@
 namespace jaxflash::sm90 {
 
 struct ForwardArgs {
-  TensorMap q;    // boxes of 64 x 64 (rows x columns)
+  TensorMap q;    // boxes of a unit x 64 columns
   TensorMap k;    // boxes of kKeys x 64
   TensorMap v;    // boxes of kKeys x 64
-  TensorMap out;  // boxes of 64 x 64
+  TensorMap out;  // boxes of a unit x 64 columns
   // What an index along each batch axis of the maps is multiplied with: 0 broadcasts.
   int32_t q_batch_step[2];
   int32_t k_batch_step[2];
   int32_t v_batch_step[2];
-  Divisor q_heads;
-  Divisor group;        // query heads of a kv head
-  Divisor inner_batch;  // extent of the fastest batch axis of the maps
+  UnitShape unit;
+  int32_t group;     // query heads of a kv head
+  Divisor by_units;  // of one position
+  Divisor by_kv_heads;
+  Divisor by_inner_batch;  // extent of the fastest batch axis of the maps
   TileOrder order;
   Problem problem;
   float* lse;
@@ -52,7 +55,6 @@ struct ForwardTraits {
   static constexpr Math kMath = kMath_;
 
   static constexpr int kWarpGroups = Tile::kWarpGroups;
-  static constexpr int kRows = 64 * kWarpGroups;
   static constexpr int kThreads = 128 * (kWarpGroups + 1);
   // A block can only redistribute what it is launched with: 4 x 128 or 3 x 168 registers.
   static_assert(kWarpGroups == 2 || kWarpGroups == 3);
@@ -109,7 +111,6 @@ struct Forward {
   using Unit = typename Plan::Unit;
   using SharedMemory = typename Traits::SharedMemory;
   static constexpr int kKeys = Tile::kKeys;
-  static constexpr int kRows = Traits::kRows;
   static constexpr int kWarpGroups = Traits::kWarpGroups;
 
   // --- producers --------------------------------------------------------------------------------
@@ -119,15 +120,20 @@ struct Forward {
                                                    Plan& plan) {
     const Problem& problem = args.problem;
     const int lane = threadIdx.x % 32;
-    const int batch = args.q_heads.quotient(tile.head);
-    const int head = args.q_heads.remainder(tile.head);
-    const int inner = args.inner_batch.remainder(batch);
-    const int outer = args.inner_batch.quotient(batch);
-    const int first_row = tile.index * kRows;
+    const int batch = args.by_kv_heads.quotient(tile.head);
+    const int kv_head = args.by_kv_heads.remainder(tile.head);
+    const int inner = args.by_inner_batch.remainder(batch);
+    const int outer = args.by_inner_batch.quotient(batch);
+    const int first_unit = tile.index * kWarpGroups;
+    const int positions = args.unit.positions();
+    const auto position_of = [&](int unit) {
+      return static_cast<int>(args.by_units.quotient(unit) << args.unit.log2_positions);
+    };
     const Mask mask(problem, batch);
-    const Interval tiles = covering_tiles<kKeys>(mask.keys({first_row, first_row + kRows}));
+    const Interval tiles = covering_tiles<kKeys>(mask.keys(
+        {position_of(first_unit), position_of(first_unit + kWarpGroups - 1) + positions}));
     if (lane == 0) {
-      plan.kv_head = args.group.quotient(head);
+      plan.kv_head = kv_head;
       plan.inner = inner;
       plan.outer = outer;
       plan.mask = mask;
@@ -135,9 +141,13 @@ struct Forward {
       plan.tiles = tiles;
     }
     if (lane < kWarpGroups) {
+      // Those after the last one of the kv head lie behind the sequence: they see no key, and TMA
+      // neither reads nor writes there.
       Unit& unit = plan.units[lane];
-      const int position = first_row + lane * 64;
-      const Interval rows = {position, position + 64};
+      const int position = position_of(first_unit + lane);
+      const int head =
+          kv_head * args.group + args.by_units.remainder(first_unit + lane) * args.unit.heads;
+      const Interval rows = {position, position + positions};
       const Interval own = covering_tiles<kKeys>(mask.keys(rows));
       unit.position = position;
       unit.head = head;
@@ -157,27 +167,26 @@ struct Forward {
     const bool first_lane = threadIdx.x % 32 == 0;
     Ring<Tile::kQStages> ring;
     TileWalk walk(args.order);
-    const Plan* loaded = nullptr;
     for (uint32_t count = 0;; ++count, walk.advance()) {
       const bool exists = !walk.done();
       Plan& plan = smem.plans.prepare(count);
       if (exists) plan_tile(args, walk.tile(), plan);
       if (first_lane) plan.exists = exists;
       smem.plans.send(count);
-      if (loaded != nullptr) {
+      if (count > 0) {
+        const Plan& loaded = smem.plans.sent(count - 1);
         if (first_lane) {
 #pragma unroll 1
           for (int group = 0; group < kWarpGroups; ++group) {
             Barrier& full = smem.q_full[ring.stage][group];
             smem.q_empty[ring.stage][group].wait(ring.phase ^ 1);
-            full.arrive_expecting(Traits::kQBytes);
+            full.arrive_expecting(Traits::kPanels * args.unit.rows() * Traits::kPanelRowBytes);
 #pragma unroll 1
             for (int panel = 0; panel < Traits::kPanels; ++panel) {
               const uint8_t* target = smem.q[ring.stage][group] + panel * Traits::kQPanelBytes;
               tensor_load(shared_address(target), &args.q, full.address(), panel * 64,
-                          loaded->units[group].position, loaded->units[group].head,
-                          loaded->inner * args.q_batch_step[0],
-                          loaded->outer * args.q_batch_step[1]);
+                          loaded.units[group].position, loaded.units[group].head,
+                          loaded.inner * args.q_batch_step[0], loaded.outer * args.q_batch_step[1]);
             }
           }
         }
@@ -185,7 +194,6 @@ struct Forward {
         ring.advance();
       }
       if (!exists) return;
-      loaded = &plan;
     }
   }
 
@@ -344,16 +352,16 @@ struct Forward {
     }
   }
 
-  // Rows of the output from registers to memory, 16 bytes a lane. `inverse` is 1 / sum of a row.
+  // Rows of the output from registers to memory, 16 bytes a lane. `inverse` is 1 / sum of a row;
+  // a row without a target is dropped.
   __device__ __forceinline__ static void store_direct(const float (&o)[Tile::kValueDim / 2],
-                                                      const float (&inverse)[2], uint16_t* target,
-                                                      int64_t row_stride, int rows_left,
-                                                      int value_dim, int lane) {
+                                                      const float (&inverse)[2],
+                                                      uint16_t* const (&target)[2], int value_dim,
+                                                      int lane) {
     const bool odd = lane & 1;
     const bool high = lane & 2;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      uint16_t* const row = target + r * 8 * row_stride;
 #pragma unroll
       for (int column = 0; column < Tile::kValueDim; column += 32) {
         // Four groups of eight columns, of each of which a lane holds two: transpose the lanes
@@ -375,7 +383,7 @@ struct Forward {
           (high ? words[i] : words[i + 2]) = other;
         }
         const int first = column + lane % 4 * 8;
-        if (8 * r < rows_left && first < value_dim) store_global(row + first, words);
+        if (target[r] != nullptr && first < value_dim) store_global(target[r] + first, words);
       }
     }
   }
@@ -444,7 +452,9 @@ struct Forward {
       const Unit& unit = plan.units[group];
       const Interval own = unit.tiles;
       const Interval full = unit.full;
-      const auto row = [&] { return unit.position + Fragment::row(thread); };
+      const auto position = [&](int r) {
+        return unit.position + args.unit.position(Fragment::row(thread) + 8 * r);
+      };
 
       float s[kKeys / 2];
       uint32_t p[kKeys / 4];
@@ -475,12 +485,12 @@ struct Forward {
       // s becomes probabilities; true when o has to be rescaled.
       const auto normalize = [&] {
         const int key = tile * kKeys + Fragment::column(thread);
-        scores.on_scores(s, row(), key);
+        scores.on_scores(s, RowPositions{position(0), position(1)}, key);
         if (tile < full.begin || tile >= full.end) {
           Interval visible[2];
 #pragma unroll
           for (int r = 0; r < 2; ++r) {
-            const Interval keys = plan.mask.keys({row() + 8 * r, row() + 8 * r + 1});
+            const Interval keys = plan.mask.keys({position(r), position(r) + 1});
             visible[r] = {keys.begin - key, keys.end - key};
           }
           apply_mask(s, visible);
@@ -488,9 +498,8 @@ struct Forward {
         const bool rescale = softmax.advance(s, scores.scale_log2);
 #pragma unroll
         for (int i = 0; i < kKeys / 2; ++i) {
-          s[i] =
-              scores.on_probability(softmax.exponential(s[i], i, scores.scale_log2),
-                                    row() + 8 * Fragment::lower(i), key + Fragment::column_of(i));
+          s[i] = scores.on_probability(softmax.exponential(s[i], i, scores.scale_log2),
+                                       position(Fragment::lower(i)), key + Fragment::column_of(i));
           // p is free here unless P V is still reading it.
           if (Tile::kOverlap == Overlap::kNone && i % 2 == 1) {
             p[i / 2] = pack<Traits::kMath>(s[i - 1], s[i]);
@@ -560,7 +569,7 @@ struct Forward {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           sum[r] = softmax.row_sum(r);
-          if (row() + 8 * r >= plan.mask.q_len()) sum[r] = 0.f;
+          if (position(r) >= plan.mask.q_len()) sum[r] = 0.f;
           empty = empty || sum[r] == 0.f;
           inverse[r] = reciprocal_approx(sum[r]);
         }
@@ -576,10 +585,23 @@ struct Forward {
       }
       skip_to(plan.tiles.begin);
 
-      const int rows_left = args.problem.q_len - row();
+      // Whether the thread's row r is one of the arrays', and where.
+      const auto stored = [&](int r) {
+        return args.unit.head(Fragment::row(thread) + 8 * r) < args.unit.heads &&
+               position(r) < args.problem.q_len;
+      };
+      const auto offset = [&](int r, int64_t position_stride, int64_t head_stride) {
+        const int row = Fragment::row(thread) + 8 * r;
+        return args.unit.position(row) * position_stride + args.unit.head(row) * head_stride;
+      };
       if constexpr (Traits::kDirect) {
-        store_direct(o, inverse, unit.out + Fragment::row(thread) * args.out_seq_stride,
-                     args.out_seq_stride, rows_left, args.problem.value_dim, lane);
+        uint16_t* target[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          target[r] =
+              stored(r) ? unit.out + offset(r, args.out_seq_stride, args.out_head_stride) : nullptr;
+        }
+        store_direct(o, inverse, target, args.problem.value_dim, lane);
       } else {
         stage_output(o, inverse, shared_address(smem.q[q_ring.stage][group]), thread);
         smem.o_full[q_ring.stage][group].arrive();
@@ -587,9 +609,8 @@ struct Forward {
       if (lane % 4 == 0) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          if (8 * r >= rows_left) continue;
-          const int64_t offset = Fragment::row(thread) + 8 * r;
-          unit.lse[offset * args.problem.q_heads] =
+          if (!stored(r)) continue;
+          unit.lse[offset(r, args.problem.q_heads, 1)] =
               sum[r] == 0.f ? -INFINITY : softmax.lse(sum[r], r);
         }
       }

@@ -60,9 +60,13 @@ struct Mailbox {
     }
   }
 
-  // The writer's: any lane may fill in the slot before all of them send it.
+  // The writer's: any lane may fill in the slot before all of them send it. It may read what it has
+  // sent until the slot comes round again.
   __device__ __forceinline__ Message& prepare(uint32_t count) {
     empty[count % kSlots].wait(count / kSlots % 2 ^ 1);
+    return message[count % kSlots];
+  }
+  __device__ __forceinline__ const Message& sent(uint32_t count) const {
     return message[count % kSlots];
   }
   __device__ __forceinline__ void send(uint32_t count) {

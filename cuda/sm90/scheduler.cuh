@@ -9,10 +9,25 @@
 
 namespace jaxflash::sm90 {
 
+// The 64 rows of a consumer warpgroup: `positions` of each of `heads` query heads that share a kv
+// head, so that short queries of grouped heads fill them. Row r is position r % positions of head
+// r / positions; rows beyond the last head go unused.
+struct UnitShape {
+  int32_t log2_positions;
+  int32_t heads;  // a divisor of the group
+
+  __device__ __forceinline__ int positions() const { return 1 << log2_positions; }
+  __device__ __forceinline__ int rows() const { return heads << log2_positions; }
+  __device__ __forceinline__ int position(int row) const { return row & (positions() - 1); }
+  __device__ __forceinline__ int head(int row) const { return row >> log2_positions; }
+};
+
+// A kv head's units go by position, those of one position by head; a tile takes as many units in a
+// row as a block has consumer warpgroups. They see about the same keys, and share them.
 struct TileOrder {
-  uint32_t head_tiles;  // tiles of one head
-  uint32_t heads;   // query heads of all batch elements, head fastest; heads * head_tiles < 2^30
-  uint32_t blocks;  // of the grid
+  uint32_t head_tiles;  // tiles of one kv head
+  uint32_t heads;       // kv heads of all batch elements, head fastest; heads * head_tiles < 2^30
+  uint32_t blocks;      // of the grid
   // 0: all tiles cost about the same; the tiles of a head follow one another and share its keys in
   // the L2. Otherwise heads are taken in sections of this many, whose keys and values stay in the
   // L2, and the tiles of a section from the longest to the shortest.
@@ -26,8 +41,8 @@ struct TileOrder {
 };
 
 struct QueryTile {
-  int head;   // flat over batch and query heads
-  int index;  // along the sequence
+  int head;   // flat over batch and kv heads
+  int index;  // among those of the head
 };
 
 class TileWalk {
@@ -90,10 +105,9 @@ class TileWalk {
 // A tile of query rows as the roles of its block see it. Intervals of tiles count key tiles.
 template <class Mask, int kWarpGroups>
 struct TilePlan {
-  // The 64 rows of a consumer warpgroup.
   struct Unit {
     int position;  // of the first row along the sequence
-    int head;      // query head
+    int head;      // query head of the first row
     Interval
         tiles;  // of which some row sees a key; where there are none, empty at the block's begin
     Interval full;  // of which every row sees every key: no element needs a test

@@ -20,15 +20,22 @@ struct Fragment {
   }
 };
 
+// Of the thread's two rows, along the sequence.
+struct RowPositions {
+  int of[2];
+};
+
 // The step from products to logits and on to probabilities. A policy may rewrite the products
 // before the mask and the scale (bias, soft cap), and the probabilities after they have been summed
-// (dropout). `row` and `key` are those of the thread's first element; see Fragment.
+// (dropout). `key` is that of the thread's first element, positions are those of its two rows; see
+// Fragment.
 struct ScaledScores {
   float scale_log2;  // from what on_scores leaves to logits in units of log 2; positive
 
   template <int kElements>
-  __device__ __forceinline__ void on_scores(float (&)[kElements], int /*row*/, int /*key*/) const {}
-  __device__ __forceinline__ float on_probability(float p, int /*row*/, int /*key*/) const {
+  __device__ __forceinline__ void on_scores(float (&)[kElements], RowPositions, int /*key*/) const {
+  }
+  __device__ __forceinline__ float on_probability(float p, int /*position*/, int /*key*/) const {
     return p;
   }
 };

@@ -99,8 +99,10 @@ inline EncodeTiled encode_tiled() {
   return function;
 }
 
-// Map whose boxes are 64 elements (128 bytes, swizzled) by `box_length` positions of one head.
-inline CUresult encode(TensorMap& map, const MappedTensor& tensor, Math math, int box_length) {
+// Map whose boxes are 64 elements (128 bytes, swizzled) by `box_length` positions of `box_heads`
+// heads.
+inline CUresult encode(TensorMap& map, const MappedTensor& tensor, Math math, int box_length,
+                       int box_heads = 1) {
   static_assert(sizeof(TensorMap) == sizeof(CUtensorMap));
   cuuint64_t extents[5];
   cuuint64_t strides[4];  // bytes, of axes 1 to 4
@@ -109,7 +111,8 @@ inline CUresult encode(TensorMap& map, const MappedTensor& tensor, Math math, in
     // The stride of a single element is never used, but has to look right.
     strides[axis - 1] = tensor.extent[axis] > 1 ? tensor.stride[axis] * 2 : 16;
   }
-  const cuuint32_t box[5] = {64, static_cast<cuuint32_t>(box_length), 1, 1, 1};
+  const cuuint32_t box[5] = {64, static_cast<cuuint32_t>(box_length),
+                             static_cast<cuuint32_t>(box_heads), 1, 1};
   const cuuint32_t element_strides[5] = {1, 1, 1, 1, 1};
   return encode_tiled()(
       reinterpret_cast<CUtensorMap*>(&map),
