@@ -112,6 +112,7 @@ struct Forward {
   using SharedMemory = typename Traits::SharedMemory;
   static constexpr int kKeys = Tile::kKeys;
   static constexpr int kWarpGroups = Traits::kWarpGroups;
+  static constexpr bool kEarlyScores = Tile::kQStages > 1 || Traits::kDirect;
 
   // --- producers --------------------------------------------------------------------------------
 
@@ -445,39 +446,65 @@ struct Forward {
     const auto v_tile = [&] { return v_base + v_ring.stage * descriptor_step(Traits::kVBytes); };
 
     if (group == kWarpGroups - 1) pass_turn(group);  // the first turn is the first warpgroup's
-    for (uint32_t count = 0;; ++count, q_ring.advance()) {
-      // Read where it is needed: registers are short.
+    float s[kKeys / 2];
+    uint32_t count = 0;  // tiles of query rows so far
+    Interval own;        // key tiles of the unit
+    int tile;            // of keys
+    uint64_t q;
+    bool more;
+    // Key tiles that other warpgroups of the block need and this one does not.
+    const auto skip_to = [&](int end) {
+      for (; tile >= end; --tile) {
+        wait_k();
+        release_k();
+        wait_v();
+        release_v();
+        take_turn(group);
+        pass_turn(group);
+      }
+    };
+    // Receives a tile and computes its first scores, with `meanwhile` beside them.
+    const auto begin_tile = [&](const auto& meanwhile) {
       const Plan& plan = smem.plans.receive(count);
-      if (!plan.exists) break;
+      more = plan.exists;
+      own = {0, 0};
+      if (more) {
+        own = plan.units[group].tiles;
+        tile = plan.tiles.end - 1;
+        smem.q_full[q_ring.stage][group].wait(q_ring.phase);
+        q = q_base + q_ring.stage * descriptor_step(kWarpGroups * Traits::kQBytes);
+        skip_to(own.end);
+      }
+      if (own.begin == own.end) return meanwhile();
+      wait_k();
+      take_turn(group);
+      issue_scores(s, q, k_tile());
+      pass_turn(group);
+      meanwhile();
+      wgmma_wait<0>();
+      hold(s);
+    };
+
+    begin_tile([] {});
+    while (more) {
+      // Read where it is needed: registers are short.
+      const Plan& plan = smem.plans.sent(count);
       const Unit& unit = plan.units[group];
-      const Interval own = unit.tiles;
       const Interval full = unit.full;
       const auto position = [&](int r) {
         return unit.position + args.unit.position(Fragment::row(thread) + 8 * r);
       };
 
-      float s[kKeys / 2];
       uint32_t p[kKeys / 4];
       float o[Tile::kValueDim / 2];
       OnlineSoftmax<kKeys / 2> softmax;
       float sum[2] = {0.f, 0.f};  // over a whole row; stays 0 where it sees no key
-      float inverse[2] = {0.f, 0.f};
+      float inverse[2];
+      bool has_empty_rows = true;
       softmax.reset();
 #pragma unroll
       for (float& value : o) value = 0.f;
 
-      // Tiles that other warpgroups of the block need and this one does not.
-      int tile = plan.tiles.end - 1;
-      const auto skip_to = [&](int end) {
-        for (; tile >= end; --tile) {
-          wait_k();
-          release_k();
-          wait_v();
-          release_v();
-          take_turn(group);
-          pass_turn(group);
-        }
-      };
       const auto pack_tile = [&] {
 #pragma unroll
         for (int i = 0; i < kKeys / 4; ++i) p[i] = pack<Traits::kMath>(s[2 * i], s[2 * i + 1]);
@@ -514,16 +541,7 @@ struct Forward {
         }
       };
 
-      smem.q_full[q_ring.stage][group].wait(q_ring.phase);
-      const uint64_t q = q_base + q_ring.stage * descriptor_step(kWarpGroups * Traits::kQBytes);
-      skip_to(own.end);
       if (own.begin < own.end) {
-        wait_k();
-        take_turn(group);
-        issue_scores(s, q, k_tile());
-        pass_turn(group);
-        wgmma_wait<0>();
-        hold(s);
         release_k();
         if (tile == own.begin) release_q();
         normalize();  // o is still 0
@@ -565,21 +583,18 @@ struct Forward {
         wait_v();
         issue_values(o, p, v_tile());
         // Beside the last product: what the output needs.
-        bool empty = false;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           sum[r] = softmax.row_sum(r);
           if (position(r) >= plan.mask.q_len()) sum[r] = 0.f;
-          empty = empty || sum[r] == 0.f;
           inverse[r] = reciprocal_approx(sum[r]);
         }
-        empty = __any_sync(~0u, empty);
+        has_empty_rows = __any_sync(~0u, sum[0] == 0.f || sum[1] == 0.f);
         // Four warps through with the last scores may overwrite Q with the output.
         if (!Traits::kDirect) named_barrier_sync(kFirstWarpGroup + group, 128);
         wgmma_wait<0>();
         hold(o);
         release_v();
-        if (empty) clear_rows(o, inverse, sum);
       } else {
         release_q();
       }
@@ -594,27 +609,40 @@ struct Forward {
         const int row = Fragment::row(thread) + 8 * r;
         return args.unit.position(row) * position_stride + args.unit.head(row) * head_stride;
       };
-      if constexpr (Traits::kDirect) {
-        uint16_t* target[2];
+      uint8_t* const staged = smem.q[q_ring.stage][group];
+      Barrier& o_full = smem.o_full[q_ring.stage][group];
+      const auto finish = [&] {
+        if (has_empty_rows) clear_rows(o, inverse, sum);
+        if constexpr (Traits::kDirect) {
+          uint16_t* target[2];
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          target[r] =
-              stored(r) ? unit.out + offset(r, args.out_seq_stride, args.out_head_stride) : nullptr;
+          for (int r = 0; r < 2; ++r) {
+            target[r] = stored(r) ? unit.out + offset(r, args.out_seq_stride, args.out_head_stride)
+                                  : nullptr;
+          }
+          store_direct(o, inverse, target, args.problem.value_dim, lane);
+        } else {
+          stage_output(o, inverse, shared_address(staged), thread);
+          o_full.arrive();
         }
-        store_direct(o, inverse, target, args.problem.value_dim, lane);
+        if (lane % 4 == 0) {
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            if (!stored(r)) continue;
+            unit.lse[offset(r, args.problem.q_heads, 1)] =
+                sum[r] == 0.f ? -INFINITY : softmax.lse(sum[r], r);
+          }
+        }
+      };
+      q_ring.advance();
+      ++count;
+      if (kEarlyScores) {
+        begin_tile(finish);
       } else {
-        stage_output(o, inverse, shared_address(smem.q[q_ring.stage][group]), thread);
-        smem.o_full[q_ring.stage][group].arrive();
+        finish();
+        begin_tile([] {});
       }
-      if (lane % 4 == 0) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          if (!stored(r)) continue;
-          unit.lse[offset(r, args.problem.q_heads, 1)] =
-              sum[r] == 0.f ? -INFINITY : softmax.lse(sum[r], r);
-        }
-      }
-      smem.plans.release(count);
+      smem.plans.release(count - 1);
     }
     if (group == 0) take_turn(group);  // nobody leaves an arrival behind
   }
