@@ -504,6 +504,7 @@ struct Forward {
       softmax.reset();
 #pragma unroll
       for (float& value : o) value = 0.f;
+      hold(o);  // cleared here, not again on each way to a product
 
       const auto pack_tile = [&] {
 #pragma unroll
