@@ -135,8 +135,9 @@ Status forward_with(const ForwardParams& params, cudaStream_t stream) {
   CUresult encoded = encode(args.q, maps.q, kMath, positions, args.unit.heads);
   if (encoded == CUDA_SUCCESS) encoded = encode(args.k, maps.k, kMath, Tile::kKeys);
   if (encoded == CUDA_SUCCESS) encoded = encode(args.v, maps.v, kMath, Tile::kKeys);
-  if (encoded == CUDA_SUCCESS)
+  if (encoded == CUDA_SUCCESS) {
     encoded = encode(args.out, maps.out, kMath, positions, args.unit.heads);
+  }
   if (encoded != CUDA_SUCCESS) {
     return error_status("cuTensorMapEncodeTiled failed with CUresult %d",
                         static_cast<int>(encoded));

@@ -1,12 +1,12 @@
 // The forward kernel. A block walks over tiles of query rows; for each, K and V stream through
 // rings of shared-memory buffers.
 //
-//   warpgroups 0 ... kWarpGroups - 1   consumers: a unit (64 rows) each, both products and the
-//   softmax last warpgroup, one warp each      plans and loads Q, loads K, loads V, stores the
-//   output
+//   warpgroups 0 ... kWarpGroups - 1   consumers: a unit of 64 rows each, products and softmax
+//   last warpgroup, one warp each      plans and loads Q, loads K, loads V, stores the output
 //
-// The planning warp announces each tile ahead of time, so that the others only read what they need
-// of it.
+// The planning warp announces tiles ahead of time, so that the others only read what they need. A
+// consumer begins the next tile with its first scores, which run beside the epilogue of this one.
+//
 // A consumer stages its output where its rows of Q lay, so a Q buffer is empty once the output has
 // left it; with two Q buffers the next tile streams in meanwhile. With one, the output is stored
 // straight from registers, so that the next Q streams in as soon as the last scores are there.
@@ -82,7 +82,7 @@ struct ForwardTraits {
   // consumers: with four slots the planning warp never waits for one.
   using Plans = Mailbox<Plan, 4>;
   // Warps that read plans: all but the planning one, and the storing one where it has no work.
-  static constexpr int kPlanReaders = 4 * kWarpGroups + (Tile::kOutput == Output::kDirect ? 2 : 3);
+  static constexpr int kPlanReaders = 4 * kWarpGroups + (kDirect ? 2 : 3);
 
   struct SharedMemory {
     alignas(1024) uint8_t q[Tile::kQStages][kWarpGroups][kQBytes];
@@ -112,11 +112,12 @@ struct Forward {
   using SharedMemory = typename Traits::SharedMemory;
   static constexpr int kKeys = Tile::kKeys;
   static constexpr int kWarpGroups = Traits::kWarpGroups;
+  // With one Q buffer in which the output is staged, Q of the next tile only comes after it.
   static constexpr bool kEarlyScores = Tile::kQStages > 1 || Traits::kDirect;
 
   // --- producers --------------------------------------------------------------------------------
 
-  // All lanes of the warp: each of the first works out a unit, the first one the rest.
+  // All lanes of the warp: the first ones work out a unit each, the very first the rest too.
   __device__ __forceinline__ static void plan_tile(const ForwardArgs& args, const QueryTile& tile,
                                                    Plan& plan) {
     const Problem& problem = args.problem;
@@ -613,6 +614,8 @@ struct Forward {
       uint8_t* const staged = smem.q[q_ring.stage][group];
       Barrier& o_full = smem.o_full[q_ring.stage][group];
       const auto finish = [&] {
+        // ptxas moves arithmetic up between the products, where it would hold the turn, but not
+        // across a branch: this one has to come first.
         if (has_empty_rows) clear_rows(o, inverse, sum);
         if constexpr (Traits::kDirect) {
           uint16_t* target[2];

@@ -1,5 +1,6 @@
 // Which tiles of query rows a block works on, in which order, and what its roles learn of them. One
-// warp walks the order, a tile ahead of the others: the divisions take longer than an epilogue.
+// warp walks the order, ahead of the others: on the way of a consumer, between two tiles, the index
+// of the next took longer than the epilogue.
 #pragma once
 
 #include <cstdint>
@@ -106,13 +107,12 @@ class TileWalk {
 template <class Mask, int kWarpGroups>
 struct TilePlan {
   struct Unit {
-    int position;  // of the first row along the sequence
-    int head;      // query head of the first row
-    Interval
-        tiles;  // of which some row sees a key; where there are none, empty at the block's begin
-    Interval full;  // of which every row sees every key: no element needs a test
-    float* lse;     // of the first row
-    uint16_t* out;  // of the first row, for direct stores
+    int position;    // of the first row along the sequence
+    int head;        // query head of the first row
+    Interval tiles;  // of which some row sees a key; if none, empty at the begin of the block's
+    Interval full;   // of which every row sees every key: no element needs a test
+    float* lse;      // of the first row
+    uint16_t* out;   // of the first row, for direct stores
   };
 
   bool exists;  // false: the walk is over
