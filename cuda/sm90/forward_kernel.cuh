@@ -512,7 +512,7 @@ struct Forward {
         for (int i = 0; i < kKeys / 4; ++i) p[i] = pack<Traits::kMath>(s[2 * i], s[2 * i + 1]);
       };
       // s becomes probabilities; true when o has to be rescaled.
-      const auto normalize = [&] {
+      const auto normalize = [&](bool first) {
         const int key = tile * kKeys + Fragment::column(thread);
         scores.on_scores(s, RowPositions{position(0), position(1)}, key);
         if (tile < full.begin || tile >= full.end) {
@@ -524,16 +524,22 @@ struct Forward {
           }
           apply_mask(s, visible);
         }
-        const bool rescale = softmax.advance(s, scores.scale_log2);
-#pragma unroll
-        for (int i = 0; i < kKeys / 2; ++i) {
-          s[i] = scores.on_probability(softmax.exponential(s[i], i, scores.scale_log2),
-                                       position(Fragment::lower(i)), key + Fragment::column_of(i));
-          // p is free here unless P V is still reading it.
-          if (Tile::kOverlap == Overlap::kNone && i % 2 == 1) {
-            p[i / 2] = pack<Traits::kMath>(s[i - 1], s[i]);
+        // Packed at once, unless P V is still reading the p of the tile before: then s becomes p.
+        const auto emit = [&](int i, float (&e)[kKeys / 2]) {
+          e[i] = scores.on_probability(e[i], position(Fragment::lower(i)),
+                                       key + Fragment::column_of(i));
+          if (Tile::kOverlap != Overlap::kNone) {
+            s[i] = e[i];
+          } else if (i % 2 == 1) {
+            p[i / 2] = pack<Traits::kMath>(e[i - 1], e[i]);
           }
+        };
+        if (Tile::kOverlap == Overlap::kNone && !first &&
+            softmax.exponentials_if_held(s, scores.scale_log2, emit)) {
+          return false;
         }
+        const bool rescale = softmax.advance(s, scores.scale_log2);
+        softmax.exponentials(s, scores.scale_log2, emit);
         return rescale;
       };
       const auto rescale_output = [&] {
@@ -546,7 +552,7 @@ struct Forward {
       if (own.begin < own.end) {
         release_k();
         if (tile == own.begin) release_q();
-        normalize();  // o is still 0
+        normalize(true);  // o is still 0
         if (Tile::kOverlap != Overlap::kNone) pack_tile();
         while (--tile >= own.begin) {
           wait_k();
@@ -562,7 +568,7 @@ struct Forward {
             release_v();
             release_k();
             if (tile == own.begin) release_q();
-            if (normalize()) rescale_output();
+            if (normalize(false)) rescale_output();
           } else {
             issue_scores(s, q, k_tile());
             issue_values(o, p, v_tile());
@@ -571,7 +577,7 @@ struct Forward {
             hold(s);
             release_k();
             if (tile == own.begin) release_q();
-            const bool rescale = normalize();
+            const bool rescale = normalize(false);
             // ptxas would move the wait above the exponentials; a store of what depends on all of
             // them cannot follow it.
             store_shared_volatile(pin, softmax.sum_of_sums());

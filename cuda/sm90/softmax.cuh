@@ -60,6 +60,35 @@ __device__ __forceinline__ void apply_mask(float (&s)[kElements], const Interval
   }
 }
 
+// The maxima of the thread's two rows, element by element and then over the threads that share them.
+template <int kElements>
+class RowMaxima {
+ public:
+  __device__ __forceinline__ explicit RowMaxima(const float (&s)[kElements])
+      : s_(s), partial_{s[0], s[2], s[4], s[6]} {}
+
+  __device__ __forceinline__ void take(int i) {
+    float& top = partial_[(i >> 1) & 3];  // two chains a row halve the latency
+    top = fmaxf(top, s_[i]);
+  }
+  __device__ __forceinline__ void join() {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) partial_[r] = fmaxf(partial_[r], partial_[r + 2]);
+  }
+  // Of lanes that far apart: 1, then 2.
+  __device__ __forceinline__ void exchange(int distance) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      partial_[r] = fmaxf(partial_[r], __shfl_xor_sync(~0u, partial_[r], distance));
+    }
+  }
+  __device__ __forceinline__ float of(int r) const { return partial_[r]; }
+
+ private:
+  const float (&s_)[kElements];
+  float partial_[4];
+};
+
 // Running maximum and sum of the thread's two rows. The maximum is lazy: the reference only moves
 // once a row has outgrown it by 2^8, because moving it means rescaling the output. The sums stay
 // per thread until the end.
@@ -73,32 +102,21 @@ class OnlineSoftmax {
     for (float& sum : sum_) sum = 0.f;
   }
 
-  // Looks at a new tile; true when the output so far must be multiplied by correction(). One vote
-  // for the warp, so that the branch around the multiplications does not diverge.
+  // Moves the reference where a new tile has outgrown it; true when the output so far must then be
+  // multiplied by correction().
   __device__ __forceinline__ bool advance(const float (&s)[kElements], float scale_log2) {
-    // Two chains a row halve the latency.
-    float partial[4] = {s[0], s[2], s[4], s[6]};
+    RowMaxima<kElements> top(s);
 #pragma unroll
-    for (int i = 0; i < kElements; ++i) {
-      float& top = partial[(i >> 1) & 3];
-      top = fmaxf(top, s[i]);
-    }
-    float top[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      top[r] = fmaxf(partial[r], partial[r + 2]);
-      top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 1));
-      top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 2));
-    }
-    constexpr float kSlack = 8.f;
-    const bool outgrown = fmaf(top[0], scale_log2, offset_[0]) > kSlack ||
-                          fmaf(top[1], scale_log2, offset_[1]) > kSlack;
-    const bool rescale = __any_sync(~0u, outgrown);
+    for (int i = 0; i < kElements; ++i) top.take(i);
+    top.join();
+    top.exchange(1);
+    top.exchange(2);
+    const bool rescale = outgrown(top, scale_log2);
     if (rescale) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         // From the rounded offsets, as the exponentials use them: large logits stay consistent.
-        const float offset = fminf(offset_[r], -top[r] * scale_log2);
+        const float offset = fminf(offset_[r], -top.of(r) * scale_log2);
         correction_[r] = exp2_approx(offset - offset_[r]);
         offset_[r] = offset;
         sum_[r] *= correction_[r];
@@ -110,11 +128,35 @@ class OnlineSoftmax {
 
   __device__ __forceinline__ float correction(int lower) const { return correction_[lower]; }
 
-  // The probability of element i, relative to the reference.
-  __device__ __forceinline__ float exponential(float s, int i, float scale_log2) {
-    const float p = exp2_approx(fmaf(s, scale_log2, offset_[Fragment::lower(i)]));
-    sum_[Fragment::lower(i) + 2 * (i & 1)] += p;
-    return p;
+  // The probabilities of a tile relative to the reference: emit(i, e) once those up to i are there.
+  template <class Emit>
+  __device__ __forceinline__ void exponentials(const float (&s)[kElements], float scale_log2,
+                                               const Emit& emit) {
+    exponentials(s, scale_log2, emit, [](int) {});
+  }
+
+  // The same where the reference has not been outgrown, which is nearly always: the maxima, their
+  // way through the warp and the vote hide under the exponentials. Otherwise false, nothing has
+  // been summed up, and advance() comes next. The scores must outlive what `emit` writes.
+  template <class Emit>
+  __device__ __forceinline__ bool exponentials_if_held(const float (&s)[kElements],
+                                                       float scale_log2, const Emit& emit) {
+    const float sums[4] = {sum_[0], sum_[1], sum_[2], sum_[3]};
+    RowMaxima<kElements> top(s);
+    exponentials(s, scale_log2, emit, [&](int i) {
+      constexpr int kJoined = kElements / 2;
+      if (i < kJoined) {
+        top.take(2 * i);
+        top.take(2 * i + 1);
+      }
+      if (i == kJoined) top.join();
+      if (i == kJoined + 1) top.exchange(1);
+      if (i == kJoined + kElements / 4) top.exchange(2);
+    });
+    if (!outgrown(top, scale_log2)) return true;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sum_[i] = sums[i];
+    return false;
   }
 
   // Depends on every exponential so far.
@@ -137,6 +179,35 @@ class OnlineSoftmax {
   }
 
  private:
+  // One vote for the warp, so that the branch around the multiplications does not diverge.
+  __device__ __forceinline__ bool outgrown(const RowMaxima<kElements>& top,
+                                           float scale_log2) const {
+    constexpr float kSlack = 8.f;
+    return __any_sync(~0u, fmaf(top.of(0), scale_log2, offset_[0]) > kSlack ||
+                               fmaf(top.of(1), scale_log2, offset_[1]) > kSlack);
+  }
+
+  // `beside(i)` comes with exponential i.
+  template <class Emit, class Beside>
+  __device__ __forceinline__ void exponentials(const float (&s)[kElements], float scale_log2,
+                                               const Emit& emit, const Beside& beside) {
+    // Several exponentials in flight before the first is used: one has a latency of several.
+    constexpr int kAhead = 6;
+    float e[kElements];
+#pragma unroll
+    for (int i = 0; i < kElements + kAhead; ++i) {
+      if (i < kElements) {
+        e[i] = exp2_approx(fmaf(s[i], scale_log2, offset_[Fragment::lower(i)]));
+        beside(i);
+      }
+      if (i >= kAhead) {
+        const int done = i - kAhead;
+        sum_[Fragment::lower(done) + 2 * (done & 1)] += e[done];
+        emit(done, e);
+      }
+    }
+  }
+
   float offset_[2];  // minus the reference, in units of log 2
   float sum_[4];     // even and odd columns apart
   float correction_[2];
