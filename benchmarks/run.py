@@ -127,7 +127,10 @@ def kernel_of(case: cases.Case, pass_name: str) -> str | None:
         k=key,
         v=value,
     )
-    return " ".join(map(str, variant)) if variant else None
+    if variant is None:
+        return None
+    family, *head_sizes = variant
+    return f"{family} {'/'.join(dict.fromkeys(map(str, head_sizes)))}"
 
 
 def peers_of(case: cases.Case, pass_name: str, arguments: argparse.Namespace) -> list[str]:

@@ -99,7 +99,8 @@ struct Variant {
   const char* family;  // "sm80", "sm90"
   const char* pass;    // "forward", "backward"
   const char* math;    // "float16", "bfloat16", "tf32", "float32"
-  int32_t head_dim;    // largest head size that the variant takes
+  int32_t head_dim;    // largest size of a query/key head that the variant takes
+  int32_t value_dim;   // and of a value head
 };
 
 // A GPU of this machine.

@@ -73,7 +73,7 @@ Status select(Launchers<Params> launchers, const char* pass, const Params& param
     if (launcher.math != problem.math) continue;
     largest = std::max(largest, launcher.variant.head_dim);
     if (launcher.variant.head_dim < problem.head_dim) continue;
-    if (launcher.value_dim < problem.value_dim) continue;
+    if (launcher.variant.value_dim < problem.value_dim) continue;
     if (launcher.takes != nullptr && !launcher.takes(params)) continue;
     *selected = &launcher;
     return {};

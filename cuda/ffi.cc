@@ -277,12 +277,14 @@ ffi::Error backward(CUstream_st* stream, Attributes attributes, bool has_dlse, b
   return to_error(jaxflash_backward(&params, stream));
 }
 
-// (family, head size) of the variant that dispatch picks for dense, aligned arrays.
-std::optional<std::tuple<std::string, int32_t>> variant_for(bool forward, const std::string& dtype,
-                                                            bool highest_precision,
-                                                            const std::vector<int64_t>& q,
-                                                            const std::vector<int64_t>& k,
-                                                            const std::vector<int64_t>& v) {
+// Family, query/key and value head size.
+using VariantKey = std::tuple<std::string, int32_t, int32_t>;
+
+// The variant that dispatch picks for dense, aligned arrays.
+std::optional<VariantKey> variant_for(bool forward, const std::string& dtype,
+                                      bool highest_precision, const std::vector<int64_t>& q,
+                                      const std::vector<int64_t>& k,
+                                      const std::vector<int64_t>& v) {
   const auto shape = [](const std::vector<int64_t>& dims) {
     return Shape{ffi::Span<const int64_t>(dims.data(), dims.size())};
   };
@@ -327,7 +329,7 @@ std::optional<std::tuple<std::string, int32_t>> variant_for(bool forward, const 
     variant = jaxflash_backward_variant(&params);
   }
   if (variant == nullptr) return std::nullopt;
-  return std::make_tuple(std::string(variant->family), variant->head_dim);
+  return std::make_tuple(std::string(variant->family), variant->head_dim, variant->value_dim);
 }
 
 #endif  // JAXFLASH_WITH_KERNELS
@@ -434,10 +436,10 @@ NB_MODULE(_extension, m) {
   m.def("variants", [] {
     const jaxflash::Variant* variants = nullptr;
     const int32_t count = jaxflash_variants(&variants);
-    std::vector<std::tuple<std::string, std::string, std::string, int32_t>> rows;
+    std::vector<std::tuple<std::string, std::string, std::string, int32_t, int32_t>> rows;
     for (int32_t i = 0; i < count; ++i) {
       rows.emplace_back(variants[i].family, variants[i].pass, variants[i].math,
-                        variants[i].head_dim);
+                        variants[i].head_dim, variants[i].value_dim);
     }
     return rows;
   });
@@ -445,13 +447,13 @@ NB_MODULE(_extension, m) {
       "variant",
       [](const std::string& pass, const std::string& dtype, bool highest_precision,
          const std::vector<int64_t>& q, const std::vector<int64_t>& k,
-         const std::vector<int64_t>& v) -> std::optional<std::tuple<std::string, int32_t>> {
+         const std::vector<int64_t>& v) -> std::optional<jaxflash::VariantKey> {
         return jaxflash::variant_for(pass == "forward", dtype, highest_precision, q, k, v);
       },
       nb::kw_only(), nb::arg("pass_name"), nb::arg("dtype"), nb::arg("highest_precision"),
       nb::arg("q"), nb::arg("k"), nb::arg("v"),
-      "(family, head size) of the variant that the current GPU runs for q (*B, T, N, H), "
-      "k (*B, S, K, H), v (*B, S, K, h), densely stored; None if it runs none.");
+      "(family, head size, value head size) of the variant that the current GPU runs for "
+      "q (*B, T, N, H), k (*B, S, K, H), v (*B, S, K, h), densely stored; None if it runs none.");
   m.def("devices", [] {
     jaxflash::Device devices[64];
     const int32_t count = jaxflash_devices(devices, 64);

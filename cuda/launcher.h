@@ -18,7 +18,6 @@ struct Target {
 template <class Params>
 struct Launcher {
   Variant variant;
-  int32_t value_dim;  // largest value head size
   Math math;
   Target target;
   Status (*launch)(const Params&, CUstream_st*);

@@ -13,12 +13,19 @@ from jaxflash import _ffi
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """One compiled kernel: it takes head sizes up to `head_dim`."""
+    """One compiled kernel: it takes heads up to `head_dim` for queries and keys, `value_dim` for
+    values."""
 
     family: str  # "sm80": every GPU from Ampere on; "sm90": Hopper
     pass_: str  # "forward", "backward"
     math: str  # "float16", "bfloat16", "tf32", "float32"
     head_dim: int
+    value_dim: int
+
+    @property
+    def head_sizes(self) -> str:
+        same = self.head_dim == self.value_dim
+        return str(self.head_dim) if same else f"{self.head_dim}/{self.value_dim}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +63,8 @@ class Config:
         lines.append(f"  kernels   {self.build_info}")
         by_kind = itertools.groupby(self.variants, lambda v: (v.family, v.pass_, v.math))
         for (family, pass_, math), variants in by_kind:
-            head_dims = " ".join(str(variant.head_dim) for variant in variants)
-            lines.append(f"    {family} {pass_:<8} {math:<8} head sizes up to {head_dims}")
+            head_sizes = " ".join(variant.head_sizes for variant in variants)
+            lines.append(f"    {family} {pass_:<8} {math:<8} head sizes up to {head_sizes}")
         for device in self.devices:
             major, minor = device.compute_capability
             lines.append(

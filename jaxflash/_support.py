@@ -82,9 +82,9 @@ def reasons_against_kernels(spec: AttentionSpec, operands: Operands) -> tuple[st
 def _largest_head_size(math: str) -> int:
     """Largest head size for which both passes are in the library."""
     sizes = {"forward": 0, "backward": 0}
-    for _, pass_name, built_math, head_dim in _ffi.extension.variants():
+    for _, pass_name, built_math, *head_sizes in _ffi.extension.variants():
         if built_math == math:
-            sizes[pass_name] = max(sizes[pass_name], head_dim)
+            sizes[pass_name] = max(sizes[pass_name], min(head_sizes))
     return min(sizes.values())
 
 

@@ -56,6 +56,31 @@ struct ForwardTileFor<128, 128> {
   using Short = ForwardTile<128, 128, 2, 128, 2, 2, Overlap::kValues, Output::kStaged, true>;
 };
 
+// 112 keys are the most that 160 registers hold beside the output (155 in use). A panel of 64
+// columns is half empty: two stages and two Q are what the shared memory takes.
+template <>
+struct ForwardTileFor<96, 96> {
+  using Type = ForwardTile<96, 96, 3, 112, 2, 2, Overlap::kValues, Output::kStaged, true>;
+  static constexpr int kShortRows = 0;
+  using Short = Type;
+};
+
+// As at 128, whose output it has; the larger Q leaves room for one buffer of it.
+template <>
+struct ForwardTileFor<192, 128> {
+  using Type = ForwardTile<192, 128, 3, 80, 3, 1, Overlap::kNone, Output::kDirect, true>;
+  static constexpr int kShortRows = 0;
+  using Short = Type;
+};
+
+// As at 256; 112 keys fill the shared memory (216 KB).
+template <>
+struct ForwardTileFor<192, 192> {
+  using Type = ForwardTile<192, 192, 2, 112, 2, 1, Overlap::kValues, Output::kDirect, true>;
+  static constexpr int kShortRows = 0;
+  using Short = Type;
+};
+
 // The output accumulator takes 128 registers, so two warpgroups. 80 keys would fill the shared
 // memory too; 64 waste less on diagonals: 492 TFLOP/s against 472 at S = 512, equal from 8192 on.
 // Stored directly, because there is one Q: 740 against 701 at S = 16384, 487 against 474 at 512.
