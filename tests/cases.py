@@ -305,11 +305,36 @@ BASE = (
     _row("three-batch-axes", batch=(2, 1, 3), q_len=17, dtype="bfloat16"),
     _row("large-logits", magnitude=3e3, dtype="bfloat16"),
     _row("large-logits-float32", magnitude=1e4, precision="highest", is_causal=True),
+    _row("large-logits-64", q_len=200, head_dim=64, magnitude=1e4, dtype="float16"),
+    _row(
+        "large-logits-128", q_len=200, head_dim=128, magnitude=1e4, dtype="bfloat16", is_causal=True
+    ),
+    _row("large-logits-256", q_len=140, head_dim=256, magnitude=1e4, dtype="bfloat16"),
     _row("scale", scale=0.37, dtype="bfloat16"),
     _row("scale-negative", scale=-0.2, is_causal=True),
     _row("scale-zero", scale=0.0, dtype="bfloat16"),
     _row("deterministic", q_len=150, head_dim=64, dtype="bfloat16", deterministic_backward=True),
 )
+
+# Every pair of head sizes that has a kernel of its own on some GPU, and sizes that fill it in part;
+# lengths past one tile of rows and several of keys.
+HEADS = (
+    _row("head-64-value-128", q_len=200, head_dim=64, value_dim=128, dtype="bfloat16"),
+    _row("head-80", q_len=195, kv_len=230, head_dim=80, dtype="bfloat16", is_causal=True),
+    _row("head-96", q_len=200, kv_len=225, head_dim=96, dtype="bfloat16",
+         local_window_size=(90, 40)),
+    _row("head-96-float16", q_len=193, head_dim=96, dtype="float16", is_causal=True, q_heads=4,
+         kv_heads=2, query_lengths=(193, 100), kv_lengths=(113, 193)),
+    _row("head-112", q_len=130, head_dim=112, dtype="float16"),
+    _row("head-128-value-192", q_len=130, head_dim=128, value_dim=192, dtype="bfloat16"),
+    _row("head-160", q_len=129, kv_len=230, head_dim=160, dtype="bfloat16", is_causal=True,
+         causal_alignment="bottom_right"),
+    _row("head-192", q_len=140, kv_len=225, head_dim=192, dtype="float16", kv_lengths=(225, 111)),
+    _row("head-192-value-128-long", q_len=200, kv_len=245, head_dim=192, value_dim=128,
+         dtype="bfloat16", kv_lengths=(160, 245)),
+    _row("head-192-value-64", q_len=100, head_dim=192, value_dim=64, dtype="float16",
+         is_causal=True),
+)  # fmt: skip
 
 # Each feature of the kernels alone, and the pairs that share code.
 BANDS = (
@@ -402,6 +427,10 @@ FAULTS = (
     _row("no-heads", q_heads=0, kv_heads=1, dtype="bfloat16"),
     _row("poison-lengths", poison=True, q_len=70, kv_len=150, query_lengths=(70, 40),
          kv_lengths=(100, 13), head_dim=64, dtype="bfloat16"),
+    _row("poison-lengths-96", poison=True, q_len=70, kv_len=150, query_lengths=(70, 40),
+         kv_lengths=(113, 13), head_dim=96, dtype="float16"),
+    _row("poison-lengths-192-128", poison=True, q_len=70, kv_len=150, query_lengths=(70, 40),
+         kv_lengths=(81, 13), head_dim=192, value_dim=128, dtype="bfloat16"),
     _row("poison-lengths-zero", poison=True, query_lengths=(0, 48), kv_lengths=(48, 0)),
     _row("poison-causal", poison=True, q_len=40, kv_len=150, is_causal=True, dtype="bfloat16"),
     _row("poison-window", poison=True, q_len=40, kv_len=150, local_window_size=(7, 20),
@@ -419,6 +448,10 @@ LARGE = (
          dtype="float16", gpu_only=True),
     _row("gpu-256-2k", batch=(1,), q_len=2048, q_heads=2, head_dim=256, dtype="bfloat16",
          is_causal=True, deterministic_backward=True, gpu_only=True),
+    _row("gpu-96-1k", batch=(1,), q_len=1030, q_heads=4, kv_heads=2, head_dim=96, dtype="float16",
+         is_causal=True, gpu_only=True),
+    _row("gpu-192-1k", batch=(1,), q_len=1024, q_heads=4, head_dim=192, dtype="bfloat16",
+         gpu_only=True),
     _row("gpu-192-128-1k", batch=(1,), q_len=1025, q_heads=4, head_dim=192, value_dim=128,
          dtype="bfloat16", is_causal=True, gpu_only=True),
     _row("gpu-float32-1k", batch=(1,), q_len=1024, q_heads=4, head_dim=64, gpu_only=True),
@@ -430,4 +463,4 @@ LARGE = (
          local_window_size=(1023, 0), dtype="bfloat16", gpu_only=True),
 )  # fmt: skip
 
-CASES = (*BASE, *BANDS, *SCORES, *FAULTS, *LARGE)
+CASES = (*BASE, *HEADS, *BANDS, *SCORES, *FAULTS, *LARGE)

@@ -13,7 +13,8 @@ from check import jitted
 NAMES = (
     "float16", "float32-highest", "T-65-float32", "head-7-value-3", "head-80-value-112",
     "T-193-S-97", "T-1-S-1", "mqa-causal", "window-T>S", "lengths-batch-axes",
-    "bottom-right-T>S", "empty-S", "gqa-causal-deterministic",
+    "bottom-right-T>S", "empty-S", "gqa-causal-deterministic", "head-96-float16", "head-160",
+    "head-192-value-128",
 )  # fmt: skip
 
 # Those of the portable kernels on every GPU: float32, or head sizes that TMA does not take.

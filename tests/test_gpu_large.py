@@ -49,6 +49,16 @@ def test_past_2_31_elements_in_the_batch():
     _check(call)
 
 
+def test_batch_stride_past_2_31_elements():
+    """From one sequence of keys to the next; few queries, so that the rest of dk and dv is 0."""
+    keys = (2, 1_048_576 + 8, 16, 128)
+    assert np.prod(keys[1:]) > 2**31
+    call = run([(2, 300, 16, 128), keys, keys], jnp.bfloat16, "bfloat16", right=0)
+    rows = [(1, 0, 0), (1, 299, 15), (0, 299, 3), (1, 150, 7)]
+    check(call, rows, [(0, 0, 0), (1, 0, 15), (1, 299, 0), (1, 150, 9), (1, keys[1] - 1, 15)])
+    assert not bool(jnp.any(call.dkey[:, 300:])), "keys that no query sees have a gradient"
+
+
 def test_65536_times_32_batch_heads():
     call = run([(65_536, 16, 32, 16)] * 3, jnp.bfloat16, "bfloat16")
     _check(call)

@@ -1,7 +1,9 @@
-"""The kernels inside XLA's runtime: capture, threads, devices, memory that is not clean, errors."""
+"""The kernels inside XLA's runtime: capture, threads, streams, devices, memory that is not clean,
+errors."""
 
 import concurrent.futures
 import functools
+import itertools
 import os
 import pathlib
 import subprocess
@@ -14,6 +16,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxflash
+from busy_stream import matrix_products
 from cases import CASES
 from check import assert_same_bits, jitted
 from jaxflash import _ffi
@@ -44,21 +47,27 @@ import hashlib, sys
 sys.path.insert(0, {tests!r})
 import jax
 from test_gpu_runtime import _qkv, _step
-step = jax.jit(_step)
+
+@jax.jit
+def steps(inputs):  # independent of each other
+    return [_step(*qkv) for qkv in inputs]
+
 digest = hashlib.sha256()
 for repeat in range(3):
-    for seed in range(3):
-        for x in jax.device_get(step(*jax.device_put(_qkv(seed)))):
-            digest.update(x.tobytes())
+    inputs = [_qkv(3 * repeat + i, length) for i, length in enumerate((200, 1024, 65))]
+    inputs = jax.device_put(inputs)
+    for x in jax.tree.leaves(jax.device_get(steps(inputs))):
+        digest.update(x.tobytes())
 print(digest.hexdigest())
 """
 
 
-def _replay(tmp_path, commands: str) -> tuple[str, str]:
+def _replay(tmp_path, commands: str, scheduling: str) -> tuple[str, str]:
     """(digest of the results, everything that XLA dumped) with these kinds of commands captured."""
-    folder = tmp_path / (commands or "none")
+    folder = tmp_path / (commands + scheduling)
     flags = (
         f"--xla_gpu_enable_command_buffer={commands} --xla_gpu_graph_min_graph_size=1 "
+        f"--xla_gpu_command_buffer_scheduling_mode={scheduling} "
         f"--xla_dump_to={folder} --xla_dump_hlo_as_text"
     )
     code = _REPLAY.format(tests=str(pathlib.Path(__file__).parent))
@@ -67,17 +76,20 @@ def _replay(tmp_path, commands: str) -> tuple[str, str]:
         env={**os.environ, "XLA_FLAGS": flags, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    texts = [path.read_text(errors="replace") for path in folder.rglob("*step*") if path.is_file()]
+    texts = [path.read_text(errors="replace") for path in folder.rglob("*steps*") if path.is_file()]
     return done.stdout.strip(), "\n".join(texts)
 
 
 def test_captured_and_replayed_gives_the_same_bits(tmp_path):
-    captured, dump = _replay(tmp_path, "FUSION,CUSTOM_CALL")
-    plain, plain_dump = _replay(tmp_path, "")
-    assert captured == plain
-    # XLA says so in its list of thunks; without the kernels' trait it would launch them one by one.
-    assert "kCommandBuffer" in dump or "command_buffer" in dump
+    """Launched one by one, captured in a row, and captured as a graph of concurrent branches."""
+    plain, plain_dump = _replay(tmp_path, "", "SERIALIZE")
     assert "kCommandBuffer" not in plain_dump
+    for scheduling in ("SERIALIZE", "CONCURRENT"):
+        captured, dump = _replay(tmp_path, "FUSION,CUSTOM_CALL", scheduling)
+        assert captured == plain, scheduling
+        # XLA says so in its list of thunks; without the kernels' trait it would launch them one by
+        # one.
+        assert "kCommandBuffer" in dump or "command_buffer" in dump
 
 
 # ---- Threads, streams, devices ------------------------------------------------------------------
@@ -110,6 +122,55 @@ def test_independent_calls_in_one_program():
         assert_same_bits(result, jax.jit(_step)(*qkv))
 
 
+@pytest.mark.two_gpus
+def test_two_devices_at_once():
+    """A thread each; XLA's calls on one device do not wait for those on the other."""
+    step = jax.jit(_step)
+    qkv = _qkv(length=1500)
+    inputs = [jax.device_put(qkv, device) for device in jax.devices("gpu")[:2]]
+    alone = jax.device_get(step(*inputs[0]))
+
+    def work(operands):
+        return [step(*operands) for _ in range(50)]
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        for operands, results in zip(inputs, pool.map(work, inputs), strict=True):
+            for result in results:
+                assert result[0].devices() == operands[0].devices()
+                assert_same_bits(result, alone, str(result[0].devices()))
+
+
+def test_other_work_on_the_gpu():
+    """Matrix products on another stream come and go: blocks start late, and in another order."""
+    qkv = jax.device_put(_qkv(length=2000))
+    dout = jax.device_put(_qkv(seed=9, length=2000)[0])
+
+    def gradients(deterministic, *qkv):
+        attend = functools.partial(
+            jaxflash.dot_product_attention, implementation="cuda", is_causal=True,
+            deterministic_backward=deterministic,
+        )  # fmt: skip
+        out, pull = jax.vjp(attend, *qkv)
+        return out, *pull(dout)
+
+    ordered, free = (jax.jit(functools.partial(gradients, kind)) for kind in (True, False))
+    quiet = jax.device_get(ordered(*qkv))
+    jax.block_until_ready(free(*qkv))
+    with matrix_products() as count:
+        before = count()
+        differ = _differing_runs(functools.partial(ordered, *qkv), 300)
+        results = [free(*qkv) for _ in range(20)]
+        jax.block_until_ready(results)
+        assert count() > before, "the other stream did not run meanwhile"
+    assert differ == 0
+    assert_same_bits(ordered(*qkv), quiet)
+    for out, *found in jax.device_get(results):
+        assert_same_bits(out, quiet[0])
+        for x, y in zip(found, quiet[1:], strict=True):
+            x, y = x.astype(np.float32), y.astype(np.float32)
+            assert np.linalg.norm(x - y) <= 1e-2 * np.linalg.norm(y)
+
+
 def test_sharded_over_all_gpus():
     devices = jax.devices("gpu")
     mesh = jax.sharding.Mesh(np.array(devices), ("b",))
@@ -132,8 +193,9 @@ def _poison_memory():
 
 
 _POISONED = (
-    "bfloat16", "float32-highest", "head-7-value-3", "head-80-value-112", "T-63-S-65", "window-T>S",
-    "lengths-batch-axes", "lengths-q", "bottom-right-T>S", "empty-S", "gqa-causal-deterministic",
+    "bfloat16", "float32-highest", "head-7-value-3", "head-80-value-112", "head-96-float16",
+    "head-160", "head-192-value-128-long", "T-63-S-65", "window-T>S", "lengths-batch-axes",
+    "lengths-q", "bottom-right-T>S", "empty-S", "gqa-causal-deterministic",
 )  # fmt: skip
 
 
@@ -168,12 +230,73 @@ def test_neighbours_in_memory_are_not_written():
         assert_same_bits(x[999:-999], y.ravel())
 
 
-def test_determinism_over_many_runs():
-    step = jax.jit(_step)
-    qkv = jax.device_put(_qkv(length=777))
-    first = jax.device_get(step(*qkv))
-    for _ in range(20):
-        assert_same_bits(step(*qkv), first)
+# ---- Repeatability ------------------------------------------------------------------------------
+
+
+def _differing_runs(run, count: int) -> int:
+    """How many of so many runs differ from the first in any bit; compared on the device, so that
+    the runs follow each other closely."""
+
+    @jax.jit
+    def compare(differing, first, again):
+        bits = functools.partial(jax.lax.bitcast_convert_type, new_dtype=jnp.uint16)
+        same = [jnp.all(bits(x) == bits(y)) for x, y in zip(first, again, strict=True)]
+        return differing + jnp.where(jnp.stack(same).all(), 0, 1)
+
+    first = run()
+    differing = jnp.int32(0)
+    for _ in range(count):
+        differing = compare(differing, first, run())
+    return int(differing)
+
+
+@pytest.mark.parametrize(
+    ("runs", "head_dim", "kv_heads", "is_causal"),
+    [
+        (1000, 64, 8, False), (500, 64, 2, True), (300, 128, 8, True), (300, 128, 8, False),
+        (300, 192, 4, True), (300, 256, 8, True), (300, 256, 8, False),
+    ],
+)  # fmt: skip
+def test_determinism_over_many_runs(runs, head_dim, kv_heads, is_causal):
+    """As many blocks as the GPU takes, of which several add to the same rows."""
+    rng = np.random.default_rng(0)
+    heads = (8, kv_heads, kv_heads, 8)
+    arrays = [rng.standard_normal((2, 1024, n, head_dim), np.float32) for n in heads]
+    *qkv, dout = jax.device_put([x.astype(jnp.bfloat16) for x in arrays])
+
+    @jax.jit
+    def step(*qkv):
+        attend = functools.partial(
+            jaxflash.dot_product_attention, implementation="cuda", is_causal=is_causal,
+            deterministic_backward=True,
+        )  # fmt: skip
+        out, pull = jax.vjp(attend, *qkv)
+        return out, *pull(dout)
+
+    assert _differing_runs(functools.partial(step, *qkv), runs) == 0
+
+
+# ---- Choice of the kernel -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pass_name", ["forward", "backward"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_smallest_variant_that_fits(pass_name, dtype):
+    math = "tf32" if dtype == "float32" else dtype
+    sizes = (8, 64, 72, 96, 104, 128, 136, 160, 192, 200, 256)
+    for head_dim, value_dim in itertools.product(sizes, sizes):
+        query, value = [2, 96, 4, head_dim], [2, 96, 4, value_dim]
+        family, *found = _ffi.extension.variant(
+            pass_name=pass_name, dtype=dtype, highest_precision=False, q=query, k=query, v=value
+        )
+        fitting = [
+            [largest_head, largest_value]
+            for *kind, largest_head, largest_value in _ffi.extension.variants()
+            if kind == [family, pass_name, math]
+            and largest_head >= head_dim
+            and largest_value >= value_dim
+        ]
+        assert found == min(fitting, key=sum), (head_dim, value_dim)
 
 
 # ---- Host errors --------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from check import check_attention
 
 # Around the edges of tiles, and nothing at all.
 _LENGTHS = st.sampled_from([0, 1, 2, 15, 16, 17, 31, 33, 48, 63, 64, 65, 80])
-_HEAD_SIZES = st.sampled_from([1, 2, 7, 8, 16, 24, 33, 64, 72])
+_HEAD_SIZES = st.sampled_from([1, 2, 7, 8, 16, 24, 33, 64, 72, 96, 136, 192])
 _WINDOW_SIDES = st.one_of(st.none(), st.integers(0, 70))
 
 

@@ -1,0 +1,127 @@
+"""Lengths around the edges of every tile, for every pair of head sizes that has a kernel."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxflash
+
+# Tiles have 64, 80, 112, 128 or 192 rows or keys; 96 is half of the largest.
+_EDGES = (1, 63, 64, 65, 79, 81, 95, 97, 111, 113, 127, 128, 129, 160, 161, 191, 193)
+# (queries, keys): each edge on both sides at once and against another one.
+_LENGTHS = (
+    *((length, length) for length in _EDGES),
+    *zip(_EDGES, _EDGES[6:] + _EDGES[:6], strict=True),
+    (0, 65),
+    (65, 0),
+)
+_HEAD_SIZES = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+_HEADS, _KV_HEADS = 4, 2
+_NAMES = ("out", "lse", "dquery", "dkey", "dvalue")
+
+
+def _arrays(seed, q_len, kv_len, head_dim, value_dim):
+    """query, key, value, cotangent of out."""
+    rng = np.random.default_rng(seed)
+    shapes = (
+        (1, q_len, _HEADS, head_dim),
+        (1, kv_len, _KV_HEADS, head_dim),
+        (1, kv_len, _KV_HEADS, value_dim),
+        (1, q_len, _HEADS, value_dim),
+    )
+    return [rng.standard_normal(shape, np.float32).astype(jnp.bfloat16) for shape in shapes]
+
+
+def _truth(query, key, value, dout, causal):
+    """out, lse and the gradients, in float64."""
+    query, key, value, dout = (x[0].astype(np.float64) for x in (query, key, value, dout))
+    group = _HEADS // _KV_HEADS
+    scale = query.shape[-1] ** -0.5
+    k, v = (np.repeat(x, group, axis=1) for x in (key, value))
+    logits = scale * np.einsum("tnh,snh->nts", query, k)
+    if causal:
+        logits[:, ~np.tri(*logits.shape[1:], dtype=bool)] = -np.inf
+    top = logits.max(axis=-1, keepdims=True, initial=-1e30)
+    p = np.exp(logits - top)
+    total = p.sum(axis=-1, keepdims=True)
+    with np.errstate(divide="ignore"):
+        lse = (top + np.log(total))[..., 0]
+    p /= np.where(total == 0, 1, total)
+    out = np.einsum("nts,snh->tnh", p, v)
+    dp = np.einsum("tnh,snh->nts", dout, v)
+    ds = scale * p * (dp - np.sum(dout * out, axis=-1).T[..., None])
+    dkey = np.einsum("nts,tnh->snh", ds, query).reshape(*key.shape[:2], group, key.shape[2])
+    dvalue = np.einsum("nts,tnh->snh", p, dout).reshape(*value.shape[:2], group, value.shape[2])
+    return (
+        out,
+        lse.T,
+        np.einsum("nts,snh->tnh", ds, k),
+        dkey.sum(axis=2),
+        dvalue.sum(axis=2),
+    )
+
+
+def _compare(name, actual, truth, where):
+    """Per position and head: a wrong edge spoils whole rows."""
+    actual = np.asarray(actual)[0].astype(np.float64)
+    assert actual.shape == truth.shape, where
+    if name == "lse":
+        np.testing.assert_allclose(actual, truth, atol=2e-3, err_msg=where)
+        return
+    if truth.size == 0:
+        return
+    error, size = (np.linalg.norm(x, axis=-1) for x in (actual - truth, truth))
+    typical = np.sqrt(np.mean(size**2))
+    # Operands are rounded to 8 bits; terms that cancel are of size 1 an element.
+    allowed = 2.0**-6 * (size + typical) + 2.0**-9 * np.sqrt(truth.shape[-1])
+    assert np.isfinite(error).all(), f"{name} is not finite{where}"
+    worst = np.unravel_index(np.argmax(error / allowed), error.shape)
+    assert error[worst] <= allowed[worst], (
+        f"{name} at (position, head) {tuple(map(int, worst))}: error {error[worst]:.3g}, allowed "
+        f"{allowed[worst]:.3g}{where}"
+    )
+
+
+def check_edges(head_dim, value_dim, lengths=_LENGTHS, implementation="cuda"):
+    calls = [
+        (_arrays(seed, *pair, head_dim, value_dim), seed % 2 == 1, seed % 3 == 1)
+        for seed, pair in enumerate(lengths)
+    ]
+
+    def step(arrays, causal, deterministic):
+        attend = functools.partial(
+            jaxflash.dot_product_attention, implementation=implementation, return_residual=True,
+            is_causal=causal, deterministic_backward=deterministic,
+        )  # fmt: skip
+        *qkv, dout = arrays
+        (out, lse), pull = jax.vjp(attend, *qkv)
+        return out, lse, *pull((dout, jnp.zeros_like(lse)))
+
+    @jax.jit
+    def all_of_them(inputs):  # in one program: compiling takes longest
+        return [step(x, *call[1:]) for x, call in zip(inputs, calls, strict=True)]
+
+    results = jax.device_get(all_of_them([arrays for arrays, _, _ in calls]))
+    for (arrays, causal, deterministic), result, pair in zip(calls, results, lengths, strict=True):
+        where = f"; lengths {pair}, causal {causal}, deterministic {deterministic}"
+        for name, actual, truth in zip(_NAMES, result, _truth(*arrays, causal), strict=True):
+            _compare(name, actual, truth, where)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("head_dim", "value_dim"), _HEAD_SIZES)
+def test_lengths_around_tile_edges(head_dim, value_dim):
+    check_edges(head_dim, value_dim)
+
+
+def test_the_check_itself():
+    """The blockwise path passes it, and a wrong row does not."""
+    check_edges(96, 64, lengths=((1, 1), (65, 63), (20, 33), (0, 5), (5, 0)), implementation="xla")
+    truth = _truth(*_arrays(0, 65, 63, 96, 64), causal=True)[0]
+    wrong = truth.copy()
+    wrong[64] = 0
+    with pytest.raises(AssertionError, match=r"64, \d"):
+        _compare("out", wrong[None], truth, "")
