@@ -186,7 +186,7 @@ def _size(head_dim: int, bar: Bar | None = None, value_dim: int | None = None) -
                 forward=bar)  # fmt: skip
 
 
-# Head sizes that are not native, against ours at a native size.
+# Head sizes between the powers of two, which have to be cheaper than the next power.
 SIZES = (
     _size(80, Bar(1.0, row="size/96")),
     _size(96, Bar(1 / 0.85, row="size/128")),
