@@ -510,7 +510,7 @@ struct QueriesAsRows {
         hold(s);
         const int thread_row = Fragment::row(thread);
         if (!block.mask.full({row, row + kRows}, {block.first_key, block.first_key + kKeys})) {
-          apply_mask(s, block.mask, row + thread_row, key);
+          apply_mask(s, block.mask, {row + thread_row, row + thread_row + 8}, key);
         }
         const float* const lse = &smem.lse[steps.q_stage()][thread_row];
         const float lse_reg[2] = {lse[0], lse[8]};

@@ -514,19 +514,12 @@ struct Forward {
       // s becomes probabilities; true when o has to be rescaled.
       const auto normalize = [&](bool first) {
         const int key = tile * kKeys + Fragment::column(thread);
-        scores.on_scores(s, RowPositions{position(0), position(1)}, key);
-        if (tile < full.begin || tile >= full.end) {
-          Interval visible[2];
-#pragma unroll
-          for (int r = 0; r < 2; ++r) {
-            const Interval keys = plan.mask.keys({position(r), position(r) + 1});
-            visible[r] = {keys.begin - key, keys.end - key};
-          }
-          apply_mask(s, visible);
-        }
+        const RowPositions rows{position(0), position(1)};
+        scores.on_scores(s, rows, key);
+        if (tile < full.begin || tile >= full.end) apply_mask(s, plan.mask, rows, key);
         // Packed at once, unless P V is still reading the p of the tile before: then s becomes p.
         const auto emit = [&](int i, float (&e)[kKeys / 2]) {
-          e[i] = scores.on_probability(e[i], position(Fragment::lower(i)),
+          e[i] = scores.on_probability(e[i], rows.of[Fragment::lower(i)],
                                        key + Fragment::column_of(i));
           if (Tile::kOverlap != Overlap::kNone) {
             s[i] = e[i];

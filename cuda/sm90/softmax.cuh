@@ -40,12 +40,18 @@ struct ScaledScores {
   }
 };
 
-// Hides what the thread's rows do not see: `visible` are their intervals of keys, relative to the
-// thread's first column. Only tiles at the edge of the mask come here, most of them cut on one side
-// alone: a comparison and a select for an element, with the warp in step.
-template <int kElements>
-__device__ __forceinline__ void apply_mask(float (&s)[kElements], const Interval (&visible)[2]) {
+// Hides what the thread's rows do not see. Only tiles at the edge of the mask come here, most of
+// them cut on one side alone: a comparison and a select for an element, with the warp in step.
+template <int kElements, class Mask>
+__device__ __forceinline__ void apply_mask(float (&s)[kElements], const Mask& mask,
+                                           RowPositions rows, int key) {
   constexpr int kColumns = 2 * kElements;
+  Interval visible[2];  // relative to the thread's first column
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const Interval keys = mask.keys({rows.of[r], rows.of[r] + 1});
+    visible[r] = {keys.begin - key, keys.end - key};
+  }
   if (__any_sync(~0u, visible[0].end < kColumns || visible[1].end < kColumns)) {
 #pragma unroll
     for (int i = 0; i < kElements; ++i) {
@@ -60,7 +66,8 @@ __device__ __forceinline__ void apply_mask(float (&s)[kElements], const Interval
   }
 }
 
-// The maxima of the thread's two rows, element by element and then over the threads that share them.
+// The maxima of the thread's two rows, element by element and then over the threads that share
+// them.
 template <int kElements>
 class RowMaxima {
  public:
