@@ -50,6 +50,9 @@ class BandMask {
     return {max(keys.begin - hi_, 0), min(last_key - lo_, q_len_ - 1) + 1};
   }
 
+  // The rows that see this key.
+  __device__ __forceinline__ Interval rows_of_key(int key) const { return rows({key, key + 1}); }
+
   // Every row of `rows` sees every key of `keys`: no element needs a test.
   __device__ __forceinline__ bool full(Interval rows, Interval keys) const {
     return rows.end <= q_len_ && keys.end <= kv_len_ && keys.begin >= rows.end - 1 + lo_ &&

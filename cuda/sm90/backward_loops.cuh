@@ -135,6 +135,9 @@ struct KeysAsRows {
   static constexpr int kRows = Traits::kRows;
   static constexpr int kKeys = Traits::kKeys;
   static constexpr Math kMath = Traits::kMath;
+  // On a diagonal, half of a block's keys may see none of a step's rows. Steps of 128 rows are as
+  // long as the block is wide, and then it happens at ragged ends only.
+  static constexpr bool kIdleSteps = kRows < kKeys;
   // Packing p while dp's product runs keeps it beside its float32 values: too much for 128 rows.
   static constexpr bool kEarlyPack = Tile::kEarlyValues || kRows <= 64;
 
@@ -172,9 +175,15 @@ struct KeysAsRows {
   __device__ __forceinline__ static void apply_mask(float (&s)[kRows / 2], const Mask& mask,
                                                     int row, int key) {
 #pragma unroll
-    for (int i = 0; i < kRows / 2; ++i) {
-      const bool visible = mask.visible(row + Fragment::column_of(i), key + 8 * Fragment::lower(i));
-      s[i] = visible ? s[i] : -INFINITY;
+    for (int lower = 0; lower < 2; ++lower) {
+      const Interval rows = mask.rows_of_key(key + 8 * lower);
+      const int begin = rows.begin - row, end = rows.end - row;
+#pragma unroll
+      for (int i = 0; i < kRows / 2; ++i) {
+        if (Fragment::lower(i) != lower) continue;
+        const int column = Fragment::column_of(i);
+        s[i] = begin <= column && column < end ? s[i] : -INFINITY;
+      }
     }
   }
 
@@ -198,6 +207,24 @@ struct KeysAsRows {
                       row * Traits::kPanelRowBytes + (piece ^ row % 8) * 16,
                   packed);
     }
+  }
+
+  // The warpgroup's part of dq, to the warp that moves it on.
+  __device__ __forceinline__ static void hand_over_dq(const BackwardArgs& args, SharedMemory& smem,
+                                                      const float (&dq)[32], int group) {
+    const int thread = late_thread();
+    const uint32_t target =
+        shared_address(smem.dq[group]) + thread / 32 * Traits::kDqWarpBytes + thread % 32 * 16;
+    named_barrier_sync(kDqEmpty + group, 128 + 32);
+    if (args.direct_dq) {
+      constexpr bool kSeen[2] = {true, true};
+      stage<64>(smem.dq[group], dq, args.problem.scale, kSeen);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) store_shared_f32x4(target + i * 512, dq + 4 * i);
+    }
+    fence_proxy_async();
+    named_barrier_arrive(kDqFull + group, 128 + 32);
   }
 
   __device__ __forceinline__ static void consume(const BackwardArgs& args, SharedMemory& smem,
@@ -236,6 +263,8 @@ struct KeysAsRows {
       const Block block(args.problem, args.order.at(position));
       int row = block.first_row;
       int head = 0;
+      const int own_key = block.first_key + group * 64;
+      const Interval own_rows = block.mask.rows({own_key, own_key + 64});
       const uint64_t k_rows = k_base + keys.stage * descriptor_step(Traits::kKBytes);
       const uint64_t v_rows = v_base + keys.stage * descriptor_step(Traits::kVBytes);
       const uint64_t dq_k = dq_k_base + keys.stage * descriptor_step(Traits::kKBytes);
@@ -247,17 +276,42 @@ struct KeysAsRows {
 #pragma unroll
       for (float& value : dv) value = 0.f;
 
+      // dk and dv of the tile before may still be on their way out of where ds goes.
+      const auto wait_for_ds_buffer = [&] {
+        if (head == 0 && row == block.first_row) smem.dkv_empty.wait(reader.parity() ^ 1);
+      };
+
       smem.k_full[keys.stage].wait(keys.phase);
       smem.v_full[keys.stage].wait(keys.phase);
 #pragma unroll 1
       for (steps.begin(block.steps()); steps.more(); steps.advance()) {
-        float s[kRows / 2];
-        float dp[kRows / 2];
-        uint32_t p[kRows / 4];
         uint32_t ds[kRows / 4];
         float dq[32];
 
         steps.wait_q();
+        if (kIdleSteps && (row + kRows <= own_rows.begin || row >= own_rows.end)) {
+          // The warpgroup's keys see none of these rows: its ds is 0. What remains is its half of
+          // dq, to which the other keys contribute.
+          steps.wait_dout();
+          wait_for_ds_buffer();
+#pragma unroll
+          for (uint32_t& pair : ds) pair = 0;
+          store_transposed<kRows>(ds_panel + steps.odd() * Traits::kScoreBytes, ds);
+          fence_proxy_async();
+          named_barrier_sync(kConsumers, Traits::kConsumerThreads);
+          steps.release_q();
+          steps.release_dout();
+          discard(dq);
+          issue_dq<Traits>(dq, dq_ds + steps.odd() * descriptor_step(Traits::kScoreBytes), dq_k);
+          wgmma_wait<0>();
+          hold(dq);
+          hand_over_dq(args, smem, dq, group);
+          block.advance(row, head);
+          continue;
+        }
+        float s[kRows / 2];
+        float dp[kRows / 2];
+        uint32_t p[kRows / 4];
         discard(s);
         issue_scores<kMath, Tile::kHeadDim, Traits::kKeyPanelBytes, Traits::kRowPanelBytes, kRows>(
             s, k_rows, q_base + steps.q_offset());
@@ -267,13 +321,13 @@ struct KeysAsRows {
             dp, v_rows, dout_base + steps.dout_offset());
         wgmma_wait<1>();
         hold(s);
-        if (!block.mask.full({row, row + kRows}, {block.first_key, block.first_key + kKeys})) {
+        if (!block.mask.full({row, row + kRows}, {own_key, own_key + 64})) {
           const int masked = late_thread();
           apply_mask(s, block.mask, row + Fragment::column(masked),
-                     block.first_key + group * 64 + Fragment::row(masked));
+                     own_key + Fragment::row(masked));
         }
         exponentials(s, &smem.lse[steps.q_stage()][column], score, row + column,
-                     block.first_key + group * 64 + Fragment::row(thread));
+                     own_key + Fragment::row(thread));
         // ptxas would move the wait above the exponentials; a store of what depends on all of them
         // cannot follow it.
         uint32_t all = 0;
@@ -312,8 +366,7 @@ struct KeysAsRows {
         // Two buffers: whoever passes the barrier below knows that both warpgroups are through with
         // the step before, so that a buffer is free again one step later.
         const int odd = steps.odd();
-        // dk and dv of the tile before may still be on their way out.
-        if (head == 0 && row == block.first_row) smem.dkv_empty.wait(reader.parity() ^ 1);
+        wait_for_ds_buffer();
         store_transposed<kRows>(ds_panel + odd * Traits::kScoreBytes, ds);
         if (!Tile::kEarlyValues) {
           issue_gradient<Tile::kValueDim>(dv, p, dout_columns + steps.dout_offset());
@@ -332,19 +385,7 @@ struct KeysAsRows {
         hold(dq);
         if (Tile::kEarlyValues) steps.release_dout();
         // dq leaves while dk's product runs.
-        const int dq_thread = late_thread();
-        const uint32_t dq_part = shared_address(smem.dq[group]) +
-                                 dq_thread / 32 * Traits::kDqWarpBytes + dq_thread % 32 * 16;
-        named_barrier_sync(kDqEmpty + group, 128 + 32);
-        if (args.direct_dq) {
-          constexpr bool kSeen[2] = {true, true};
-          stage<64>(smem.dq[group], dq, args.problem.scale, kSeen);
-        } else {
-#pragma unroll
-          for (int i = 0; i < 8; ++i) store_shared_f32x4(dq_part + i * 512, dq + 4 * i);
-        }
-        fence_proxy_async();
-        named_barrier_arrive(kDqFull + group, 128 + 32);
+        hand_over_dq(args, smem, dq, group);
         wgmma_wait<0>();
         steps.release_q();
         block.advance(row, head);
@@ -355,7 +396,7 @@ struct KeysAsRows {
       if (late_thread() % 32 == 0) smem.keys_empty[keys.stage].arrive();
       keys.advance();
       const Interval seen_keys = block.mask.keys({0, block.mask.q_len()});
-      const int key = block.first_key + group * 64 + Fragment::row(late_thread());
+      const int key = own_key + Fragment::row(late_thread());
       const bool seen[2] = {key >= seen_keys.begin && key < seen_keys.end,
                             key + 8 >= seen_keys.begin && key + 8 < seen_keys.end};
       // ds and dq may be overwritten once both warpgroups are through with ds, and once dq (or dk
