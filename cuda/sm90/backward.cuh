@@ -79,18 +79,18 @@ inline bool map_direct_dq(const BackwardParams& params, int keys, MappedTensor& 
 template <class Tile>
 KeyTileOrder key_tile_order(const BackwardParams& params, const BackwardWorkspace& workspace) {
   const Problem& problem = params.problem;
-  KeyTileOrder order{};
-  order.key_tiles = (problem.kv_len + Tile::kKeys - 1) / Tile::kKeys;
-  order.heads = static_cast<uint32_t>(batch_size(problem) * problem.kv_heads);
-  order.section_heads = 1;
+  const uint32_t key_tiles = (problem.kv_len + Tile::kKeys - 1) / Tile::kKeys;
+  const uint32_t heads = static_cast<uint32_t>(batch_size(problem) * problem.kv_heads);
   const bool limited_left = problem.band.left < kUnlimited;
   const bool limited_right = problem.band.right < kUnlimited;
   // Rows that see keys up to a limit: the first keys are seen by most rows. Longest first, unless
   // the adds have an order: a block then starts at the rows that only later keys see, too, and
   // those have to come first.
-  order.descending = limited_right ? params.deterministic : limited_left;
+  const bool descending = limited_right ? params.deterministic : limited_left;
   const bool unequal = limited_left != limited_right;
-  if ((!unequal && !params.deterministic) || order.key_tiles == 1) return order;
+  if ((!unequal && !params.deterministic) || key_tiles == 1) {
+    return {problem, key_tiles, heads, 1, descending};
+  }
   // Heads in step balance tiles of unequal length, and keep blocks from queuing for the same rows
   // where adds have an order. As many heads at a time as the L2 (50 MB, shared with everything
   // else) holds the dq, q and dout of: of a group the head that blocks are at. The tiles of the
@@ -98,9 +98,8 @@ KeyTileOrder key_tile_order(const BackwardParams& params, const BackwardWorkspac
   constexpr int64_t kSectionBytes = 32 << 20;
   const int64_t row_bytes = workspace.dims * 4 + (problem.head_dim + problem.value_dim) * 2;
   const int64_t fitting = kSectionBytes / std::max<int64_t>(workspace.rows * row_bytes, 1);
-  order.section_heads =
-      static_cast<uint32_t>(std::clamp<int64_t>(fitting, 1, std::max(order.heads, 1u)));
-  return order;
+  const auto section_heads = static_cast<uint32_t>(std::clamp<int64_t>(fitting, 1, heads));
+  return {problem, key_tiles, heads, section_heads, descending};
 }
 
 // dk and dv, and dq where it is direct. Without rows to add to, nothing has cleared the ticket, and
@@ -159,7 +158,7 @@ Status launch_backward(const BackwardParams& params, const BackwardWorkspace& wo
     args.v_batch_step[axis] = maps.v.batch_step[axis];
     args.dout_batch_step[axis] = maps.dout.batch_step[axis];
   }
-  args.inner_batch = static_cast<int32_t>(maps.batch.extent[0]);
+  args.inner_batch = Divisor(static_cast<uint32_t>(maps.batch.extent[0]));
   args.deterministic = params.deterministic;
   args.direct_dq = direct_dq != nullptr;
   args.draw = problem.q_len > 0;

@@ -13,6 +13,7 @@
 #pragma once
 
 #include "attention.h"
+#include "common/divisor.cuh"
 #include "common/mask.cuh"
 #include "common/workspace.h"
 #include "sm90/backward_schedule.cuh"
@@ -45,7 +46,7 @@ struct BackwardArgs {
   int32_t k_batch_step[2];
   int32_t v_batch_step[2];
   int32_t dout_batch_step[2];
-  int32_t inner_batch;  // extent of the fastest batch axis of the maps
+  Divisor inner_batch;  // extent of the fastest batch axis of the maps
   bool deterministic;
   bool draw;       // tiles are drawn from the workspace's ticket
   bool direct_dq;  // one tile has all keys of a row: dq is complete, and stored instead of added
@@ -126,9 +127,10 @@ struct BackwardTraits {
     alignas(128) float delta[Tile::kDoutStages][kRows];
     Barrier k_full[Tile::kKeyStages];
     Barrier v_full[Tile::kKeyStages];
-    Barrier keys_empty[Tile::kKeyStages];  // every consumer warp is through with k and v
-    Barrier dkv_full;                      // dk and dv are staged
-    Barrier dkv_empty;                     // and have been read out
+    Barrier k_empty[Tile::kKeyStages];  // every consumer warp is through with it
+    Barrier v_empty[Tile::kKeyStages];
+    Barrier dkv_full;   // dk and dv are staged
+    Barrier dkv_empty;  // and have been read out
     Barrier q_full[Tile::kQStages];
     Barrier q_empty[Tile::kQStages];  // every consumer warp is through with it
     Barrier dout_full[Tile::kDoutStages];
@@ -191,6 +193,14 @@ struct BackwardProducers {
   static constexpr int kRows = Traits::kRows;
   static constexpr int kKeys = Traits::kKeys;
 
+  // Coordinates of the batch axes of the maps.
+  __device__ __forceinline__ static int inner_batch(const BackwardArgs& args, int batch) {
+    return static_cast<uint32_t>(batch) % args.inner_batch;
+  }
+  __device__ __forceinline__ static int outer_batch(const BackwardArgs& args, int batch) {
+    return static_cast<uint32_t>(batch) / args.inner_batch;
+  }
+
   // Where the tiles of one operand come from.
   struct Source {
     const TensorMap* map;
@@ -202,8 +212,8 @@ struct BackwardProducers {
   __device__ __forceinline__ static Source source(const BackwardArgs& args, const TensorMap& map,
                                                   const int32_t (&step)[2], const Block& block,
                                                   int length, Interval valid) {
-    return {&map, block.batch % args.inner_batch * step[0],
-            block.batch / args.inner_batch * step[1], length, valid};
+    return {&map, inner_batch(args, block.batch) * step[0],
+            outer_batch(args, block.batch) * step[1], length, valid};
   }
 
   // Loads a tile of kTileRows positions of a head and, with kVector, a float of `vector` for each.
@@ -292,76 +302,119 @@ struct BackwardProducers {
     }
   }
 
-  // k and v of the tile at `position`.
-  __device__ __forceinline__ static void load_keys(const BackwardArgs& args, SharedMemory& smem,
-                                                   uint32_t position, Ring<Tile::kKeyStages>& ring,
-                                                   uint32_t& landed_phase) {
-    const Problem& problem = args.problem;
-    const Block block(problem, args.order.at(position));
-    const Interval seen = block.mask.keys({0, block.mask.q_len()});
-    load_tile<kKeys, Traits::kPanels, false>(
-        source(args, args.k, args.k_batch_step, block, problem.kv_len, seen), block.first_key,
-        block.kv_head, smem.k[ring.stage], nullptr, nullptr, smem.k_full[ring.stage],
-        smem.keys_landed, landed_phase);
-    load_tile<kKeys, Traits::kValuePanels, false>(
-        source(args, args.v, args.v_batch_step, block, problem.kv_len, seen), block.first_key,
-        block.kv_head, smem.v[ring.stage], nullptr, nullptr, smem.v_full[ring.stage],
-        smem.keys_landed, landed_phase);
-    ring.advance();
+  // Where a tile's k, v, dk and dv lie.
+  struct Keys {
+    int first_key, kv_head, inner, outer;
+    Interval seen;  // by any row
+  };
+
+  __device__ __forceinline__ static Keys keys_at(const BackwardArgs& args, uint32_t position) {
+    const Block block(args.problem, args.order.at(position));
+    return {block.first_key, block.kv_head, inner_batch(args, block.batch),
+            outer_batch(args, block.batch), block.mask.keys({0, block.mask.q_len()})};
   }
 
-  // dk and dv of the tile at `position`. Returns once they have left shared memory.
+  template <int kPanels>
+  __device__ __forceinline__ static void load_keys(const BackwardArgs& args, const TensorMap& map,
+                                                   const int32_t (&step)[2], const Keys& keys,
+                                                   const uint8_t* target, Barrier& full,
+                                                   Barrier& landed, uint32_t& landed_phase) {
+    load_tile<kKeys, kPanels, false>(
+        {&map, keys.inner * step[0], keys.outer * step[1], args.problem.kv_len, keys.seen},
+        keys.first_key, keys.kv_head, target, nullptr, nullptr, full, landed, landed_phase);
+  }
+  __device__ __forceinline__ static void load_k(const BackwardArgs& args, SharedMemory& smem,
+                                                const Keys& keys, int stage,
+                                                uint32_t& landed_phase) {
+    load_keys<Traits::kPanels>(args, args.k, args.k_batch_step, keys, smem.k[stage],
+                               smem.k_full[stage], smem.keys_landed, landed_phase);
+  }
+  __device__ __forceinline__ static void load_v(const BackwardArgs& args, SharedMemory& smem,
+                                                const Keys& keys, int stage,
+                                                uint32_t& landed_phase) {
+    load_keys<Traits::kValuePanels>(args, args.v, args.v_batch_step, keys, smem.v[stage],
+                                    smem.v_full[stage], smem.keys_landed, landed_phase);
+  }
+
+  // Brings k and v into the L2, ahead of the time when there is room for them.
+  __device__ __forceinline__ static void prefetch_keys(const BackwardArgs& args, const Keys& keys) {
+#pragma unroll 1
+    for (int panel = 0; panel < Traits::kPanels; ++panel) {
+      tensor_prefetch(&args.k, panel * 64, keys.first_key, keys.kv_head,
+                      keys.inner * args.k_batch_step[0], keys.outer * args.k_batch_step[1]);
+    }
+#pragma unroll 1
+    for (int panel = 0; panel < Traits::kValuePanels; ++panel) {
+      tensor_prefetch(&args.v, panel * 64, keys.first_key, keys.kv_head,
+                      keys.inner * args.v_batch_step[0], keys.outer * args.v_batch_step[1]);
+    }
+  }
+
+  // dk and dv of a tile. Returns once they have left shared memory.
   __device__ __forceinline__ static void store_keys(const BackwardArgs& args, SharedMemory& smem,
-                                                    uint32_t position) {
+                                                    const Keys& keys) {
     const Problem& problem = args.problem;
-    const Block block(problem, args.order.at(position));
-    const int inner = block.batch % args.inner_batch;
-    const int outer = block.batch / args.inner_batch;
 #pragma unroll 1
     for (int part = 0; part < kKeys / Traits::kStoredKeys; ++part) {
       const uint8_t* const dk = Traits::kStagedApart ? smem.dq[part] : smem.k[0];
       const uint8_t* const dv = Traits::kStagedApart ? smem.scores[part] : smem.v[0];
-      const int key = block.first_key + part * Traits::kStoredKeys;
+      const int key = keys.first_key + part * Traits::kStoredKeys;
 #pragma unroll 1
       for (int panel = 0; panel * 64 < problem.head_dim; ++panel) {
         tensor_store(&args.dk, shared_address(dk + panel * Traits::kStoredPanelBytes), panel * 64,
-                     key, block.kv_head, inner, outer);
+                     key, keys.kv_head, keys.inner, keys.outer);
       }
 #pragma unroll 1
       for (int panel = 0; panel * 64 < problem.value_dim; ++panel) {
         tensor_store(&args.dv, shared_address(dv + panel * Traits::kStoredPanelBytes), panel * 64,
-                     key, block.kv_head, inner, outer);
+                     key, keys.kv_head, keys.inner, keys.outer);
       }
     }
     bulk_commit_group();
     bulk_wait_group_read<0>();
   }
 
-  // Loads k and v, and stores dk and dv.
+  // Loads k and v, and stores dk and dv. The last step of a tile is through with v before it is
+  // through with k; both are loaded as soon as there is room.
   __device__ __forceinline__ static void move_keys(const BackwardArgs& args, SharedMemory& smem) {
+    const bool first_lane = threadIdx.x % 32 == 0;
     Ring<Tile::kKeyStages> ring;
     uint32_t landed_phase = 0;
     TicketReader reader;
-    uint32_t stored = reader.next(smem.tickets);
-    if (stored >= args.order.tiles()) return;
-    load_keys(args, smem, stored, ring, landed_phase);
+    uint32_t position = reader.next(smem.tickets);
+    if (position >= args.order.tiles()) return;
+    Keys stored = keys_at(args, position);
+    load_k(args, smem, stored, ring.stage, landed_phase);
+    load_v(args, smem, stored, ring.stage, landed_phase);
+    ring.advance();
     for (uint32_t dkv_phase = 0;; dkv_phase ^= 1) {
-      const uint32_t loaded = reader.next(smem.tickets);
-      const bool more = loaded < args.order.tiles();
+      position = reader.next(smem.tickets);
+      const bool more = position < args.order.tiles();
+      Keys loaded = stored;
+      if (more) {
+        loaded = keys_at(args, position);
+        if (Tile::kKeyStages == 1 && first_lane) prefetch_keys(args, loaded);
+        __syncwarp();
+      }
       if (Traits::kStagedApart && more) {
-        smem.keys_empty[ring.stage].wait(ring.phase ^ 1);
-        load_keys(args, smem, loaded, ring, landed_phase);
+        smem.v_empty[ring.stage].wait(ring.phase ^ 1);
+        load_v(args, smem, loaded, ring.stage, landed_phase);
+        smem.k_empty[ring.stage].wait(ring.phase ^ 1);
+        load_k(args, smem, loaded, ring.stage, landed_phase);
+        ring.advance();
       }
       smem.dkv_full.wait(dkv_phase);
-      if (threadIdx.x % 32 == 0) store_keys(args, smem, stored);
+      if (first_lane) store_keys(args, smem, stored);
       __syncwarp();
       if (Traits::kStagedApart) {
-        if (threadIdx.x % 32 == 0) smem.dkv_empty.arrive();
+        if (first_lane) smem.dkv_empty.arrive();
         // In place of the warps that add dq: it was not dq that lay there.
         named_barrier_arrive(kDqEmpty, 128 + 32);
         named_barrier_arrive(kDqEmpty + 1, 128 + 32);
       } else if (more) {
-        load_keys(args, smem, loaded, ring, landed_phase);
+        load_k(args, smem, loaded, ring.stage, landed_phase);
+        load_v(args, smem, loaded, ring.stage, landed_phase);
+        ring.advance();
       }
       if (!more) return;
       stored = loaded;
@@ -374,7 +427,7 @@ struct BackwardProducers {
                                                   int head) {
     if (col >= args.problem.head_dim) return;
     tensor_store(&args.dq, shared_address(smem.dq[part]), col, row, head,
-                 block.batch % args.inner_batch, block.batch / args.inner_batch);
+                 inner_batch(args, block.batch), outer_batch(args, block.batch));
   }
 
   // Adds a consumer warpgroup's part of dq: four lanes, one for each of its warps, add 16 rows by

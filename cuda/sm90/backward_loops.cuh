@@ -26,6 +26,11 @@ __device__ __forceinline__ int late_thread() {
   return thread & 127;
 }
 
+// One arrival a warp: a warp's wait covers its own part of a product only.
+__device__ __forceinline__ void arrive_warp(Barrier& barrier) {
+  if (late_thread() % 32 == 0) barrier.arrive();
+}
+
 // The step from a product to its logit, in units of log 2.
 struct ScaledLogits {
   float scale_log2;
@@ -66,6 +71,7 @@ class ConsumerSteps {
 
   __device__ __forceinline__ void begin(int steps) { place_ = step() - 8 * steps; }
   __device__ __forceinline__ bool more() const { return place_ < 0; }
+  __device__ __forceinline__ bool last() const { return place_ >= -8; }
   __device__ __forceinline__ void advance() { place_ = (place_ - step() + 8) + (step() + 1) % 8; }
 
   __device__ __forceinline__ int q_stage() const { return step() % kQStages; }
@@ -77,12 +83,9 @@ class ConsumerSteps {
   __device__ __forceinline__ void wait_dout() const {
     smem_.dout_full[dout_stage()].wait(step() / kDoutStages % 2);
   }
-  // One arrival a warp: a warp's wait covers its own part of a product only.
-  __device__ __forceinline__ void release_q() const {
-    if (late_thread() % 32 == 0) smem_.q_empty[q_stage()].arrive();
-  }
+  __device__ __forceinline__ void release_q() const { arrive_warp(smem_.q_empty[q_stage()]); }
   __device__ __forceinline__ void release_dout() const {
-    if (late_thread() % 32 == 0) smem_.dout_empty[dout_stage()].arrive();
+    arrive_warp(smem_.dout_empty[dout_stage()]);
   }
   __device__ __forceinline__ uint64_t q_offset() const {
     return q_stage() * descriptor_step(Traits::kQBytes);
@@ -305,6 +308,10 @@ struct KeysAsRows {
           issue_dq<Traits>(dq, dq_ds + steps.odd() * descriptor_step(Traits::kScoreBytes), dq_k);
           wgmma_wait<0>();
           hold(dq);
+          if (steps.last()) {
+            arrive_warp(smem.v_empty[keys.stage]);
+            arrive_warp(smem.k_empty[keys.stage]);
+          }
           hand_over_dq(args, smem, dq, group);
           block.advance(row, head);
           continue;
@@ -350,6 +357,7 @@ struct KeysAsRows {
           wgmma_wait<0>();
         }
         hold(dp);
+        if (steps.last()) arrive_warp(smem.v_empty[keys.stage]);
         const float* const delta = &smem.delta[steps.dout_stage()][column];
 #pragma unroll
         for (int i = 0; i < kRows / 4; i += 2) {
@@ -383,6 +391,7 @@ struct KeysAsRows {
         issue_gradient<Tile::kHeadDim>(dk, ds, q_columns + steps.q_offset());
         wgmma_wait<1>();
         hold(dq);
+        if (steps.last()) arrive_warp(smem.k_empty[keys.stage]);
         if (Tile::kEarlyValues) steps.release_dout();
         // dq leaves while dk's product runs.
         hand_over_dq(args, smem, dq, group);
@@ -393,17 +402,21 @@ struct KeysAsRows {
 
       hold(dk);
       hold(dv);
-      if (late_thread() % 32 == 0) smem.keys_empty[keys.stage].arrive();
+      if (block.steps() == 0) {
+        arrive_warp(smem.v_empty[keys.stage]);
+        arrive_warp(smem.k_empty[keys.stage]);
+      }
       keys.advance();
       const Interval seen_keys = block.mask.keys({0, block.mask.q_len()});
       const int key = own_key + Fragment::row(late_thread());
       const bool seen[2] = {key >= seen_keys.begin && key < seen_keys.end,
                             key + 8 >= seen_keys.begin && key + 8 < seen_keys.end};
-      // ds and dq may be overwritten once both warpgroups are through with ds, and once dq (or dk
-      // and dv of the tile before, where this one has no rows) has left.
+      // dv replaces ds once both warpgroups are through with it (and dv of the tile before has
+      // left, where this one has no rows), and dk replaces dq once that has left.
       named_barrier_sync(kConsumers, Traits::kConsumerThreads);
-      named_barrier_sync(kDqEmpty + group, 128 + 32);
+      wait_for_ds_buffer();
       stage<Tile::kValueDim>(smem.scores[group], dv, 1.f, seen);
+      named_barrier_sync(kDqEmpty + group, 128 + 32);
       stage<Tile::kHeadDim>(smem.dq[group], dk, args.problem.scale, seen);
       fence_proxy_async();
       smem.dkv_full.arrive();
@@ -654,7 +667,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     for (int stage = 0; stage < Tile::kKeyStages; ++stage) {
       smem.k_full[stage].init(1);
       smem.v_full[stage].init(1);
-      smem.keys_empty[stage].init(Traits::kConsumerThreads / 32);
+      smem.k_empty[stage].init(Traits::kConsumerThreads / 32);
+      smem.v_empty[stage].init(Traits::kConsumerThreads / 32);
     }
     smem.dkv_full.init(Traits::kConsumerThreads);
     smem.dkv_empty.init(1);

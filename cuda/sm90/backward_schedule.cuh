@@ -2,17 +2,21 @@
 // it.
 #pragma once
 
+#include "common/divisor.cuh"
 #include "common/mask.cuh"
 #include "sm90/pipeline.cuh"
 
 namespace jaxflash::sm90 {
 
 struct KeyTile {
-  int head;   // flat over batch and kv heads
+  int batch;
+  int kv_head;
+  int group;  // query heads of the kv head
   int index;  // along the keys
 };
 
-struct KeyTileOrder {
+class KeyTileOrder {
+ public:
   uint32_t key_tiles;  // of one kv head
   uint32_t heads;      // kv heads of all batch elements, head fastest; heads * key_tiles < 2^30
   // Heads are taken in sections of this many, whose float32 dq stays in the L2. The tiles of a
@@ -20,16 +24,38 @@ struct KeyTileOrder {
   uint32_t section_heads;
   bool descending;
 
+  KeyTileOrder() = default;
+  KeyTileOrder(const Problem& problem, uint32_t key_tiles, uint32_t heads, uint32_t section_heads,
+               bool descending)
+      : key_tiles(key_tiles),
+        heads(heads),
+        section_heads(section_heads),
+        descending(descending),
+        group_(problem.q_heads / problem.kv_heads),
+        kv_heads_(problem.kv_heads),
+        section_tiles_(section_heads * key_tiles),
+        full_section_(section_heads),
+        last_section_((heads - 1) % section_heads + 1) {}
+
   __device__ __forceinline__ uint32_t tiles() const { return key_tiles * heads; }
 
   __device__ __forceinline__ KeyTile at(uint32_t position) const {
-    const uint32_t first_head = position / (section_heads * key_tiles) * section_heads;
-    const uint32_t section = min(section_heads, heads - first_head);
+    const uint32_t first_head = position / section_tiles_ * section_heads;
+    const Divisor& section = first_head + section_heads <= heads ? full_section_ : last_section_;
     const uint32_t rest = position - first_head * key_tiles;
+    const uint32_t head = first_head + rest % section;
     const int rank = rest / section;
     const int last = key_tiles - 1;
-    return {static_cast<int>(first_head + rest % section), descending ? last - rank : rank};
+    return {static_cast<int>(head / kv_heads_), static_cast<int>(head % kv_heads_), group_,
+            descending ? last - rank : rank};
   }
+
+ private:
+  int32_t group_;
+  Divisor kv_heads_;
+  Divisor section_tiles_;
+  Divisor full_section_;  // the heads of a section, and of the last one
+  Divisor last_section_;
 };
 
 // A tile of kKeys keys of one kv head and the query rows that see it: tiles of kRows rows, for one
@@ -39,9 +65,9 @@ struct KeyBlock {
   __device__ __forceinline__ KeyBlock(const Problem& problem, const KeyTile& tile)
       : index(tile.index),
         first_key(tile.index * kKeys),
-        batch(tile.head / problem.kv_heads),
-        kv_head(tile.head % problem.kv_heads),
-        group(problem.q_heads / problem.kv_heads),
+        batch(tile.batch),
+        kv_head(tile.kv_head),
+        group(tile.group),
         mask(problem, batch),
         rows(mask.rows({first_key, first_key + kKeys})),
         first_row(rows.begin / kRows * kRows) {

@@ -80,6 +80,14 @@ __device__ __forceinline__ void tensor_load(uint32_t destination, const TensorMa
       : "memory");
 }
 
+// Brings a box into the L2.
+__device__ __forceinline__ void tensor_prefetch(const TensorMap* map, int c0, int c1, int c2,
+                                                int c3, int c4) {
+  asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global [%0, {%1, %2, %3, %4, %5}];" ::"l"(map),
+               "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+               : "memory");
+}
+
 // Elements of the box outside the array are not written.
 __device__ __forceinline__ void tensor_store(const TensorMap* map, uint32_t source, int c0, int c1,
                                              int c2, int c3, int c4) {
