@@ -50,8 +50,16 @@ class BandMask {
     return {max(keys.begin - hi_, 0), min(last_key - lo_, q_len_ - 1) + 1};
   }
 
+  // The rows that see every key of `keys`.
+  __device__ __forceinline__ Interval full_rows(Interval keys) const {
+    if (keys.end > kv_len_) return {0, 0};
+    return {max(keys.end - 1 - hi_, 0), min(keys.begin - lo_, q_len_ - 1) + 1};
+  }
+
   // The rows that see this key.
-  __device__ __forceinline__ Interval rows_of_key(int key) const { return rows({key, key + 1}); }
+  __device__ __forceinline__ Interval rows_of_key(int key) const {
+    return {max(key - hi_, 0), key < kv_len_ ? min(key - lo_, q_len_ - 1) + 1 : 0};
+  }
 
   // Every row of `rows` sees every key of `keys`: no element needs a test.
   __device__ __forceinline__ bool full(Interval rows, Interval keys) const {
