@@ -13,7 +13,7 @@
 namespace jaxflash {
 
 inline constexpr int kConvertThreads = 256;
-inline constexpr int kConvertRows = 64;  // of one head: a block's work; divides kWorkspaceRows
+inline constexpr int kConvertRows = 128;  // of one head: a block's work; divides kWorkspaceRows
 
 inline int64_t convert_dq_blocks(const Problem& problem) {
   return batch_size(problem) * problem.q_heads *
@@ -60,15 +60,16 @@ __device__ __forceinline__ void transpose_quad(float (&values)[4]) {
 
 // FragmentOrder says where a 16 x 8 piece of a head's accumulator keeps its elements:
 // load(piece, lane, values) returns what the lane holds in a matrix fragment, two columns of row
-// lane / 4 and of the row 8 below. A warp takes four pieces at a time: it reads whole lines, and
-// writes 64 bytes of a row.
+// lane / 4 and of the row 8 below. A warp takes eight pieces at a time, and a lane has 128 bytes on
+// their way. Blocks start with the last heads, of which the L2 still holds the accumulators.
 template <class Element, class FragmentOrder>
 __global__ void __launch_bounds__(kConvertThreads)
     convert_dq_kernel(const __grid_constant__ BackwardParams params,
                       const __grid_constant__ BackwardWorkspace workspace, int64_t first_block) {
-  constexpr int kPieces = 4;
+  constexpr int kPieces = 8;
+  static_assert(kWorkspaceDims % (8 * kPieces) == 0);
   const Problem& problem = params.problem;
-  const int64_t block = first_block + blockIdx.x;
+  const int64_t block = first_block + (gridDim.x - 1 - blockIdx.x);
   const int64_t row_blocks = (problem.q_len + kConvertRows - 1) / kConvertRows;
   const int64_t head_index = block / row_blocks;
   const int first_row = static_cast<int>(block % row_blocks) * kConvertRows;
@@ -80,34 +81,41 @@ __global__ void __launch_bounds__(kConvertThreads)
              head * params.dq.head_stride;
   const bool vectors = rows_are_aligned(dq, params.dq.seq_stride, problem.head_dim);
   const int lane = threadIdx.x % 32;
-  const int columns = static_cast<int>(workspace.dims) / (8 * kPieces);  // of four pieces
+  const int columns = static_cast<int>(workspace.dims) / (8 * kPieces);  // of eight pieces
   wait_for_previous_kernel();
 
   for (int i = threadIdx.x / 32; i < kConvertRows / 16 * columns; i += kConvertThreads / 32) {
     const int first_piece = i % columns * kPieces;
     const int tile_row = first_row + i / columns * 16;
+    if (tile_row >= problem.q_len) break;
     float fragment[kPieces][4];
 #pragma unroll
     for (int piece = 0; piece < kPieces; ++piece) {
       const int64_t index = tile_row / 16 * (workspace.dims / 8) + first_piece + piece;
       FragmentOrder::load(accumulator + index * 128, lane, fragment[piece]);
     }
-    const int col = (first_piece + lane % 4) * 8;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float values[8];
+    for (int quad = 0; quad < kPieces; quad += 4) {
+      const int col = (first_piece + quad + lane % 4) * 8;
 #pragma unroll
-      for (int odd = 0; odd < 2; ++odd) {
-        float part[4];
+      for (int half = 0; half < 2; ++half) {
+        float values[8];
 #pragma unroll
-        for (int piece = 0; piece < kPieces; ++piece) part[piece] = fragment[piece][2 * half + odd];
-        transpose_quad(part);
+        for (int odd = 0; odd < 2; ++odd) {
+          float part[4];
 #pragma unroll
-        for (int pair = 0; pair < 4; ++pair) values[2 * pair + odd] = part[pair] * problem.scale;
-      }
-      const int row = tile_row + lane / 4 + 8 * half;
-      if (row < problem.q_len) {
-        store_eight(dq + row * params.dq.seq_stride + col, values, problem.head_dim - col, vectors);
+          for (int piece = 0; piece < 4; ++piece) {
+            part[piece] = fragment[quad + piece][2 * half + odd];
+          }
+          transpose_quad(part);
+#pragma unroll
+          for (int pair = 0; pair < 4; ++pair) values[2 * pair + odd] = part[pair] * problem.scale;
+        }
+        const int row = tile_row + lane / 4 + 8 * half;
+        if (row < problem.q_len) {
+          store_eight(dq + row * params.dq.seq_stride + col, values, problem.head_dim - col,
+                      vectors);
+        }
       }
     }
   }
