@@ -4,9 +4,10 @@
 // dout) stream past it through rings of shared-memory buffers, for all query heads of the group.
 //
 //   warpgroups 0 and 1    consumers: the products (backward_loops.cuh)
-//   last warpgroup        warp 0 draws tiles and loads rows; warp 2 loads k and v and stores dk and
-//                         dv; warps 1 and 3 add dq where it leaves through shared memory, one for
-//                         each consumer warpgroup; otherwise warp 1 keeps the order of the adds
+//   last warpgroup        warp 0 draws tiles and loads rows; warp 2 loads k and v, stores dk and
+//                         dv, and clears dq for later tiles; warps 1 and 3 add dq where it leaves
+//                         through shared memory, one for each consumer warpgroup; otherwise warp 1
+//                         keeps the order of the adds
 //
 // A block stays and draws the next tile when it is done with one: the first rows of the next tile,
 // and its keys where they have buffers of their own, are loaded while dk and dv of this one leave.
