@@ -50,8 +50,8 @@ class BandMask {
     return {max(keys.begin - hi_, 0), min(last_key - lo_, q_len_ - 1) + 1};
   }
 
-  // The rows that see every key of `keys`.
-  __device__ __forceinline__ Interval full_rows(Interval keys) const {
+  // These rows see every key of `keys`.
+  __device__ __forceinline__ Interval common_rows(Interval keys) const {
     if (keys.end > kv_len_) return {0, 0};
     return {max(keys.end - 1 - hi_, 0), min(keys.begin - lo_, q_len_ - 1) + 1};
   }

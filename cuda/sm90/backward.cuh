@@ -158,7 +158,7 @@ Status launch_backward(const BackwardParams& params, const BackwardWorkspace& wo
     args.v_batch_step[axis] = maps.v.batch_step[axis];
     args.dout_batch_step[axis] = maps.dout.batch_step[axis];
   }
-  args.inner_batch = Divisor(static_cast<uint32_t>(maps.batch.extent[0]));
+  args.by_inner_batch = Divisor(static_cast<uint32_t>(maps.batch.extent[0]));
   args.deterministic = params.deterministic;
   args.direct_dq = direct_dq != nullptr;
   args.draw = problem.q_len > 0;

@@ -14,7 +14,7 @@
 #pragma once
 
 #include "attention.h"
-#include "common/divisor.cuh"
+#include "common/divisor.h"
 #include "common/mask.cuh"
 #include "common/workspace.h"
 #include "sm90/backward_schedule.cuh"
@@ -47,7 +47,7 @@ struct BackwardArgs {
   int32_t k_batch_step[2];
   int32_t v_batch_step[2];
   int32_t dout_batch_step[2];
-  Divisor inner_batch;  // extent of the fastest batch axis of the maps
+  Divisor by_inner_batch;  // extent of the fastest batch axis of the maps
   bool deterministic;
   bool draw;       // tiles are drawn from the workspace's ticket
   bool direct_dq;  // one tile has all keys of a row: dq is complete, and stored instead of added
@@ -196,10 +196,10 @@ struct BackwardProducers {
 
   // Coordinates of the batch axes of the maps.
   __device__ __forceinline__ static int inner_batch(const BackwardArgs& args, int batch) {
-    return static_cast<uint32_t>(batch) % args.inner_batch;
+    return args.by_inner_batch.remainder(batch);
   }
   __device__ __forceinline__ static int outer_batch(const BackwardArgs& args, int batch) {
-    return static_cast<uint32_t>(batch) / args.inner_batch;
+    return args.by_inner_batch.quotient(batch);
   }
 
   // Where the tiles of one operand come from.

@@ -268,7 +268,7 @@ struct KeysAsRows {
       int head = 0;
       const int own_key = block.first_key + group * 64;
       const Interval own_rows = block.mask.rows({own_key, own_key + 64});
-      const Interval full_rows = block.mask.full_rows({own_key, own_key + 64});
+      const Interval common_rows = block.mask.common_rows({own_key, own_key + 64});
       const uint64_t k_rows = k_base + keys.stage * descriptor_step(Traits::kKBytes);
       const uint64_t v_rows = v_base + keys.stage * descriptor_step(Traits::kVBytes);
       const uint64_t dq_k = dq_k_base + keys.stage * descriptor_step(Traits::kKBytes);
@@ -329,7 +329,7 @@ struct KeysAsRows {
             dp, v_rows, dout_base + steps.dout_offset());
         wgmma_wait<1>();
         hold(s);
-        if (row < full_rows.begin || row + kRows > full_rows.end) {
+        if (row < common_rows.begin || row + kRows > common_rows.end) {
           const int masked = late_thread();
           apply_mask(s, block.mask, row + Fragment::column(masked),
                      own_key + Fragment::row(masked));

@@ -2,7 +2,7 @@
 // it.
 #pragma once
 
-#include "common/divisor.cuh"
+#include "common/divisor.h"
 #include "common/mask.cuh"
 #include "sm90/pipeline.cuh"
 
@@ -32,30 +32,32 @@ class KeyTileOrder {
         section_heads(section_heads),
         descending(descending),
         group_(problem.q_heads / problem.kv_heads),
-        kv_heads_(problem.kv_heads),
-        section_tiles_(section_heads * key_tiles),
-        full_section_(section_heads),
-        last_section_((heads - 1) % section_heads + 1) {}
+        by_kv_heads_(problem.kv_heads),
+        by_section_tiles_(section_heads * key_tiles),
+        by_section_heads_(section_heads),
+        by_last_heads_((heads - 1) % section_heads + 1) {}
 
   __device__ __forceinline__ uint32_t tiles() const { return key_tiles * heads; }
 
   __device__ __forceinline__ KeyTile at(uint32_t position) const {
-    const uint32_t first_head = position / section_tiles_ * section_heads;
-    const Divisor& section = first_head + section_heads <= heads ? full_section_ : last_section_;
+    const uint32_t first_head = by_section_tiles_.quotient(position) * section_heads;
+    const Divisor& by_heads =
+        first_head + section_heads <= heads ? by_section_heads_ : by_last_heads_;
     const uint32_t rest = position - first_head * key_tiles;
-    const uint32_t head = first_head + rest % section;
-    const int rank = rest / section;
+    const uint32_t head = first_head + by_heads.remainder(rest);
+    const int rank = by_heads.quotient(rest);
     const int last = key_tiles - 1;
-    return {static_cast<int>(head / kv_heads_), static_cast<int>(head % kv_heads_), group_,
+    return {static_cast<int>(by_kv_heads_.quotient(head)),
+            static_cast<int>(by_kv_heads_.remainder(head)), group_,
             descending ? last - rank : rank};
   }
 
  private:
   int32_t group_;
-  Divisor kv_heads_;
-  Divisor section_tiles_;
-  Divisor full_section_;  // the heads of a section, and of the last one
-  Divisor last_section_;
+  Divisor by_kv_heads_;
+  Divisor by_section_tiles_;
+  Divisor by_section_heads_;
+  Divisor by_last_heads_;  // of the last section
 };
 
 // A tile of kKeys keys of one kv head and the query rows that see it: tiles of kRows rows, for one
