@@ -116,21 +116,18 @@ __global__ void __launch_bounds__(kDeltaThreads, 3)
         sees_keys ? own_sum - own_dlse : 0.f;
   }
 
-  if (head_index < workspace.cleared_heads) {
-    float4* dq = reinterpret_cast<float4*>(workspace.dq_of(params.workspace, head_index) +
-                                           first_row * workspace.dims);
-    const int vectors_of_dq = static_cast<int>(kDeltaRows * workspace.dims / 4);
+  float4* dq = reinterpret_cast<float4*>(workspace.dq_of(params.workspace, head_index) +
+                                         first_row * workspace.dims);
+  const int vectors_of_dq = static_cast<int>(kDeltaRows * workspace.dims / 4);
 #pragma unroll 4
-    for (int i = threadIdx.x; i < vectors_of_dq; i += kDeltaThreads) {
-      dq[i] = make_float4(0.f, 0.f, 0.f, 0.f);
-    }
+  for (int i = threadIdx.x; i < vectors_of_dq; i += kDeltaThreads) {
+    dq[i] = make_float4(0.f, 0.f, 0.f, 0.f);
   }
   constexpr int kTurns = kDeltaRows / kWorkspaceTurnRows;
   if (threadIdx.x < kTurns) {
     workspace.turns_of(params.workspace, head_index)[first_row / kWorkspaceTurnRows + threadIdx.x] =
         0;
   }
-  if (first_row == 0 && threadIdx.x == 0) *workspace.cleared_of(params.workspace, head_index) = 0;
   if (block == 0 && threadIdx.x == 0) *workspace.ticket_of(params.workspace) = 0;
 }
 

@@ -30,11 +30,8 @@ struct BackwardWorkspace {
   size_t lse;    // float32 (batch, head, rows), base 2; +inf where the row sees no key: P is 0
   size_t delta;  // float32 (batch, head, rows)
   size_t turns;  // uint32 (batch, head, rows / kWorkspaceTurnRows): key tiles that added their dq
-  size_t ticket;   // uint64: the next work item of a deterministic run
-  size_t cleared;  // uint32 (batch, head): shares of a kv head's dq that the main kernel cleared
+  size_t ticket;  // uint64: the next work item of a deterministic run
   size_t bytes;
-  // The delta kernel clears the dq of so many heads, all unless the main kernel clears the others.
-  int64_t cleared_heads;
 
   JAXFLASH_HOST_DEVICE float* dq_of(void* base, int64_t head) const {
     return reinterpret_cast<float*>(static_cast<char*>(base) + dq) + head * rows * dims;
@@ -48,9 +45,6 @@ struct BackwardWorkspace {
   JAXFLASH_HOST_DEVICE uint32_t* turns_of(void* base, int64_t head) const {
     return reinterpret_cast<uint32_t*>(static_cast<char*>(base) + turns) +
            head * (rows / kWorkspaceTurnRows);
-  }
-  JAXFLASH_HOST_DEVICE uint32_t* cleared_of(void* base, int64_t head) const {
-    return reinterpret_cast<uint32_t*>(static_cast<char*>(base) + cleared) + head;
   }
   JAXFLASH_HOST_DEVICE unsigned long long* ticket_of(void* base) const {
     return reinterpret_cast<unsigned long long*>(static_cast<char*>(base) + ticket);
@@ -82,8 +76,6 @@ inline BackwardWorkspace backward_workspace(const Problem& problem) {
   layout.delta = take(heads * layout.rows);
   layout.turns = take(heads * (layout.rows / kWorkspaceTurnRows));
   layout.ticket = take(2);
-  layout.cleared = take(heads);
-  layout.cleared_heads = heads;
   return layout;
 }
 

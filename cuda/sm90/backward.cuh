@@ -215,7 +215,7 @@ Status backward_with(const BackwardParams& params, cudaStream_t stream) {
   const bool direct =
       BackwardTraits<Tile, kMath>::kDqWriter && detail::map_direct_dq(params, Tile::kKeys, dq);
   BackwardWorkspace cleared = workspace;
-  if (direct) cleared.cleared_heads = 0;  // no accumulator
+  if (direct) cleared.dims = 0;  // no accumulator
 
   Status status = cuda_status(
       launch_blocks(delta_kernel<Storage>, Start::kAfter, delta_blocks(problem, workspace),
