@@ -26,25 +26,41 @@ from pathlib import Path
 
 _HERE = Path(__file__).resolve().parent
 
-# Tiles by pass and head size (query/value where they differ). `now` and `short` are what
-# tile_config.h chooses; the others have come close to it at some shape.
+# Tiles by pass and head size (query/value where they differ): those of tile_config.h by name, and
+# others that have come close to them at some shape.
 CANDIDATES: dict[str, dict[str, str]] = {
     "forward/64": {
-        "now": "ForwardTileFor<64, 64>::Type",
+        "long": "ForwardTileFor<64, 64>::Long",
+        "medium": "ForwardTileFor<64, 64>::Medium",
         "short": "ForwardTileFor<64, 64>::Short",
-        "free": "ForwardTile<64, 64, 3, 128, 4, 2, Overlap::kValues, Output::kStaged, false>",
-        "112": "ForwardTile<64, 64, 3, 112, 4, 2, Overlap::kValues, Output::kStaged, true>",
-        "none": "ForwardTile<64, 64, 3, 128, 4, 2, Overlap::kNone, Output::kStaged, true>",
+        "single": "ForwardTileFor<64, 64>::Single",
+        "none": "ForwardTile<64, 64, 3, 128, 4, 2, Overlap::kNone, Output::kStaged, false>",
+    },
+    "forward/96": {
+        "long": "ForwardTileFor<96, 96>::Long",
+        "short": "ForwardTileFor<96, 96>::Short",
+        "turns": "ForwardTile<96, 96, 3, 112, 2, 2, Overlap::kValues, Output::kStaged, true>",
+        "none": "ForwardTile<96, 96, 3, 112, 2, 2, Overlap::kNone, Output::kStaged, true>",
     },
     "forward/128": {
-        "now": "ForwardTileFor<128, 128>::Type",
+        "long": "ForwardTileFor<128, 128>::Long",
         "short": "ForwardTileFor<128, 128>::Short",
         "values": "ForwardTile<128, 128, 3, 80, 3, 2, Overlap::kValues, Output::kStaged, true>",
         "wide": "ForwardTile<128, 128, 2, 176, 2, 1, Overlap::kValues, Output::kStaged, true>",
     },
+    "forward/192/128": {
+        "long": "ForwardTileFor<192, 128>::Long",
+        "short": "ForwardTileFor<192, 128>::Short",
+        "values": "ForwardTile<192, 128, 3, 80, 3, 1, Overlap::kValues, Output::kStaged, true>",
+    },
+    "forward/192": {
+        "long": "ForwardTileFor<192, 192>::Long",
+        "96": "ForwardTile<192, 192, 2, 96, 2, 1, Overlap::kValues, Output::kDirect, true>",
+    },
     "forward/256": {
-        "now": "ForwardTileFor<256, 256>::Type",
+        "long": "ForwardTileFor<256, 256>::Long",
         "80": "ForwardTile<256, 256, 2, 80, 2, 1, Overlap::kValues, Output::kDirect, true>",
+        "free": "ForwardTile<256, 256, 2, 64, 2, 1, Overlap::kValues, Output::kDirect, false>",
     },
     "backward/64": {
         "now": "BackwardTileFor<64, 64>::Type",
@@ -56,7 +72,6 @@ CANDIDATES: dict[str, dict[str, str]] = {
     },
     "backward/256": {
         "now": "BackwardTileFor<256, 256>::Type",
-        "64": "BackwardTile<256, 256, 64, 64, 2, 2, ScoreLayout::kQueriesAsRows>",
     },
 }
 

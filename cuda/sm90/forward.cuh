@@ -171,14 +171,37 @@ Status forward_with(const ForwardParams& params, cudaStream_t stream) {
   return cuda_status(error, "launching the forward kernel");
 }
 
+namespace detail {
+
+// About how many keys a row sees.
+inline int64_t mean_keys(const Problem& problem) {
+  const Band& band = problem.band;
+  const int64_t keys = problem.kv_len;
+  const bool limited_left = band.left < kUnlimited;
+  const bool limited_right = band.right < kUnlimited;
+  if (limited_left != limited_right) return keys / 2;
+  if (!limited_left) return keys;
+  return std::min<int64_t>(keys, std::max<int64_t>(int64_t{band.left} + band.right + 1, 0));
+}
+
+template <Math kMath, class First, class... Rest>
+Status forward_in(Choices<First, Rest...>, const ForwardParams& params, int64_t keys,
+                  cudaStream_t stream) {
+  if constexpr (sizeof...(Rest) > 0) {
+    if (params.problem.q_len > First::kMaxQueries || keys > First::kMaxKeys) {
+      return forward_in<kMath>(Choices<Rest...>{}, params, keys, stream);
+    }
+  }
+  return forward_with<kMath, typename First::Tile>(params, stream);
+}
+
+}  // namespace detail
+
 // kHeadDim and kValueDim: a row of tile_config.h at least as large as the problem's head sizes.
 template <Math kMath, int kHeadDim, int kValueDim = kHeadDim>
 Status forward(const ForwardParams& params, cudaStream_t stream) {
-  using Tiles = ForwardTileFor<kHeadDim, kValueDim>;
-  if (params.problem.q_len <= Tiles::kShortRows) {
-    return forward_with<kMath, typename Tiles::Short>(params, stream);
-  }
-  return forward_with<kMath, typename Tiles::Type>(params, stream);
+  using Tiles = typename ForwardTileFor<kHeadDim, kValueDim>::Tiles;
+  return detail::forward_in<kMath>(Tiles{}, params, detail::mean_keys(params.problem), stream);
 }
 
 }  // namespace jaxflash::sm90

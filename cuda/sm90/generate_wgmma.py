@@ -8,7 +8,7 @@ import textwrap
 
 # N of the products in use: key tiles for Q K^T, value sizes for P V; 32 and 40: half a key tile of
 # the backward at head size 256.
-SIZES = (32, 40, 64, 80, 96, 112, 128, 192, 256)
+SIZES = (32, 40, 64, 80, 96, 112, 128, 192, 208, 256)
 
 HEADER = """\
 // Written by generate_wgmma.py: do not edit.

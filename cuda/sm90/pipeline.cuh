@@ -23,6 +23,9 @@ struct Barrier {
   __device__ __forceinline__ void arrive_expecting(int bytes) {
     mbarrier_arrive_expect_tx(address(), bytes);
   }
+  __device__ __forceinline__ bool completed(uint32_t parity) const {
+    return mbarrier_test_wait_parity(address(), parity);
+  }
   __device__ __forceinline__ void wait(uint32_t parity) const {
     while (!mbarrier_try_wait_parity(address(), parity)) {
     }
@@ -41,6 +44,11 @@ struct Ring {
       stage = 0;
       phase ^= 1;
     }
+  }
+  __device__ __forceinline__ Ring next() const {
+    Ring ring = *this;
+    ring.advance();
+    return ring;
   }
 };
 

@@ -1,6 +1,8 @@
 // Tiles of the forward kernel: one row for each pair of head sizes, with its reason.
 #pragma once
 
+#include "attention.h"
+
 namespace jaxflash::sm90 {
 
 // What a consumer warpgroup has in flight while it works on the softmax of a tile.
@@ -32,7 +34,21 @@ struct ForwardTile {
   static constexpr bool kTurns = kTurns_;  // warpgroups issue their products in turn
 };
 
-// Type, and Short for calls of at most kShortRows queries.
+// A tile, and the calls that it is for: those of at most so many queries whose rows see at most so
+// many keys on average. The first of a list that takes a call runs it; the last takes all.
+template <int kMaxQueries_, int kMaxKeys_, class Tile_>
+struct UpTo {
+  static constexpr int kMaxQueries = kMaxQueries_;
+  static constexpr int kMaxKeys = kMaxKeys_;
+  using Tile = Tile_;
+};
+template <class Tile>
+using Otherwise = UpTo<kMaxLength, kMaxLength, Tile>;
+template <class...>
+struct Choices {};
+
+// `Tiles`: the tiles for heads of at most these sizes. Figures are TFLOP/s at 16,384 tokens, one
+// call of the sweep each; more are in NOTES.md.
 template <int kHeadDim, int kValueDim>
 struct ForwardTileFor;
 
@@ -40,55 +56,63 @@ struct ForwardTileFor;
 // exponentials take as long as the products at this head size: hide them under P V.
 template <>
 struct ForwardTileFor<64, 64> {
-  using Type = ForwardTile<64, 64, 3, 128, 4, 2, Overlap::kValues, Output::kStaged, true>;
-  // 197 rows leave most of a second tile of 192 empty: 0.196 ms against 0.287.
-  static constexpr int kShortRows = 256;
+  using Long = ForwardTile<64, 64, 3, 128, 4, 2, Overlap::kValues, Output::kStaged, true>;
+  // Causal rows of 512: 265 against 249 in turns, in which warpgroups wait for those with more
+  // keys.
+  using Medium = ForwardTile<64, 64, 3, 128, 4, 2, Overlap::kValues, Output::kStaged, false>;
+  // 197 rows leave most of a second tile of 192 empty: 0.170 ms against 0.207.
   using Short = ForwardTile<64, 64, 2, 128, 4, 2, Overlap::kValues, Output::kStaged, false>;
-};
-
-// Three warpgroups leave 160 registers a thread: 80 keys need 150, 96 need 162. In turns: 656
-// TFLOP/s at S = 8192, 546 without.
-template <>
-struct ForwardTileFor<128, 128> {
-  using Type = ForwardTile<128, 128, 3, 80, 3, 2, Overlap::kNone, Output::kStaged, true>;
-  // No ragged tiles at 512, of rows or of keys: 490 TFLOP/s against 441, causal 295 against 281.
-  static constexpr int kShortRows = 512;
-  using Short = ForwardTile<128, 128, 2, 128, 2, 2, Overlap::kValues, Output::kStaged, true>;
+  // And 197 keys most of a second tile of 128: 0.151 ms.
+  using Single = ForwardTile<64, 64, 2, 208, 2, 2, Overlap::kNone, Output::kStaged, false>;
+  using Tiles = Choices<UpTo<256, 128, Short>, UpTo<256, 208, Single>, UpTo<256, kMaxLength, Short>,
+                        UpTo<kMaxLength, 511, Medium>, Otherwise<Long>>;
 };
 
 // 112 keys are the most that 160 registers hold beside the output (155 in use). A panel of 64
-// columns is half empty: two stages and two Q are what the shared memory takes.
+// columns is half empty: two stages and two Q are what the shared memory takes. Free, because
+// 0.83 of the time of head size 128 needs it: 639 against 626 in turns at S = 8192.
 template <>
 struct ForwardTileFor<96, 96> {
-  using Type = ForwardTile<96, 96, 3, 112, 2, 2, Overlap::kValues, Output::kStaged, true>;
-  static constexpr int kShortRows = 0;
-  using Short = Type;
+  using Long = ForwardTile<96, 96, 3, 112, 2, 2, Overlap::kValues, Output::kStaged, false>;
+  // 465 against 427 at S = 512.
+  using Short = ForwardTile<96, 96, 2, 128, 2, 2, Overlap::kValues, Output::kStaged, false>;
+  using Tiles = Choices<UpTo<kMaxLength, 512, Short>, Otherwise<Long>>;
 };
 
-// As at 128, whose output it has; the larger Q leaves room for one buffer of it.
+// Three warpgroups leave 160 registers a thread: 80 keys need 157, 96 do not fit. In turns: 703 at
+// S = 8192, 595 without.
+template <>
+struct ForwardTileFor<128, 128> {
+  using Long = ForwardTile<128, 128, 3, 80, 3, 2, Overlap::kNone, Output::kStaged, true>;
+  // No ragged tiles, of rows or of keys: 556 against 482 at S = 512, 613 against 581 at 1024, 467
+  // against 409 there if causal; 658 against 666 at 2048, causal 574 against 557.
+  using Short = ForwardTile<128, 128, 2, 128, 2, 2, Overlap::kValues, Output::kStaged, false>;
+  using Tiles = Choices<UpTo<kMaxLength, 1024, Short>, Otherwise<Long>>;
+};
+
+// As at 128, whose output it has; the larger Q leaves room for one buffer of it. 560 against 505
+// with two warpgroups at S = 512, 752 against 775 at 8192.
 template <>
 struct ForwardTileFor<192, 128> {
-  using Type = ForwardTile<192, 128, 3, 80, 3, 1, Overlap::kNone, Output::kDirect, true>;
-  static constexpr int kShortRows = 0;
-  using Short = Type;
+  using Long = ForwardTile<192, 128, 3, 80, 3, 1, Overlap::kNone, Output::kDirect, true>;
+  using Short = ForwardTile<192, 128, 2, 128, 2, 1, Overlap::kValues, Output::kDirect, true>;
+  using Tiles = Choices<UpTo<kMaxLength, 512, Short>, Otherwise<Long>>;
 };
 
-// As at 256; 112 keys fill the shared memory (216 KB).
+// As at 256; 112 keys fill the shared memory (216 KB): 776 against 765 with 96 at S = 8192.
 template <>
 struct ForwardTileFor<192, 192> {
-  using Type = ForwardTile<192, 192, 2, 112, 2, 1, Overlap::kValues, Output::kDirect, true>;
-  static constexpr int kShortRows = 0;
-  using Short = Type;
+  using Long = ForwardTile<192, 192, 2, 112, 2, 1, Overlap::kValues, Output::kDirect, true>;
+  using Tiles = Choices<Otherwise<Long>>;
 };
 
 // The output accumulator takes 128 registers, so two warpgroups. 80 keys would fill the shared
-// memory too; 64 waste less on diagonals: 492 TFLOP/s against 472 at S = 512, equal from 8192 on.
+// memory too; 64 waste less on diagonals: 822 against 779 at S = 8192, causal 760 against 723.
 // Stored directly, because there is one Q: 740 against 701 at S = 16384, 487 against 474 at 512.
 template <>
 struct ForwardTileFor<256, 256> {
-  using Type = ForwardTile<256, 256, 2, 64, 2, 1, Overlap::kValues, Output::kDirect, true>;
-  static constexpr int kShortRows = 0;
-  using Short = Type;
+  using Long = ForwardTile<256, 256, 2, 64, 2, 1, Overlap::kValues, Output::kDirect, true>;
+  using Tiles = Choices<Otherwise<Long>>;
 };
 
 // --- backward -----------------------------------------------------------------------------------
