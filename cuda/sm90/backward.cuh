@@ -14,7 +14,7 @@
 #include "common/launch.h"
 #include "common/status.h"
 #include "common/workspace.h"
-#include "sm90/backward_loops.cuh"
+#include "sm90/backward_kernel.cuh"
 #include "sm90/tensor_map.h"
 #include "sm90/tile_config.h"
 

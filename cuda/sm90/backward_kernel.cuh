@@ -3,7 +3,7 @@
 // Keys are stationary. A block draws a tile of keys of one kv head, and tiles of query rows (q and
 // dout) stream past it through rings of shared-memory buffers, for all query heads of the group.
 //
-//   warpgroups 0 and 1    consumers: the products (backward_loops.cuh)
+//   warpgroups 0 and 1    consumers: the products (backward_single.cuh)
 //   last warpgroup        warp 0 draws tiles and loads rows; warp 2 loads k and v, stores dk and
 //                         dv, and clears dq for later tiles; warps 1 and 3 add dq where it leaves
 //                         through shared memory, one for each consumer warpgroup; otherwise warp 1
@@ -13,516 +13,81 @@
 // and its keys where they have buffers of their own, are loaded while dk and dv of this one leave.
 #pragma once
 
-#include "attention.h"
-#include "common/divisor.h"
-#include "common/mask.cuh"
-#include "common/workspace.h"
-#include "sm90/backward_schedule.cuh"
-#include "sm90/pipeline.cuh"
-#include "sm90/ptx.cuh"
-#include "sm90/tile_config.h"
+#include "common/dependency.cuh"
+#include "sm90/backward_producers.cuh"
+#include "sm90/backward_queries.cuh"
+#include "sm90/backward_single.cuh"
 
 namespace jaxflash::sm90 {
 
-// Hardware barriers of the backward kernel; 0 is __syncthreads.
-enum BackwardBarrier : int {
-  kConsumers = 1,   // both consumer warpgroups
-  kScoresFree = 2,  // both are through with the p and ds of the last step
-  kDqFull = 5,      // 5, 6: a warpgroup's part of dq lies in shared memory
-  kDqEmpty = 7,     // 7, 8: and has been read out
-  kAdded = 9,       // the adds of the step before have been performed
-  kTurn = 10,       // it is this block's turn to add
-};
-
-struct BackwardArgs {
-  TensorMap q;     // boxes of kRows x 64 (rows x columns)
-  TensorMap k;     // boxes of kKeys x 64
-  TensorMap v;     // boxes of kKeys x 64
-  TensorMap dout;  // boxes of kRows x 64
-  TensorMap dk;    // boxes of kStoredKeys x 64
-  TensorMap dv;    // boxes of kStoredKeys x 64
-  TensorMap dq;    // boxes of kDqPartRows x 64; with direct_dq
-  // What an index along each batch axis of the maps is multiplied with: 0 broadcasts.
-  int32_t q_batch_step[2];
-  int32_t k_batch_step[2];
-  int32_t v_batch_step[2];
-  int32_t dout_batch_step[2];
-  Divisor by_inner_batch;  // extent of the fastest batch axis of the maps
-  bool deterministic;
-  bool draw;       // tiles are drawn from the workspace's ticket
-  bool direct_dq;  // one tile has all keys of a row: dq is complete, and stored instead of added
-  KeyTileOrder order;
-  Problem problem;
-  float scale_log2;  // scale * log2(e)
-  BackwardWorkspace workspace;
-  void* workspace_data;
-
-  __device__ __forceinline__ bool ordered() const { return deterministic && !direct_dq; }
-};
-
-template <class Tile_, Math kMath_>
-struct BackwardTraits {
-  using Tile = Tile_;
-  static constexpr Math kMath = kMath_;
-  static constexpr int kRows = Tile::kRows;
-  static constexpr int kKeys = Tile::kKeys;
-
-  static constexpr int kConsumerThreads = 256;
-  static constexpr int kThreads = kConsumerThreads + 128;
-  // A block can only redistribute the 3 x 168 registers that it is launched with.
-  static constexpr int kConsumerRegisters = 232;
-  static constexpr int kProducerRegisters = 40;
-
-  static constexpr bool kKeysAsRows = Tile::kLayout == ScoreLayout::kKeysAsRows;
-  // dq leaves through shared memory and a warp of its own; otherwise the consumers add it.
-  static constexpr bool kDqWriter = kKeysAsRows;
-  // Warps that read tickets: consumers, the one that moves keys, and those that see to dq.
-  __device__ __forceinline__ static int ticket_readers(bool deterministic) {
-    return kConsumerThreads / 32 + 1 + (kDqWriter ? 2 : deterministic);
-  }
-
-  // An operand lies in panels 64 elements (128 bytes) wide, each swizzled.
-  static constexpr int kPanelRowBytes = 128;
-  static constexpr int kPanels = Tile::kHeadDim / 64;
-  static constexpr int kValuePanels = Tile::kValueDim / 64;
-  static constexpr int kRowPanelBytes = kRows * kPanelRowBytes;  // of q, dout, p and ds
-  static constexpr int kKeyPanelBytes = kKeys * kPanelRowBytes;  // of k, v
-  static constexpr int kQBytes = kPanels * kRowPanelBytes;
-  static constexpr int kDoutBytes = kValuePanels * kRowPanelBytes;
-  static constexpr int kKBytes = kPanels * kKeyPanelBytes;
-  static constexpr int kVBytes = kValuePanels * kKeyPanelBytes;
-  static constexpr int kScoreBytes = (kKeys + 63) / 64 * kRowPanelBytes;
-
-  // The part of dq that a consumer warpgroup computes at once, in 4 KB a warp: 16 rows.
-  static constexpr int kDqPartRows = 64;
-  static constexpr int kDqPartDims = 64;
-  static constexpr int kDqWarpBytes = 16 * kDqPartDims * 4;
-
-  // dk and dv of a tile go where ds and dq went to: then k and v can make room for the next tile
-  // before dk and dv have left. Each consumer warpgroup stages its own keys. Otherwise they replace
-  // k and v.
-  static constexpr bool kStagedApart = kKeysAsRows;
-  static constexpr int kStoredKeys = kStagedApart ? 64 : kKeys;
-  static constexpr int kStoredPanelBytes = kStoredKeys * kPanelRowBytes;
-
-  static_assert(!kStagedApart || (kValuePanels * kStoredPanelBytes <= kScoreBytes &&
-                                  kPanels * kStoredPanelBytes <= 4 * kDqWarpBytes));
-  static_assert(kStagedApart || Tile::kKeyStages == 1);
-  static_assert(Tile::kHeadDim % 64 == 0 && Tile::kValueDim % 64 == 0);
-  static_assert(kKeys % 16 == 0 && kRows % 64 == 0 && kWorkspaceRows % kRows == 0);
-  static_assert(!kKeysAsRows || kKeys == 128, "64 keys for each consumer warpgroup");
-  static_assert(!kKeysAsRows || kRows * Tile::kHeadDim == 2 * kDqPartRows * kDqPartDims,
-                "one part of dq for each consumer warpgroup");
-  static_assert(kKeysAsRows || (kRows == 64 && Tile::kHeadDim == 256 && Tile::kValueDim == 256),
-                "128 columns of dk and dv for each consumer warpgroup");
-
-  struct SharedMemory {
-    alignas(1024) uint8_t k[Tile::kKeyStages][kKBytes];  // later dk, unless staged apart
-    alignas(1024) uint8_t v[Tile::kKeyStages][kVBytes];  // later dv
-    alignas(1024) uint8_t q[Tile::kQStages][kQBytes];
-    alignas(1024) uint8_t dout[Tile::kDoutStages][kDoutBytes];
-    // (queries x keys). Keys as rows: ds of even and of odd steps, later dv; otherwise p and ds.
-    alignas(1024) uint8_t scores[2][kScoreBytes];
-    alignas(kDqWriter ? 1024 : 16) uint8_t dq[2][kDqWriter ? 4 * kDqWarpBytes : 16];  // later dk
-    alignas(128) float lse[Tile::kQStages][kRows];                                    // base 2
-    alignas(128) float delta[Tile::kDoutStages][kRows];
-    Barrier k_full[Tile::kKeyStages];
-    Barrier v_full[Tile::kKeyStages];
-    Barrier k_empty[Tile::kKeyStages];  // every consumer warp is through with it
-    Barrier v_empty[Tile::kKeyStages];
-    Barrier dkv_full;   // dk and dv are staged
-    Barrier dkv_empty;  // and have been read out
-    Barrier q_full[Tile::kQStages];
-    Barrier q_empty[Tile::kQStages];  // every consumer warp is through with it
-    Barrier dout_full[Tile::kDoutStages];
-    Barrier dout_empty[Tile::kDoutStages];
-    Barrier rows_landed;  // a tile that a loader edits before it announces it
-    Barrier keys_landed;
-    TicketBox tickets;
-    uint16_t pin[kConsumerThreads];  // written, never read; one each, or they would race
-  };
-  static constexpr int kSharedBytes = sizeof(SharedMemory);
-  static_assert(kSharedBytes <= 227 * 1024);
-};
-
-// The order of the float32 accumulator of dq: that of the accumulator fragments of a warp. A head
-// is a row-major matrix of pieces of 16 x 8, and lane i has the four elements 4 i of a piece.
-struct DqOrder {
-  static constexpr int kPiece = 128;
-
-  // The rows from `row` and the columns from `col` of a head; multiples of 16 and 8.
-  __device__ __forceinline__ static int64_t offset(const BackwardWorkspace& workspace, int row,
-                                                   int col) {
-    return (row / 16 * (workspace.dims / 8) + col / 8) * kPiece;
-  }
-
-  // The elements of a lane. Nobody reads them again.
-  __device__ __forceinline__ static void load(const float* piece, int lane, float (&values)[4]) {
-    const float4 four = __ldcs(reinterpret_cast<const float4*>(piece + 4 * lane));
-    values[0] = four.x;
-    values[1] = four.y;
-    values[2] = four.z;
-    values[3] = four.w;
-  }
-};
-
-// For bitwise reproducible sums the key tiles of a head add to a tile of dq rows in their order,
-// and a counter says whose turn it is. Rows are walked upwards; where the mask lets rows see the
-// keys up to a limit, the order is descending, so that a block's first rows are those that no
-// earlier block has to visit for long.
-template <int kRows, int kKeys, class Mask>
-__device__ __forceinline__ uint32_t dq_turn(const KeyTileOrder& order,
-                                            const KeyBlock<kRows, kKeys, Mask>& block, int row) {
-  const Interval keys = block.mask.keys({row, row + kRows});
-  return order.descending ? (keys.end - 1) / kKeys - block.index : block.index - keys.begin / kKeys;
-}
-
-// The counter of turns of a tile of rows.
-template <int kRows, int kKeys, class Mask>
-__device__ __forceinline__ uint32_t* dq_counter(const BackwardArgs& args,
-                                                const KeyBlock<kRows, kKeys, Mask>& block, int row,
-                                                int head) {
-  const int64_t head_index = int64_t{block.batch} * args.problem.q_heads + head;
-  return args.workspace.turns_of(args.workspace_data, head_index) + row / kWorkspaceTurnRows;
-}
-
-template <class Traits, class Mask>
-struct BackwardProducers {
+template <class Traits, class Mask, class Score>
+__global__ void __launch_bounds__(Traits::kThreads, 1)
+    backward_kernel(const __grid_constant__ BackwardArgs args) {
+  using Producers = BackwardProducers<Traits, Mask>;
   using Tile = typename Traits::Tile;
-  using SharedMemory = typename Traits::SharedMemory;
-  using Block = KeyBlock<Traits::kRows, Traits::kKeys, Mask>;
-  static constexpr int kRows = Traits::kRows;
-  static constexpr int kKeys = Traits::kKeys;
+  extern __shared__ __align__(1024) uint8_t shared_bytes[];
+  auto& smem = *reinterpret_cast<typename Traits::SharedMemory*>(shared_bytes);
 
-  // Coordinates of the batch axes of the maps.
-  __device__ __forceinline__ static int inner_batch(const BackwardArgs& args, int batch) {
-    return args.by_inner_batch.remainder(batch);
-  }
-  __device__ __forceinline__ static int outer_batch(const BackwardArgs& args, int batch) {
-    return args.by_inner_batch.quotient(batch);
-  }
-
-  // Where the tiles of one operand come from.
-  struct Source {
-    const TensorMap* map;
-    int inner, outer;  // coordinates of the batch axes
-    int length;        // of the array along the sequence
-    Interval valid;    // the part of it that takes part
-  };
-
-  __device__ __forceinline__ static Source source(const BackwardArgs& args, const TensorMap& map,
-                                                  const int32_t (&step)[2], const Block& block,
-                                                  int length, Interval valid) {
-    return {&map, inner_batch(args, block.batch) * step[0],
-            outer_batch(args, block.batch) * step[1], length, valid};
-  }
-
-  // Loads a tile of kTileRows positions of a head and, with kVector, a float of `vector` for each.
-  // The whole warp. A tile that reaches past what takes part, inside the array, is cleaned before
-  // it is announced: a probability of 0 times NaN would be NaN.
-  template <int kTileRows, int kPanels, bool kVector>
-  __device__ __forceinline__ static void load_tile(const Source& from, int first, int head,
-                                                   const uint8_t* target, const float* vector,
-                                                   const float* vector_target, Barrier& full,
-                                                   Barrier& landed, uint32_t& landed_phase) {
-    constexpr int kPanelBytes = kTileRows * Traits::kPanelRowBytes;
-    constexpr int kVectorBytes = kVector ? kTileRows * 4 : 0;
-    const int lane = threadIdx.x % 32;
-    const bool cut =
-        first < from.valid.begin || min(first + kTileRows, from.length) > from.valid.end;
-    const uint32_t barrier = cut ? landed.address() : full.address();
-    if (lane == 0) {
-      mbarrier_arrive_expect_tx(barrier, kPanels * kPanelBytes + kVectorBytes);
-#pragma unroll 1
-      for (int panel = 0; panel < kPanels; ++panel) {
-        tensor_load(shared_address(target + panel * kPanelBytes), from.map, barrier, panel * 64,
-                    first, head, from.inner, from.outer);
-      }
-      if (kVector) bulk_load(shared_address(vector_target), vector + first, barrier, kVectorBytes);
+  // Through a shuffle the compiler knows it to be the same in the whole warp.
+  const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
+  if (threadIdx.x == 0) {
+    prefetch_tensor_map(&args.q);
+    prefetch_tensor_map(&args.k);
+    prefetch_tensor_map(&args.v);
+    prefetch_tensor_map(&args.dout);
+    prefetch_tensor_map(&args.dk);
+    prefetch_tensor_map(&args.dv);
+    for (int stage = 0; stage < Tile::kKeyStages; ++stage) {
+      smem.k_full[stage].init(1);
+      smem.v_full[stage].init(1);
+      smem.k_empty[stage].init(Traits::kConsumerThreads / 32);
+      smem.v_empty[stage].init(Traits::kConsumerThreads / 32);
     }
-    __syncwarp();
-    if (!cut) return;
-    while (!mbarrier_try_wait_parity(barrier, landed_phase)) {
+    smem.dkv_full.init(Traits::kConsumerThreads);
+    smem.dkv_empty.init(1);
+    for (int stage = 0; stage < Tile::kQStages; ++stage) {
+      smem.q_full[stage].init(1);
+      smem.q_empty[stage].init(Traits::kConsumerThreads / 32);
     }
-    landed_phase ^= 1;
-    // Swizzling moves 16-byte pieces inside a row of a panel only.
-    constexpr int kPieces = Traits::kPanelRowBytes / 16;
-#pragma unroll 1
-    for (int row = 0; row < kTileRows; ++row) {
-      if (first + row >= from.valid.begin && first + row < from.valid.end) continue;
-#pragma unroll 1
-      for (int piece = lane; piece < kPanels * kPieces; piece += 32) {
-        store_shared_zero(shared_address(target) + piece / kPieces * kPanelBytes +
-                          row * Traits::kPanelRowBytes + piece % kPieces * 16);
-      }
+    for (int stage = 0; stage < Tile::kDoutStages; ++stage) {
+      smem.dout_full[stage].init(1);
+      smem.dout_empty[stage].init(Traits::kConsumerThreads / 32);
     }
-    fence_proxy_async();
-    __syncwarp();
-    if (lane == 0) full.arrive();
+    smem.rows_landed.init(1);
+    smem.keys_landed.init(1);
+    smem.tickets.init(Traits::ticket_readers(args.deterministic));
+    fence_mbarrier_init();
   }
+  __syncthreads();
+  launch_dependents();
+  wait_for_previous_kernel();
 
-  // Draws tiles, and loads the query rows that see them. Runs ahead into the next tile while dk and
-  // dv of the last one leave.
-  __device__ __forceinline__ static void load_rows(const BackwardArgs& args, SharedMemory& smem) {
-    const Problem& problem = args.problem;
-    Ring<Tile::kQStages> q_ring;
-    Ring<Tile::kDoutStages> dout_ring;
-    uint32_t landed_phase = 0;
-    // Tickets stay below 2^31: the low word of the counter does.
-    const auto counter = [&] {
-      auto* ticket = args.workspace.ticket_of(args.workspace_data);
-      return args.draw ? reinterpret_cast<uint32_t*>(ticket) : nullptr;
-    };
-    TicketDrawer drawer;
-    for (;;) {
-      const uint32_t position = drawer.next(smem.tickets, counter());
-      if (position >= args.order.tiles()) return;
-      const Block block(problem, args.order.at(position));
-      const Source q = source(args, args.q, args.q_batch_step, block, problem.q_len, block.rows);
-      const Source dout =
-          source(args, args.dout, args.dout_batch_step, block, problem.q_len, block.rows);
-      int row = block.first_row;
-      int head = block.first_head();
-#pragma unroll 1
-      for (int step = block.steps(); step > 0; --step) {
-        const int64_t head_index = int64_t{block.batch} * problem.q_heads + head;
-        smem.q_empty[q_ring.stage].wait(q_ring.phase ^ 1);
-        load_tile<kRows, Traits::kPanels, true>(
-            q, row, head, smem.q[q_ring.stage],
-            args.workspace.lse_of(args.workspace_data, head_index), smem.lse[q_ring.stage],
-            smem.q_full[q_ring.stage], smem.rows_landed, landed_phase);
-        q_ring.advance();
-        smem.dout_empty[dout_ring.stage].wait(dout_ring.phase ^ 1);
-        load_tile<kRows, Traits::kValuePanels, true>(
-            dout, row, head, smem.dout[dout_ring.stage],
-            args.workspace.delta_of(args.workspace_data, head_index), smem.delta[dout_ring.stage],
-            smem.dout_full[dout_ring.stage], smem.rows_landed, landed_phase);
-        dout_ring.advance();
-        block.advance(row, head);
-      }
+  if (group < 2) {
+    setmaxnreg_inc<Traits::kConsumerRegisters>();
+    if constexpr (Traits::kKeysAsRows) {
+      KeysAsRows<Traits, Mask, Score>::consume(args, smem, group);
+    } else {
+      QueriesAsRows<Traits, Mask, Score>::consume(args, smem, group);
     }
+    return;
   }
-
-  // Where a tile's k, v, dk and dv lie.
-  struct Keys {
-    int first_key, kv_head, inner, outer;
-    Interval seen;  // by any row
-  };
-
-  __device__ __forceinline__ static Keys keys_at(const BackwardArgs& args, uint32_t position) {
-    const Block block(args.problem, args.order.at(position));
-    return {block.first_key, block.kv_head, inner_batch(args, block.batch),
-            outer_batch(args, block.batch), block.mask.keys({0, block.mask.q_len()})};
-  }
-
-  template <int kPanels>
-  __device__ __forceinline__ static void load_keys(const BackwardArgs& args, const TensorMap& map,
-                                                   const int32_t (&step)[2], const Keys& keys,
-                                                   const uint8_t* target, Barrier& full,
-                                                   Barrier& landed, uint32_t& landed_phase) {
-    load_tile<kKeys, kPanels, false>(
-        {&map, keys.inner * step[0], keys.outer * step[1], args.problem.kv_len, keys.seen},
-        keys.first_key, keys.kv_head, target, nullptr, nullptr, full, landed, landed_phase);
-  }
-  __device__ __forceinline__ static void load_k(const BackwardArgs& args, SharedMemory& smem,
-                                                const Keys& keys, int stage,
-                                                uint32_t& landed_phase) {
-    load_keys<Traits::kPanels>(args, args.k, args.k_batch_step, keys, smem.k[stage],
-                               smem.k_full[stage], smem.keys_landed, landed_phase);
-  }
-  __device__ __forceinline__ static void load_v(const BackwardArgs& args, SharedMemory& smem,
-                                                const Keys& keys, int stage,
-                                                uint32_t& landed_phase) {
-    load_keys<Traits::kValuePanels>(args, args.v, args.v_batch_step, keys, smem.v[stage],
-                                    smem.v_full[stage], smem.keys_landed, landed_phase);
-  }
-
-  // Brings k and v into the L2, ahead of the time when there is room for them.
-  __device__ __forceinline__ static void prefetch_keys(const BackwardArgs& args, const Keys& keys) {
-#pragma unroll 1
-    for (int panel = 0; panel < Traits::kPanels; ++panel) {
-      tensor_prefetch(&args.k, panel * 64, keys.first_key, keys.kv_head,
-                      keys.inner * args.k_batch_step[0], keys.outer * args.k_batch_step[1]);
-    }
-#pragma unroll 1
-    for (int panel = 0; panel < Traits::kValuePanels; ++panel) {
-      tensor_prefetch(&args.v, panel * 64, keys.first_key, keys.kv_head,
-                      keys.inner * args.v_batch_step[0], keys.outer * args.v_batch_step[1]);
-    }
-  }
-
-  // dk and dv of a tile. Returns once they have left shared memory.
-  __device__ __forceinline__ static void store_keys(const BackwardArgs& args, SharedMemory& smem,
-                                                    const Keys& keys) {
-    const Problem& problem = args.problem;
-#pragma unroll 1
-    for (int part = 0; part < kKeys / Traits::kStoredKeys; ++part) {
-      const uint8_t* const dk = Traits::kStagedApart ? smem.dq[part] : smem.k[0];
-      const uint8_t* const dv = Traits::kStagedApart ? smem.scores[part] : smem.v[0];
-      const int key = keys.first_key + part * Traits::kStoredKeys;
-#pragma unroll 1
-      for (int panel = 0; panel * 64 < problem.head_dim; ++panel) {
-        tensor_store(&args.dk, shared_address(dk + panel * Traits::kStoredPanelBytes), panel * 64,
-                     key, keys.kv_head, keys.inner, keys.outer);
+  setmaxnreg_dec<Traits::kProducerRegisters>();
+  switch (threadIdx.x / 32 % 4) {
+    case 0:
+      return Producers::load_rows(args, smem);
+    case 1:
+      if constexpr (Traits::kDqWriter) {
+        Producers::add_dq(args, smem, 0);
+      } else if (args.deterministic) {
+        Producers::keep_turns(args, smem);
       }
-#pragma unroll 1
-      for (int panel = 0; panel * 64 < problem.value_dim; ++panel) {
-        tensor_store(&args.dv, shared_address(dv + panel * Traits::kStoredPanelBytes), panel * 64,
-                     key, keys.kv_head, keys.inner, keys.outer);
-      }
-    }
-    bulk_commit_group();
-    bulk_wait_group_read<0>();
+      return;
+    case 2:
+      return Producers::move_keys(args, smem);
+    default:
+      if constexpr (Traits::kDqWriter) Producers::add_dq(args, smem, 1);
+      return;
   }
-
-  // Loads k and v, and stores dk and dv. The last step of a tile is through with v before it is
-  // through with k; both are loaded as soon as there is room.
-  __device__ __forceinline__ static void move_keys(const BackwardArgs& args, SharedMemory& smem) {
-    const bool first_lane = threadIdx.x % 32 == 0;
-    Ring<Tile::kKeyStages> ring;
-    uint32_t landed_phase = 0;
-    TicketReader reader;
-    uint32_t position = reader.next(smem.tickets);
-    if (position >= args.order.tiles()) return;
-    Keys stored = keys_at(args, position);
-    load_k(args, smem, stored, ring.stage, landed_phase);
-    load_v(args, smem, stored, ring.stage, landed_phase);
-    ring.advance();
-    for (uint32_t dkv_phase = 0;; dkv_phase ^= 1) {
-      position = reader.next(smem.tickets);
-      const bool more = position < args.order.tiles();
-      Keys loaded = stored;
-      if (more) {
-        loaded = keys_at(args, position);
-        if (Tile::kKeyStages == 1 && first_lane) prefetch_keys(args, loaded);
-        __syncwarp();
-      }
-      if (Traits::kStagedApart && more) {
-        smem.v_empty[ring.stage].wait(ring.phase ^ 1);
-        load_v(args, smem, loaded, ring.stage, landed_phase);
-        smem.k_empty[ring.stage].wait(ring.phase ^ 1);
-        load_k(args, smem, loaded, ring.stage, landed_phase);
-        ring.advance();
-      }
-      smem.dkv_full.wait(dkv_phase);
-      if (first_lane) store_keys(args, smem, stored);
-      __syncwarp();
-      if (Traits::kStagedApart) {
-        if (first_lane) smem.dkv_empty.arrive();
-        // In place of the warps that add dq: it was not dq that lay there.
-        named_barrier_arrive(kDqEmpty, 128 + 32);
-        named_barrier_arrive(kDqEmpty + 1, 128 + 32);
-      } else if (more) {
-        load_k(args, smem, loaded, ring.stage, landed_phase);
-        load_v(args, smem, loaded, ring.stage, landed_phase);
-        ring.advance();
-      }
-      if (!more) return;
-      stored = loaded;
-    }
-  }
-
-  // Stores a complete part of dq.
-  __device__ __forceinline__ static void store_dq(const BackwardArgs& args, SharedMemory& smem,
-                                                  const Block& block, int part, int row, int col,
-                                                  int head) {
-    if (col >= args.problem.head_dim) return;
-    tensor_store(&args.dq, shared_address(smem.dq[part]), col, row, head,
-                 inner_batch(args, block.batch), outer_batch(args, block.batch));
-  }
-
-  // Adds a consumer warpgroup's part of dq: four lanes, one for each of its warps, add 16 rows by
-  // 64 columns. Each part has its own turns.
-  __device__ __forceinline__ static void add_dq(const BackwardArgs& args, SharedMemory& smem,
-                                                int part) {
-    constexpr int kParts = Tile::kHeadDim / Traits::kDqPartDims;  // beside one another
-    const int lane = threadIdx.x % 32;
-    const int col = part % kParts * Traits::kDqPartDims;
-    named_barrier_arrive(kDqEmpty + part, 128 + 32);
-    TicketReader reader;
-    for (;;) {
-      const uint32_t position = reader.next(smem.tickets);
-      if (position >= args.order.tiles()) break;
-      const Block block(args.problem, args.order.at(position));
-      int row = block.first_row;
-      int head = block.first_head();
-#pragma unroll 1
-      for (int step = block.steps(); step > 0; --step) {
-        const int64_t head_index = int64_t{block.batch} * args.problem.q_heads + head;
-        uint32_t* const counter = dq_counter(args, block, row, head) + part;
-        // The turn first: it usually comes while the consumers are still at it.
-        if (args.ordered() && lane < 4) {
-          const uint32_t turn = dq_turn(args.order, block, row);
-          while (load_acquire(counter) != turn) {
-          }
-          fence_proxy_async_global();  // the adds of the turn before, ahead of ours
-        }
-        __syncwarp();
-        named_barrier_sync(kDqFull + part, 128 + 32);
-        if (lane < 4) {
-          const int part_row = row + part / kParts * Traits::kDqPartRows + 16 * lane;
-          if (args.direct_dq) {
-            if (lane == 0) store_dq(args, smem, block, part, part_row, col, head);
-          } else if (col < args.workspace.dims) {
-            // Panels that the problem's head size does not reach do not exist in the workspace.
-            bulk_reduce_add(args.workspace.dq_of(args.workspace_data, head_index) +
-                                DqOrder::offset(args.workspace, part_row, col),
-                            shared_address(smem.dq[part]) + lane * Traits::kDqWarpBytes,
-                            Traits::kDqWarpBytes);
-          }
-          bulk_commit_group();
-          bulk_wait_group_read<0>();
-        }
-        __syncwarp();
-        named_barrier_arrive(kDqEmpty + part, 128 + 32);
-        if (args.ordered()) {
-          if (lane < 4) {
-            bulk_wait_group<0>();  // the adds have been performed, not only read
-            fence_proxy_async_global();
-          }
-          __syncwarp();
-          if (lane == 0) store_release(counter, dq_turn(args.order, block, row) + 1);
-        }
-        block.advance(row, head);
-      }
-    }
-    // Shared memory goes with the block, but only once the adds have left it.
-    if (lane < 4) bulk_wait_group<0>();
-  }
-
-  // Where consumers add dq themselves: waits for turns and ends them, so that no consumer waits for
-  // a round trip to memory. A turn ends during the next step, when its adds have long arrived; the
-  // last one of a tile is ended by the consumers.
-  __device__ __forceinline__ static void keep_turns(const BackwardArgs& args, SharedMemory& smem) {
-    constexpr int kThreads = Traits::kConsumerThreads + 32;
-    const bool first_lane = threadIdx.x % 32 == 0;
-    TicketReader reader;
-    for (;;) {
-      const uint32_t position = reader.next(smem.tickets);
-      if (position >= args.order.tiles()) return;
-      const Block block(args.problem, args.order.at(position));
-      int row = block.first_row;
-      int head = block.first_head();
-      uint32_t* ended = nullptr;
-      uint32_t ended_turn = 0;
-#pragma unroll 1
-      for (int step = block.steps(); step > 0; --step) {
-        named_barrier_sync(kAdded, kThreads);
-        uint32_t* const counter = dq_counter(args, block, row, head);
-        const uint32_t turn = dq_turn(args.order, block, row);
-        if (first_lane) {
-          if (ended != nullptr) store_release(ended, ended_turn + 1);
-          while (load_acquire(counter) != turn) {
-          }
-        }
-        __syncwarp();
-        named_barrier_arrive(kTurn, kThreads);
-        ended = counter;
-        ended_turn = turn;
-        block.advance(row, head);
-      }
-    }
-  }
-};
+}
 
 }  // namespace jaxflash::sm90

@@ -1,0 +1,347 @@
+// The producer warps of the backward kernel: they draw tiles, load, store, and add dq.
+#pragma once
+
+#include "sm90/backward_traits.cuh"
+
+namespace jaxflash::sm90 {
+
+template <class Traits, class Mask>
+struct BackwardProducers {
+  using Tile = typename Traits::Tile;
+  using SharedMemory = typename Traits::SharedMemory;
+  using Block = KeyBlock<Traits::kRows, Traits::kKeys, Mask>;
+  static constexpr int kRows = Traits::kRows;
+  static constexpr int kKeys = Traits::kKeys;
+
+  // Coordinates of the batch axes of the maps.
+  __device__ __forceinline__ static int inner_batch(const BackwardArgs& args, int batch) {
+    return args.by_inner_batch.remainder(batch);
+  }
+  __device__ __forceinline__ static int outer_batch(const BackwardArgs& args, int batch) {
+    return args.by_inner_batch.quotient(batch);
+  }
+
+  // Where the tiles of one operand come from.
+  struct Source {
+    const TensorMap* map;
+    int inner, outer;  // coordinates of the batch axes
+    int length;        // of the array along the sequence
+    Interval valid;    // the part of it that takes part
+  };
+
+  __device__ __forceinline__ static Source source(const BackwardArgs& args, const TensorMap& map,
+                                                  const int32_t (&step)[2], const Block& block,
+                                                  int length, Interval valid) {
+    return {&map, inner_batch(args, block.batch) * step[0],
+            outer_batch(args, block.batch) * step[1], length, valid};
+  }
+
+  // Loads a tile of kTileRows positions of a head and, with kVector, a float of `vector` for each.
+  // The whole warp. A tile that reaches past what takes part, inside the array, is cleaned before
+  // it is announced: a probability of 0 times NaN would be NaN.
+  template <int kTileRows, int kPanels, bool kVector>
+  __device__ __forceinline__ static void load_tile(const Source& from, int first, int head,
+                                                   const uint8_t* target, const float* vector,
+                                                   const float* vector_target, Barrier& full,
+                                                   Barrier& landed, uint32_t& landed_phase) {
+    constexpr int kPanelBytes = kTileRows * Traits::kPanelRowBytes;
+    constexpr int kVectorBytes = kVector ? kTileRows * 4 : 0;
+    const int lane = threadIdx.x % 32;
+    const bool cut =
+        first < from.valid.begin || min(first + kTileRows, from.length) > from.valid.end;
+    const uint32_t barrier = cut ? landed.address() : full.address();
+    if (lane == 0) {
+      mbarrier_arrive_expect_tx(barrier, kPanels * kPanelBytes + kVectorBytes);
+#pragma unroll 1
+      for (int panel = 0; panel < kPanels; ++panel) {
+        tensor_load(shared_address(target + panel * kPanelBytes), from.map, barrier, panel * 64,
+                    first, head, from.inner, from.outer);
+      }
+      if (kVector) bulk_load(shared_address(vector_target), vector + first, barrier, kVectorBytes);
+    }
+    __syncwarp();
+    if (!cut) return;
+    while (!mbarrier_try_wait_parity(barrier, landed_phase)) {
+    }
+    landed_phase ^= 1;
+    // Swizzling moves 16-byte pieces inside a row of a panel only.
+    constexpr int kPieces = Traits::kPanelRowBytes / 16;
+#pragma unroll 1
+    for (int row = 0; row < kTileRows; ++row) {
+      if (first + row >= from.valid.begin && first + row < from.valid.end) continue;
+#pragma unroll 1
+      for (int piece = lane; piece < kPanels * kPieces; piece += 32) {
+        store_shared_zero(shared_address(target) + piece / kPieces * kPanelBytes +
+                          row * Traits::kPanelRowBytes + piece % kPieces * 16);
+      }
+    }
+    fence_proxy_async();
+    __syncwarp();
+    if (lane == 0) full.arrive();
+  }
+
+  // Draws tiles, and loads the query rows that see them. Runs ahead into the next tile while dk and
+  // dv of the last one leave.
+  __device__ __forceinline__ static void load_rows(const BackwardArgs& args, SharedMemory& smem) {
+    const Problem& problem = args.problem;
+    Ring<Tile::kQStages> q_ring;
+    Ring<Tile::kDoutStages> dout_ring;
+    uint32_t landed_phase = 0;
+    // Tickets stay below 2^31: the low word of the counter does.
+    const auto counter = [&] {
+      auto* ticket = args.workspace.ticket_of(args.workspace_data);
+      return args.draw ? reinterpret_cast<uint32_t*>(ticket) : nullptr;
+    };
+    TicketDrawer drawer;
+    for (;;) {
+      const uint32_t position = drawer.next(smem.tickets, counter());
+      if (position >= args.order.tiles()) return;
+      const Block block(problem, args.order.at(position));
+      const Source q = source(args, args.q, args.q_batch_step, block, problem.q_len, block.rows);
+      const Source dout =
+          source(args, args.dout, args.dout_batch_step, block, problem.q_len, block.rows);
+      int row = block.first_row;
+      int head = block.first_head();
+#pragma unroll 1
+      for (int step = block.steps(); step > 0; --step) {
+        const int64_t head_index = int64_t{block.batch} * problem.q_heads + head;
+        smem.q_empty[q_ring.stage].wait(q_ring.phase ^ 1);
+        load_tile<kRows, Traits::kPanels, true>(
+            q, row, head, smem.q[q_ring.stage],
+            args.workspace.lse_of(args.workspace_data, head_index), smem.lse[q_ring.stage],
+            smem.q_full[q_ring.stage], smem.rows_landed, landed_phase);
+        q_ring.advance();
+        smem.dout_empty[dout_ring.stage].wait(dout_ring.phase ^ 1);
+        load_tile<kRows, Traits::kValuePanels, true>(
+            dout, row, head, smem.dout[dout_ring.stage],
+            args.workspace.delta_of(args.workspace_data, head_index), smem.delta[dout_ring.stage],
+            smem.dout_full[dout_ring.stage], smem.rows_landed, landed_phase);
+        dout_ring.advance();
+        block.advance(row, head);
+      }
+    }
+  }
+
+  // Where a tile's k, v, dk and dv lie.
+  struct Keys {
+    int first_key, kv_head, inner, outer;
+    Interval seen;  // by any row
+  };
+
+  __device__ __forceinline__ static Keys keys_at(const BackwardArgs& args, uint32_t position) {
+    const Block block(args.problem, args.order.at(position));
+    return {block.first_key, block.kv_head, inner_batch(args, block.batch),
+            outer_batch(args, block.batch), block.mask.keys({0, block.mask.q_len()})};
+  }
+
+  template <int kPanels>
+  __device__ __forceinline__ static void load_keys(const BackwardArgs& args, const TensorMap& map,
+                                                   const int32_t (&step)[2], const Keys& keys,
+                                                   const uint8_t* target, Barrier& full,
+                                                   Barrier& landed, uint32_t& landed_phase) {
+    load_tile<kKeys, kPanels, false>(
+        {&map, keys.inner * step[0], keys.outer * step[1], args.problem.kv_len, keys.seen},
+        keys.first_key, keys.kv_head, target, nullptr, nullptr, full, landed, landed_phase);
+  }
+  __device__ __forceinline__ static void load_k(const BackwardArgs& args, SharedMemory& smem,
+                                                const Keys& keys, int stage,
+                                                uint32_t& landed_phase) {
+    load_keys<Traits::kPanels>(args, args.k, args.k_batch_step, keys, smem.k[stage],
+                               smem.k_full[stage], smem.keys_landed, landed_phase);
+  }
+  __device__ __forceinline__ static void load_v(const BackwardArgs& args, SharedMemory& smem,
+                                                const Keys& keys, int stage,
+                                                uint32_t& landed_phase) {
+    load_keys<Traits::kValuePanels>(args, args.v, args.v_batch_step, keys, smem.v[stage],
+                                    smem.v_full[stage], smem.keys_landed, landed_phase);
+  }
+
+  // Brings k and v into the L2, ahead of the time when there is room for them.
+  __device__ __forceinline__ static void prefetch_keys(const BackwardArgs& args, const Keys& keys) {
+#pragma unroll 1
+    for (int panel = 0; panel < Traits::kPanels; ++panel) {
+      tensor_prefetch(&args.k, panel * 64, keys.first_key, keys.kv_head,
+                      keys.inner * args.k_batch_step[0], keys.outer * args.k_batch_step[1]);
+    }
+#pragma unroll 1
+    for (int panel = 0; panel < Traits::kValuePanels; ++panel) {
+      tensor_prefetch(&args.v, panel * 64, keys.first_key, keys.kv_head,
+                      keys.inner * args.v_batch_step[0], keys.outer * args.v_batch_step[1]);
+    }
+  }
+
+  // dk and dv of a tile. Returns once they have left shared memory.
+  __device__ __forceinline__ static void store_keys(const BackwardArgs& args, SharedMemory& smem,
+                                                    const Keys& keys) {
+    const Problem& problem = args.problem;
+#pragma unroll 1
+    for (int part = 0; part < kKeys / Traits::kStoredKeys; ++part) {
+      const uint8_t* const dk = Traits::kStagedApart ? smem.dq[part] : smem.k[0];
+      const uint8_t* const dv = Traits::kStagedApart ? smem.scores[part] : smem.v[0];
+      const int key = keys.first_key + part * Traits::kStoredKeys;
+#pragma unroll 1
+      for (int panel = 0; panel * 64 < problem.head_dim; ++panel) {
+        tensor_store(&args.dk, shared_address(dk + panel * Traits::kStoredPanelBytes), panel * 64,
+                     key, keys.kv_head, keys.inner, keys.outer);
+      }
+#pragma unroll 1
+      for (int panel = 0; panel * 64 < problem.value_dim; ++panel) {
+        tensor_store(&args.dv, shared_address(dv + panel * Traits::kStoredPanelBytes), panel * 64,
+                     key, keys.kv_head, keys.inner, keys.outer);
+      }
+    }
+    bulk_commit_group();
+    bulk_wait_group_read<0>();
+  }
+
+  // Loads k and v, and stores dk and dv. The last step of a tile is through with v before it is
+  // through with k; both are loaded as soon as there is room.
+  __device__ __forceinline__ static void move_keys(const BackwardArgs& args, SharedMemory& smem) {
+    const bool first_lane = threadIdx.x % 32 == 0;
+    Ring<Tile::kKeyStages> ring;
+    uint32_t landed_phase = 0;
+    TicketReader reader;
+    uint32_t position = reader.next(smem.tickets);
+    if (position >= args.order.tiles()) return;
+    Keys stored = keys_at(args, position);
+    load_k(args, smem, stored, ring.stage, landed_phase);
+    load_v(args, smem, stored, ring.stage, landed_phase);
+    ring.advance();
+    for (uint32_t dkv_phase = 0;; dkv_phase ^= 1) {
+      position = reader.next(smem.tickets);
+      const bool more = position < args.order.tiles();
+      Keys loaded = stored;
+      if (more) {
+        loaded = keys_at(args, position);
+        if (Tile::kKeyStages == 1 && first_lane) prefetch_keys(args, loaded);
+        __syncwarp();
+      }
+      if (Traits::kStagedApart && more) {
+        smem.v_empty[ring.stage].wait(ring.phase ^ 1);
+        load_v(args, smem, loaded, ring.stage, landed_phase);
+        smem.k_empty[ring.stage].wait(ring.phase ^ 1);
+        load_k(args, smem, loaded, ring.stage, landed_phase);
+        ring.advance();
+      }
+      smem.dkv_full.wait(dkv_phase);
+      if (first_lane) store_keys(args, smem, stored);
+      __syncwarp();
+      if (Traits::kStagedApart) {
+        if (first_lane) smem.dkv_empty.arrive();
+        // In place of the warps that add dq: it was not dq that lay there.
+        named_barrier_arrive(kDqEmpty, 128 + 32);
+        named_barrier_arrive(kDqEmpty + 1, 128 + 32);
+      } else if (more) {
+        load_k(args, smem, loaded, ring.stage, landed_phase);
+        load_v(args, smem, loaded, ring.stage, landed_phase);
+        ring.advance();
+      }
+      if (!more) return;
+      stored = loaded;
+    }
+  }
+
+  // Stores a complete part of dq.
+  __device__ __forceinline__ static void store_dq(const BackwardArgs& args, SharedMemory& smem,
+                                                  const Block& block, int part, int row, int col,
+                                                  int head) {
+    if (col >= args.problem.head_dim) return;
+    tensor_store(&args.dq, shared_address(smem.dq[part]), col, row, head,
+                 inner_batch(args, block.batch), outer_batch(args, block.batch));
+  }
+
+  // Adds a consumer warpgroup's part of dq: four lanes, one for each of its warps, add 16 rows by
+  // 64 columns. Each part has its own turns.
+  __device__ __forceinline__ static void add_dq(const BackwardArgs& args, SharedMemory& smem,
+                                                int part) {
+    constexpr int kParts = Tile::kHeadDim / Traits::kDqPartDims;  // beside one another
+    const int lane = threadIdx.x % 32;
+    const int col = part % kParts * Traits::kDqPartDims;
+    named_barrier_arrive(kDqEmpty + part, 128 + 32);
+    TicketReader reader;
+    for (;;) {
+      const uint32_t position = reader.next(smem.tickets);
+      if (position >= args.order.tiles()) break;
+      const Block block(args.problem, args.order.at(position));
+      int row = block.first_row;
+      int head = block.first_head();
+#pragma unroll 1
+      for (int step = block.steps(); step > 0; --step) {
+        const int64_t head_index = int64_t{block.batch} * args.problem.q_heads + head;
+        uint32_t* const counter = dq_counter(args, block, row, head) + part;
+        // The turn first: it usually comes while the consumers are still at it.
+        if (args.ordered() && lane < 4) {
+          const uint32_t turn = dq_turn(args.order, block, row);
+          while (load_acquire(counter) != turn) {
+          }
+          fence_proxy_async_global();  // the adds of the turn before, ahead of ours
+        }
+        __syncwarp();
+        named_barrier_sync(kDqFull + part, 128 + 32);
+        if (lane < 4) {
+          const int part_row = row + part / kParts * Traits::kDqPartRows + 16 * lane;
+          if (args.direct_dq) {
+            if (lane == 0) store_dq(args, smem, block, part, part_row, col, head);
+          } else if (col < args.workspace.dims) {
+            // Panels that the problem's head size does not reach do not exist in the workspace.
+            bulk_reduce_add(args.workspace.dq_of(args.workspace_data, head_index) +
+                                DqOrder::offset(args.workspace, part_row, col),
+                            shared_address(smem.dq[part]) + lane * Traits::kDqWarpBytes,
+                            Traits::kDqWarpBytes);
+          }
+          bulk_commit_group();
+          bulk_wait_group_read<0>();
+        }
+        __syncwarp();
+        named_barrier_arrive(kDqEmpty + part, 128 + 32);
+        if (args.ordered()) {
+          if (lane < 4) {
+            bulk_wait_group<0>();  // the adds have been performed, not only read
+            fence_proxy_async_global();
+          }
+          __syncwarp();
+          if (lane == 0) store_release(counter, dq_turn(args.order, block, row) + 1);
+        }
+        block.advance(row, head);
+      }
+    }
+    // Shared memory goes with the block, but only once the adds have left it.
+    if (lane < 4) bulk_wait_group<0>();
+  }
+
+  // Where consumers add dq themselves: waits for turns and ends them, so that no consumer waits for
+  // a round trip to memory. A turn ends during the next step, when its adds have long arrived; the
+  // last one of a tile is ended by the consumers.
+  __device__ __forceinline__ static void keep_turns(const BackwardArgs& args, SharedMemory& smem) {
+    constexpr int kThreads = Traits::kConsumerThreads + 32;
+    const bool first_lane = threadIdx.x % 32 == 0;
+    TicketReader reader;
+    for (;;) {
+      const uint32_t position = reader.next(smem.tickets);
+      if (position >= args.order.tiles()) return;
+      const Block block(args.problem, args.order.at(position));
+      int row = block.first_row;
+      int head = block.first_head();
+      uint32_t* ended = nullptr;
+      uint32_t ended_turn = 0;
+#pragma unroll 1
+      for (int step = block.steps(); step > 0; --step) {
+        named_barrier_sync(kAdded, kThreads);
+        uint32_t* const counter = dq_counter(args, block, row, head);
+        const uint32_t turn = dq_turn(args.order, block, row);
+        if (first_lane) {
+          if (ended != nullptr) store_release(ended, ended_turn + 1);
+          while (load_acquire(counter) != turn) {
+          }
+        }
+        __syncwarp();
+        named_barrier_arrive(kTurn, kThreads);
+        ended = counter;
+        ended_turn = turn;
+        block.advance(row, head);
+      }
+    }
+  }
+};
+
+}  // namespace jaxflash::sm90

@@ -1,0 +1,306 @@
+// The consumers of a block by itself: products and pointwise work of two warpgroups.
+#pragma once
+
+#include "sm90/backward_consumers.cuh"
+
+namespace jaxflash::sm90 {
+
+// Each warpgroup owns 64 keys. Its p^T and ds^T go from the accumulators straight into the products
+// for dv and dk; ds also goes to shared memory, where both warpgroups read it for dq.
+template <class Traits, class Mask, class Score>
+struct KeysAsRows {
+  using Tile = typename Traits::Tile;
+  using SharedMemory = typename Traits::SharedMemory;
+  using Block = KeyBlock<Traits::kRows, Traits::kKeys, Mask>;
+  static constexpr int kRows = Traits::kRows;
+  static constexpr int kKeys = Traits::kKeys;
+  static constexpr Math kMath = Traits::kMath;
+  // On a diagonal, half of a block's keys may see none of a step's rows. Steps of 128 rows are as
+  // long as the block is wide, and then it happens at ragged ends only.
+  static constexpr bool kIdleSteps = kRows < kKeys;
+  // Packing p while dp's product runs keeps it beside its float32 values: too much for 128 rows.
+  static constexpr bool kEarlyPack = Tile::kEarlyValues || kRows <= 64;
+
+  // acc += a B, with a from registers and B (queries x columns) in shared memory; in flight on
+  // return.
+  template <int kN>
+  __device__ __forceinline__ static void issue_gradient(float (&acc)[kN / 2],
+                                                        const uint32_t (&a)[kRows / 4],
+                                                        uint64_t b) {
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kRows / 16; ++step) {
+      Wgmma<kN>::template rs<kMath, 1>(acc, a + 4 * step,
+                                       b + descriptor_step(step * 16 * Traits::kPanelRowBytes), 1);
+    }
+    wgmma_commit();
+  }
+
+  __device__ __forceinline__ static void exponentials(float (&s)[kRows / 2], const float* lse,
+                                                      const Score& score, int row, int key) {
+#pragma unroll
+    for (int block = 0; block < kRows / 8; ++block) {
+      const float2 pair = *reinterpret_cast<const float2*>(lse + block * 8);
+#pragma unroll
+      for (int i = 4 * block; i < 4 * block + 4; ++i) {
+        const float logit =
+            score.logit(s[i], row + Fragment::column_of(i), key + 8 * Fragment::lower(i));
+        s[i] = exp2_approx(logit - (i % 2 == 0 ? pair.x : pair.y));
+      }
+    }
+  }
+
+  // apply_mask for transposed scores. Before the exponentials, where the accumulators are still in
+  // place: afterwards it takes more registers than there are.
+  __device__ __forceinline__ static void apply_mask(float (&s)[kRows / 2], const Mask& mask,
+                                                    int row, int key) {
+#pragma unroll
+    for (int lower = 0; lower < 2; ++lower) {
+      const Interval rows = mask.rows_of_key(key + 8 * lower);
+      const int begin = rows.begin - row, end = rows.end - row;
+#pragma unroll
+      for (int i = 0; i < kRows / 2; ++i) {
+        if (Fragment::lower(i) != lower) continue;
+        const int column = Fragment::column_of(i);
+        s[i] = begin <= column && column < end ? s[i] : -INFINITY;
+      }
+    }
+  }
+
+  // Stages dk or dv of the warpgroup's 64 keys, or its part of dq.
+  template <int kColumns>
+  __device__ __forceinline__ static void stage(uint8_t* tile, const float (&acc)[kColumns / 2],
+                                               float scale, const bool (&seen)[2]) {
+    const int thread = late_thread();
+    const int row = thread / 32 * 16 + thread % 16;
+#pragma unroll
+    for (int column = 0; column < kColumns; column += 16) {
+      uint32_t packed[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int element = column / 2 + 2 * i;
+        packed[i] = pack<kMath>(seen[i % 2] ? acc[element] * scale : 0.f,
+                                seen[i % 2] ? acc[element + 1] * scale : 0.f);
+      }
+      const int piece = column % 64 / 8 + thread % 32 / 16;
+      stmatrix_x4(shared_address(tile) + column / 64 * Traits::kStoredPanelBytes +
+                      row * Traits::kPanelRowBytes + (piece ^ row % 8) * 16,
+                  packed);
+    }
+  }
+
+  // The warpgroup's part of dq, to the warp that moves it on.
+  __device__ __forceinline__ static void hand_over_dq(const BackwardArgs& args, SharedMemory& smem,
+                                                      const float (&dq)[32], int group) {
+    const int thread = late_thread();
+    const uint32_t target =
+        shared_address(smem.dq[group]) + thread / 32 * Traits::kDqWarpBytes + thread % 32 * 16;
+    named_barrier_sync(kDqEmpty + group, 128 + 32);
+    if (args.direct_dq) {
+      constexpr bool kSeen[2] = {true, true};
+      stage<64>(smem.dq[group], dq, args.problem.scale, kSeen);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) store_shared_f32x4(target + i * 512, dq + 4 * i);
+    }
+    fence_proxy_async();
+    named_barrier_arrive(kDqFull + group, 128 + 32);
+  }
+
+  __device__ __forceinline__ static void consume(const BackwardArgs& args, SharedMemory& smem,
+                                                 int group) {
+    const int thread = threadIdx.x & 127;
+    const int column = Fragment::column(thread);
+    const Score score{args.scale_log2};
+
+    // As A: the warpgroup's 64 keys. As B: all queries of a step. The transposed view of q and dout
+    // (queries x columns) reads the same bytes with another major axis.
+    const int group_bytes = group * 64 * Traits::kPanelRowBytes;
+    const uint64_t k_base = wgmma_descriptor(shared_address(smem.k[0]) + group_bytes, 16, 1024);
+    const uint64_t v_base = wgmma_descriptor(shared_address(smem.v[0]) + group_bytes, 16, 1024);
+    const uint64_t q_base = wgmma_descriptor(shared_address(smem.q[0]), 16, 1024);
+    const uint64_t dout_base = wgmma_descriptor(shared_address(smem.dout[0]), 16, 1024);
+    const uint64_t q_columns =
+        wgmma_descriptor(shared_address(smem.q[0]), Traits::kRowPanelBytes, 1024);
+    const uint64_t dout_columns =
+        wgmma_descriptor(shared_address(smem.dout[0]), Traits::kRowPanelBytes, 1024);
+    // dq: one warpgroup takes a half of the columns, or of the rows where there is one panel only.
+    constexpr bool kDivideColumns = Tile::kHeadDim > 64;
+    const uint64_t dq_ds = wgmma_descriptor(
+        shared_address(smem.scores[0]) + (kDivideColumns ? 0 : group_bytes), 16, 1024);
+    const uint64_t dq_k_base = wgmma_descriptor(
+        shared_address(smem.k[0]) + (kDivideColumns ? group * Traits::kKeyPanelBytes : 0),
+        Traits::kKeyPanelBytes, 1024);
+    const uint32_t ds_panel = shared_address(smem.scores[0]) + group * Traits::kRowPanelBytes;
+
+    ConsumerSteps<Traits> steps(smem);
+    Ring<Tile::kKeyStages> keys;
+    TicketReader reader;
+
+    for (;;) {
+      const uint32_t position = reader.next(smem.tickets);
+      if (position >= args.order.tiles()) break;
+      const Block block(args.problem, args.order.at(position));
+      int row = block.first_row;
+      int head = 0;
+      const int own_key = block.first_key + group * 64;
+      const Interval own_rows = block.mask.rows({own_key, own_key + 64});
+      const Interval common_rows = block.mask.common_rows({own_key, own_key + 64});
+      const uint64_t k_rows = k_base + keys.stage * descriptor_step(Traits::kKBytes);
+      const uint64_t v_rows = v_base + keys.stage * descriptor_step(Traits::kVBytes);
+      const uint64_t dq_k = dq_k_base + keys.stage * descriptor_step(Traits::kKBytes);
+
+      float dk[Tile::kHeadDim / 2];
+      float dv[Tile::kValueDim / 2];
+#pragma unroll
+      for (float& value : dk) value = 0.f;
+#pragma unroll
+      for (float& value : dv) value = 0.f;
+
+      // dk and dv of the tile before may still be on their way out of where ds goes.
+      const auto wait_for_ds_buffer = [&] {
+        if (head == 0 && row == block.first_row) smem.dkv_empty.wait(reader.parity() ^ 1);
+      };
+
+      smem.k_full[keys.stage].wait(keys.phase);
+      smem.v_full[keys.stage].wait(keys.phase);
+#pragma unroll 1
+      for (steps.begin(block.steps()); steps.more(); steps.advance()) {
+        uint32_t ds[kRows / 4];
+        float dq[32];
+
+        steps.wait_q();
+        if (kIdleSteps && (row + kRows <= own_rows.begin || row >= own_rows.end)) {
+          // The warpgroup's keys see none of these rows: its ds is 0. What remains is its half of
+          // dq, to which the other keys contribute.
+          steps.wait_dout();
+          wait_for_ds_buffer();
+#pragma unroll
+          for (uint32_t& pair : ds) pair = 0;
+          store_transposed<kRows>(ds_panel + steps.odd() * Traits::kScoreBytes, ds);
+          fence_proxy_async();
+          named_barrier_sync(kConsumers, Traits::kConsumerThreads);
+          steps.release_q();
+          steps.release_dout();
+          discard(dq);
+          issue_dq<Traits>(dq, dq_ds + steps.odd() * descriptor_step(Traits::kScoreBytes), dq_k);
+          wgmma_wait<0>();
+          hold(dq);
+          if (steps.last()) {
+            arrive_warp(smem.v_empty[keys.stage]);
+            arrive_warp(smem.k_empty[keys.stage]);
+          }
+          hand_over_dq(args, smem, dq, group);
+          block.advance(row, head);
+          continue;
+        }
+        float s[kRows / 2];
+        float dp[kRows / 2];
+        uint32_t p[kRows / 4];
+        discard(s);
+        issue_scores<kMath, Tile::kHeadDim, Traits::kKeyPanelBytes, Traits::kRowPanelBytes, kRows>(
+            s, k_rows, q_base + steps.q_offset());
+        steps.wait_dout();
+        discard(dp);
+        issue_scores<kMath, Tile::kValueDim, Traits::kKeyPanelBytes, Traits::kRowPanelBytes, kRows>(
+            dp, v_rows, dout_base + steps.dout_offset());
+        wgmma_wait<1>();
+        hold(s);
+        if (row < common_rows.begin || row + kRows > common_rows.end) {
+          const int masked = late_thread();
+          apply_mask(s, block.mask, row + Fragment::column(masked),
+                     own_key + Fragment::row(masked));
+        }
+        exponentials(s, &smem.lse[steps.q_stage()][column], score, row + column,
+                     own_key + Fragment::row(thread));
+        // ptxas would move the wait above the exponentials; a store of what depends on all of them
+        // cannot follow it.
+        uint32_t all = 0;
+        if (kEarlyPack) {
+#pragma unroll
+          for (int i = 0; i < kRows / 4; ++i) {
+            p[i] = pack<kMath>(s[2 * i], s[2 * i + 1]);
+            all ^= p[i];
+          }
+        } else {
+#pragma unroll
+          for (int i = 0; i < kRows / 2; ++i) all ^= __float_as_uint(s[i]);
+        }
+        store_shared_volatile(shared_address(&smem.pin[group * 128 + late_thread()]),
+                              static_cast<uint16_t>(all));
+        if (Tile::kEarlyValues) {
+          issue_gradient<Tile::kValueDim>(dv, p, dout_columns + steps.dout_offset());
+          wgmma_wait<1>();
+        } else {
+          wgmma_wait<0>();
+        }
+        hold(dp);
+        if (steps.last()) arrive_warp(smem.v_empty[keys.stage]);
+        const float* const delta = &smem.delta[steps.dout_stage()][column];
+#pragma unroll
+        for (int i = 0; i < kRows / 4; i += 2) {
+          const float2 pair = *reinterpret_cast<const float2*>(delta + i / 2 * 8);
+          ds[i] =
+              pack<kMath>(s[2 * i] * (dp[2 * i] - pair.x), s[2 * i + 1] * (dp[2 * i + 1] - pair.y));
+          ds[i + 1] = pack<kMath>(s[2 * i + 2] * (dp[2 * i + 2] - pair.x),
+                                  s[2 * i + 3] * (dp[2 * i + 3] - pair.y));
+          if (!kEarlyPack) {
+            p[i] = pack<kMath>(s[2 * i], s[2 * i + 1]);
+            p[i + 1] = pack<kMath>(s[2 * i + 2], s[2 * i + 3]);
+          }
+        }
+        // Two buffers: whoever passes the barrier below knows that both warpgroups are through with
+        // the step before, so that a buffer is free again one step later.
+        const int odd = steps.odd();
+        wait_for_ds_buffer();
+        store_transposed<kRows>(ds_panel + odd * Traits::kScoreBytes, ds);
+        if (!Tile::kEarlyValues) {
+          issue_gradient<Tile::kValueDim>(dv, p, dout_columns + steps.dout_offset());
+        }
+        fence_proxy_async();
+        named_barrier_sync(kConsumers, Traits::kConsumerThreads);
+
+        discard(dq);
+        issue_dq<Traits>(dq, dq_ds + odd * descriptor_step(Traits::kScoreBytes), dq_k);
+        if (!Tile::kEarlyValues) {
+          wgmma_wait<1>();
+          steps.release_dout();
+        }
+        issue_gradient<Tile::kHeadDim>(dk, ds, q_columns + steps.q_offset());
+        wgmma_wait<1>();
+        hold(dq);
+        if (steps.last()) arrive_warp(smem.k_empty[keys.stage]);
+        if (Tile::kEarlyValues) steps.release_dout();
+        // dq leaves while dk's product runs.
+        hand_over_dq(args, smem, dq, group);
+        wgmma_wait<0>();
+        steps.release_q();
+        block.advance(row, head);
+      }
+
+      hold(dk);
+      hold(dv);
+      if (block.steps() == 0) {
+        arrive_warp(smem.v_empty[keys.stage]);
+        arrive_warp(smem.k_empty[keys.stage]);
+      }
+      keys.advance();
+      const Interval seen_keys = block.mask.keys({0, block.mask.q_len()});
+      const int key = own_key + Fragment::row(late_thread());
+      const bool seen[2] = {key >= seen_keys.begin && key < seen_keys.end,
+                            key + 8 >= seen_keys.begin && key + 8 < seen_keys.end};
+      // dv replaces ds once both warpgroups are through with it (and dv of the tile before has
+      // left, where this one has no rows), and dk replaces dq once that has left.
+      named_barrier_sync(kConsumers, Traits::kConsumerThreads);
+      wait_for_ds_buffer();
+      stage<Tile::kValueDim>(smem.scores[group], dv, 1.f, seen);
+      named_barrier_sync(kDqEmpty + group, 128 + 32);
+      stage<Tile::kHeadDim>(smem.dq[group], dk, args.problem.scale, seen);
+      fence_proxy_async();
+      smem.dkv_full.arrive();
+    }
+    named_barrier_sync(kDqEmpty + group, 128 + 32);  // the last arrival
+  }
+};
+
+}  // namespace jaxflash::sm90

@@ -1,0 +1,177 @@
+// The backward kernel's arguments, what it lays out in shared memory, and the order of its adds to
+// dq.
+#pragma once
+
+#include "attention.h"
+#include "common/divisor.h"
+#include "common/workspace.h"
+#include "sm90/backward_schedule.cuh"
+#include "sm90/pipeline.cuh"
+#include "sm90/ptx.cuh"
+#include "sm90/tile_config.h"
+
+namespace jaxflash::sm90 {
+
+// Hardware barriers of the backward kernel; 0 is __syncthreads.
+enum BackwardBarrier : int {
+  kConsumers = 1,   // both consumer warpgroups
+  kScoresFree = 2,  // both are through with the p and ds of the last step
+  kDqFull = 5,      // 5, 6: a warpgroup's part of dq lies in shared memory
+  kDqEmpty = 7,     // 7, 8: and has been read out
+  kAdded = 9,       // the adds of the step before have been performed
+  kTurn = 10,       // it is this block's turn to add
+};
+
+struct BackwardArgs {
+  TensorMap q;     // boxes of kRows x 64 (rows x columns)
+  TensorMap k;     // boxes of kKeys x 64
+  TensorMap v;     // boxes of kKeys x 64
+  TensorMap dout;  // boxes of kRows x 64
+  TensorMap dk;    // boxes of kStoredKeys x 64
+  TensorMap dv;    // boxes of kStoredKeys x 64
+  TensorMap dq;    // boxes of kDqPartRows x 64; with direct_dq
+  // What an index along each batch axis of the maps is multiplied with: 0 broadcasts.
+  int32_t q_batch_step[2];
+  int32_t k_batch_step[2];
+  int32_t v_batch_step[2];
+  int32_t dout_batch_step[2];
+  Divisor by_inner_batch;  // extent of the fastest batch axis of the maps
+  bool deterministic;
+  bool draw;       // tiles are drawn from the workspace's ticket
+  bool direct_dq;  // one tile has all keys of a row: dq is complete, and stored instead of added
+  KeyTileOrder order;
+  Problem problem;
+  float scale_log2;  // scale * log2(e)
+  BackwardWorkspace workspace;
+  void* workspace_data;
+
+  __device__ __forceinline__ bool ordered() const { return deterministic && !direct_dq; }
+};
+
+template <class Tile_, Math kMath_>
+struct BackwardTraits {
+  using Tile = Tile_;
+  static constexpr Math kMath = kMath_;
+  static constexpr int kRows = Tile::kRows;
+  static constexpr int kKeys = Tile::kKeys;
+
+  static constexpr int kConsumerThreads = 256;
+  static constexpr int kThreads = kConsumerThreads + 128;
+  // A block can only redistribute the 3 x 168 registers that it is launched with.
+  static constexpr int kConsumerRegisters = 232;
+  static constexpr int kProducerRegisters = 40;
+
+  static constexpr bool kKeysAsRows = Tile::kLayout == ScoreLayout::kKeysAsRows;
+  // dq leaves through shared memory and a warp of its own; otherwise the consumers add it.
+  static constexpr bool kDqWriter = kKeysAsRows;
+  // Warps that read tickets: consumers, the one that moves keys, and those that see to dq.
+  __device__ __forceinline__ static int ticket_readers(bool deterministic) {
+    return kConsumerThreads / 32 + 1 + (kDqWriter ? 2 : deterministic);
+  }
+
+  // An operand lies in panels 64 elements (128 bytes) wide, each swizzled.
+  static constexpr int kPanelRowBytes = 128;
+  static constexpr int kPanels = Tile::kHeadDim / 64;
+  static constexpr int kValuePanels = Tile::kValueDim / 64;
+  static constexpr int kRowPanelBytes = kRows * kPanelRowBytes;  // of q, dout, p and ds
+  static constexpr int kKeyPanelBytes = kKeys * kPanelRowBytes;  // of k, v
+  static constexpr int kQBytes = kPanels * kRowPanelBytes;
+  static constexpr int kDoutBytes = kValuePanels * kRowPanelBytes;
+  static constexpr int kKBytes = kPanels * kKeyPanelBytes;
+  static constexpr int kVBytes = kValuePanels * kKeyPanelBytes;
+  static constexpr int kScoreBytes = (kKeys + 63) / 64 * kRowPanelBytes;
+
+  // The part of dq that a consumer warpgroup computes at once, in 4 KB a warp: 16 rows.
+  static constexpr int kDqPartRows = 64;
+  static constexpr int kDqPartDims = 64;
+  static constexpr int kDqWarpBytes = 16 * kDqPartDims * 4;
+
+  // dk and dv of a tile go where ds and dq went to: then k and v can make room for the next tile
+  // before dk and dv have left. Each consumer warpgroup stages its own keys. Otherwise they replace
+  // k and v.
+  static constexpr bool kStagedApart = kKeysAsRows;
+  static constexpr int kStoredKeys = kStagedApart ? 64 : kKeys;
+  static constexpr int kStoredPanelBytes = kStoredKeys * kPanelRowBytes;
+
+  static_assert(!kStagedApart || (kValuePanels * kStoredPanelBytes <= kScoreBytes &&
+                                  kPanels * kStoredPanelBytes <= 4 * kDqWarpBytes));
+  static_assert(kStagedApart || Tile::kKeyStages == 1);
+  static_assert(Tile::kHeadDim % 64 == 0 && Tile::kValueDim % 64 == 0);
+  static_assert(kKeys % 16 == 0 && kRows % 64 == 0 && kWorkspaceRows % kRows == 0);
+  static_assert(!kKeysAsRows || kKeys == 128, "64 keys for each consumer warpgroup");
+  static_assert(!kKeysAsRows || kRows * Tile::kHeadDim == 2 * kDqPartRows * kDqPartDims,
+                "one part of dq for each consumer warpgroup");
+  static_assert(kKeysAsRows || (kRows == 64 && Tile::kHeadDim == 256 && Tile::kValueDim == 256),
+                "128 columns of dk and dv for each consumer warpgroup");
+
+  struct SharedMemory {
+    alignas(1024) uint8_t k[Tile::kKeyStages][kKBytes];  // later dk, unless staged apart
+    alignas(1024) uint8_t v[Tile::kKeyStages][kVBytes];  // later dv
+    alignas(1024) uint8_t q[Tile::kQStages][kQBytes];
+    alignas(1024) uint8_t dout[Tile::kDoutStages][kDoutBytes];
+    // (queries x keys). Keys as rows: ds of even and of odd steps, later dv; otherwise p and ds.
+    alignas(1024) uint8_t scores[2][kScoreBytes];
+    alignas(kDqWriter ? 1024 : 16) uint8_t dq[2][kDqWriter ? 4 * kDqWarpBytes : 16];  // later dk
+    alignas(128) float lse[Tile::kQStages][kRows];                                    // base 2
+    alignas(128) float delta[Tile::kDoutStages][kRows];
+    Barrier k_full[Tile::kKeyStages];
+    Barrier v_full[Tile::kKeyStages];
+    Barrier k_empty[Tile::kKeyStages];  // every consumer warp is through with it
+    Barrier v_empty[Tile::kKeyStages];
+    Barrier dkv_full;   // dk and dv are staged
+    Barrier dkv_empty;  // and have been read out
+    Barrier q_full[Tile::kQStages];
+    Barrier q_empty[Tile::kQStages];  // every consumer warp is through with it
+    Barrier dout_full[Tile::kDoutStages];
+    Barrier dout_empty[Tile::kDoutStages];
+    Barrier rows_landed;  // a tile that a loader edits before it announces it
+    Barrier keys_landed;
+    TicketBox tickets;
+    uint16_t pin[kConsumerThreads];  // written, never read; one each, or they would race
+  };
+  static constexpr int kSharedBytes = sizeof(SharedMemory);
+  static_assert(kSharedBytes <= 227 * 1024);
+};
+
+// The order of the float32 accumulator of dq: that of the accumulator fragments of a warp. A head
+// is a row-major matrix of pieces of 16 x 8, and lane i has the four elements 4 i of a piece.
+struct DqOrder {
+  static constexpr int kPiece = 128;
+
+  // The rows from `row` and the columns from `col` of a head; multiples of 16 and 8.
+  __device__ __forceinline__ static int64_t offset(const BackwardWorkspace& workspace, int row,
+                                                   int col) {
+    return (row / 16 * (workspace.dims / 8) + col / 8) * kPiece;
+  }
+
+  // The elements of a lane. Nobody reads them again.
+  __device__ __forceinline__ static void load(const float* piece, int lane, float (&values)[4]) {
+    const float4 four = __ldcs(reinterpret_cast<const float4*>(piece + 4 * lane));
+    values[0] = four.x;
+    values[1] = four.y;
+    values[2] = four.z;
+    values[3] = four.w;
+  }
+};
+
+// For bitwise reproducible sums the key tiles of a head add to a tile of dq rows in their order,
+// and a counter says whose turn it is. Rows are walked upwards; where the mask lets rows see the
+// keys up to a limit, the order is descending, so that a block's first rows are those that no
+// earlier block has to visit for long.
+template <int kRows, int kKeys, class Mask>
+__device__ __forceinline__ uint32_t dq_turn(const KeyTileOrder& order,
+                                            const KeyBlock<kRows, kKeys, Mask>& block, int row) {
+  const Interval keys = block.mask.keys({row, row + kRows});
+  return order.descending ? (keys.end - 1) / kKeys - block.index : block.index - keys.begin / kKeys;
+}
+
+// The counter of turns of a tile of rows.
+template <int kRows, int kKeys, class Mask>
+__device__ __forceinline__ uint32_t* dq_counter(const BackwardArgs& args,
+                                                const KeyBlock<kRows, kKeys, Mask>& block, int row,
+                                                int head) {
+  const int64_t head_index = int64_t{block.batch} * args.problem.q_heads + head;
+  return args.workspace.turns_of(args.workspace_data, head_index) + row / kWorkspaceTurnRows;
+}
+
+}  // namespace jaxflash::sm90
