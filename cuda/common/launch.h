@@ -31,19 +31,31 @@ enum class Start {
             // for their results itself
 };
 
+struct Grid {
+  unsigned blocks;
+  unsigned cluster_blocks = 1;  // of a cluster; divides `blocks`. Above 1 from sm_90 on
+};
+
 template <class... Parameters, class... Arguments>
-cudaError_t launch(void (*kernel)(Parameters...), Start start, unsigned blocks, int threads,
+cudaError_t launch(void (*kernel)(Parameters...), Start start, Grid grid, int threads,
                    int shared_bytes, cudaStream_t stream, const Arguments&... arguments) {
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[2] = {};
+  unsigned count = 0;
+  if (start == Start::kBeside) {
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (grid.cluster_blocks > 1) {
+    attributes[count].id = cudaLaunchAttributeClusterDimension;
+    attributes[count++].val.clusterDim = {grid.cluster_blocks, 1, 1};
+  }
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(blocks);
+  config.gridDim = dim3(grid.blocks);
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = start == Start::kBeside ? 1 : 0;
+  config.attrs = attributes;
+  config.numAttrs = count;
   return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
@@ -54,7 +66,7 @@ inline cudaError_t launch_blocks(void (*kernel)(BackwardParams, BackwardWorkspac
                                  cudaStream_t stream) {
   constexpr int64_t kMaxGrid = (int64_t{1} << 31) - 1;
   for (int64_t first = 0; first < blocks; first += kMaxGrid) {
-    const auto grid = static_cast<unsigned>(std::min(blocks - first, kMaxGrid));
+    const Grid grid{static_cast<unsigned>(std::min(blocks - first, kMaxGrid))};
     const cudaError_t error =
         launch(kernel, start, grid, threads, shared_bytes, stream, params, workspace, first);
     if (error != cudaSuccess) return error;

@@ -174,8 +174,8 @@ Status launch_backward(const BackwardParams& params, const BackwardWorkspace& wo
   const uint32_t tiles = args.order.key_tiles * args.order.heads;
   // Without rows there was no delta kernel, and what came before may not be ours.
   error = launch(kernel, problem.q_len > 0 ? Start::kBeside : Start::kAfter,
-                 std::min<uint32_t>(tiles, multiprocessors), Traits::kThreads, Traits::kSharedBytes,
-                 stream, args);
+                 {std::min<uint32_t>(tiles, multiprocessors)}, Traits::kThreads,
+                 Traits::kSharedBytes, stream, args);
   return cuda_status(error, "launching the backward kernel");
 }
 

@@ -92,7 +92,7 @@ struct BackwardProducers {
       auto* ticket = args.workspace.ticket_of(args.workspace_data);
       return args.draw ? reinterpret_cast<uint32_t*>(ticket) : nullptr;
     };
-    TicketDrawer drawer;
+    TicketDrawer<1> drawer;
     for (;;) {
       const uint32_t position = drawer.next(smem.tickets, counter());
       if (position >= args.order.tiles()) return;
@@ -200,7 +200,7 @@ struct BackwardProducers {
     const bool first_lane = threadIdx.x % 32 == 0;
     Ring<Tile::kKeyStages> ring;
     uint32_t landed_phase = 0;
-    TicketReader reader;
+    TicketReader<1> reader;
     uint32_t position = reader.next(smem.tickets);
     if (position >= args.order.tiles()) return;
     Keys stored = keys_at(args, position);
@@ -258,7 +258,7 @@ struct BackwardProducers {
     const int lane = threadIdx.x % 32;
     const int col = part % kParts * Traits::kDqPartDims;
     named_barrier_arrive(kDqEmpty + part, 128 + 32);
-    TicketReader reader;
+    TicketReader<1> reader;
     for (;;) {
       const uint32_t position = reader.next(smem.tickets);
       if (position >= args.order.tiles()) break;
@@ -315,7 +315,7 @@ struct BackwardProducers {
   __device__ __forceinline__ static void keep_turns(const BackwardArgs& args, SharedMemory& smem) {
     constexpr int kThreads = Traits::kConsumerThreads + 32;
     const bool first_lane = threadIdx.x % 32 == 0;
-    TicketReader reader;
+    TicketReader<1> reader;
     for (;;) {
       const uint32_t position = reader.next(smem.tickets);
       if (position >= args.order.tiles()) return;

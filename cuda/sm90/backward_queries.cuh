@@ -101,7 +101,7 @@ struct QueriesAsRows {
     const uint64_t ds_rows = wgmma_descriptor(shared_address(smem.scores[1]), 16, 1024);
 
     ConsumerSteps<Traits> steps(smem);
-    TicketReader reader;
+    TicketReader<1> reader;
 
     for (;;) {
       const uint32_t position = reader.next(smem.tickets);

@@ -99,29 +99,52 @@ struct KeyBlock {
 };
 
 // The loader draws positions in the order of tiles and hands them to the other roles of its block.
+// The blocks of a cluster work on the same tile: the first one draws for all of them.
+template <int kBlocks>
 struct TicketBox {
   static constexpr int kSlots = 2;
   uint32_t position[kSlots];
   Barrier full[kSlots];
-  Barrier empty[kSlots];  // every reading warp has its copy
+  Barrier empty[kSlots];  // every reading warp has its copy; in a cluster, the first block's counts
 
+  // `readers` of a block, beside its loader.
   __device__ __forceinline__ void init(int readers) {
     for (int slot = 0; slot < kSlots; ++slot) {
       full[slot].init(1);
-      empty[slot].init(readers);
+      empty[slot].init(kBlocks * readers + kBlocks - 1);  // the loaders that do not draw read
+    }
+  }
+
+  // One thread of the block that draws.
+  __device__ __forceinline__ void fill(int slot, uint32_t drawn) {
+    position[slot] = drawn;
+    full[slot].arrive();
+    for (int rank = 1; rank < kBlocks; ++rank) {
+      const uint32_t barrier = remote_address(full[slot].address(), rank);
+      mbarrier_arrive_expect_tx_remote(barrier, sizeof(drawn));
+      store_remote(remote_address(shared_address(&position[slot]), rank), drawn, barrier);
     }
   }
 };
 
 // A reading warp's place in the box.
+template <int kBlocks>
 class TicketReader {
+  static constexpr int kSlots = TicketBox<kBlocks>::kSlots;
+
  public:
-  __device__ __forceinline__ uint32_t next(TicketBox& box) {
-    const uint32_t slot = count_ % TicketBox::kSlots;
-    box.full[slot].wait(count_ / TicketBox::kSlots % 2);
+  __device__ __forceinline__ uint32_t next(TicketBox<kBlocks>& box) {
+    const uint32_t slot = count_ % kSlots;
+    box.full[slot].wait(count_ / kSlots % 2);
     const uint32_t position = box.position[slot];
     __syncwarp();
-    if (threadIdx.x % 32 == 0) box.empty[slot].arrive();
+    if (threadIdx.x % 32 == 0) {
+      if constexpr (kBlocks == 1) {
+        box.empty[slot].arrive();
+      } else {
+        box.empty[slot].arrive_remote(0);
+      }
+    }
     ++count_;
     return __shfl_sync(~0u, position, 0);
   }
@@ -138,21 +161,22 @@ class TicketReader {
 // ordered adds at S = 16384). The loader is as many steps ahead as there are buffers, which hides
 // the way to the counter. A block only ever waits for tiles of earlier tickets, and those belong to
 // blocks that have already started. Without a counter the positions are dealt out in rounds.
+template <int kBlocks>
 class TicketDrawer {
+  static constexpr int kSlots = TicketBox<kBlocks>::kSlots;
+
  public:
   // All lanes of the warp.
-  __device__ __forceinline__ uint32_t next(TicketBox& box, uint32_t* counter) {
-    const uint32_t slot = count_ % TicketBox::kSlots;
-    box.empty[slot].wait(count_ / TicketBox::kSlots % 2 ^ 1);
-    uint32_t position = blockIdx.x + count_ * gridDim.x;
+  __device__ __forceinline__ uint32_t next(TicketBox<kBlocks>& box, uint32_t* counter) {
+    if (kBlocks > 1 && cluster_rank() != 0) return reader_.next(box);
+    const uint32_t slot = count_ % kSlots;
+    box.empty[slot].wait(count_ / kSlots % 2 ^ 1);
+    uint32_t position = blockIdx.x / kBlocks + count_ * (gridDim.x / kBlocks);
     if (counter != nullptr) {
       if (threadIdx.x % 32 == 0) position = atomicAdd(counter, 1u);
       position = __shfl_sync(~0u, position, 0);
     }
-    if (threadIdx.x % 32 == 0) {
-      box.position[slot] = position;
-      box.full[slot].arrive();
-    }
+    if (threadIdx.x % 32 == 0) box.fill(slot, position);
     __syncwarp();
     ++count_;
     return position;
@@ -160,6 +184,7 @@ class TicketDrawer {
 
  private:
   uint32_t count_ = 0;
+  TicketReader<kBlocks> reader_;  // where another block draws
 };
 
 }  // namespace jaxflash::sm90

@@ -135,7 +135,7 @@ struct KeysAsRows {
 
     ConsumerSteps<Traits> steps(smem);
     Ring<Tile::kKeyStages> keys;
-    TicketReader reader;
+    TicketReader<1> reader;
 
     for (;;) {
       const uint32_t position = reader.next(smem.tickets);

@@ -126,7 +126,7 @@ struct BackwardTraits {
     Barrier dout_empty[Tile::kDoutStages];
     Barrier rows_landed;  // a tile that a loader edits before it announces it
     Barrier keys_landed;
-    TicketBox tickets;
+    TicketBox<1> tickets;
     uint16_t pin[kConsumerThreads];  // written, never read; one each, or they would race
   };
   static constexpr int kSharedBytes = sizeof(SharedMemory);

@@ -166,7 +166,7 @@ Status forward_with(const ForwardParams& params, cudaStream_t stream) {
   const auto kernel = forward_kernel<Traits, ScaledScores>;
   error = allow_shared_memory<Traits>(reinterpret_cast<const void*>(kernel), device);
   if (Status status = cuda_status(error, "reserving shared memory"); !status.ok()) return status;
-  error = launch(kernel, Start::kAfter, args.order.blocks, Traits::kThreads, Traits::kSharedBytes,
+  error = launch(kernel, Start::kAfter, {args.order.blocks}, Traits::kThreads, Traits::kSharedBytes,
                  stream, args);
   return cuda_status(error, "launching the forward kernel");
 }

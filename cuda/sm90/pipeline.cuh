@@ -19,6 +19,10 @@ struct Barrier {
   __device__ __forceinline__ uint32_t address() const { return shared_address(&state); }
   __device__ __forceinline__ void init(int arrivals) { mbarrier_init(address(), arrivals); }
   __device__ __forceinline__ void arrive() { mbarrier_arrive(address()); }
+  // At the barrier of block `rank` of the cluster.
+  __device__ __forceinline__ void arrive_remote(uint32_t rank) {
+    mbarrier_arrive_remote(remote_address(address(), rank));
+  }
   // Arrives once, and holds the phase open until TMA has delivered `bytes`.
   __device__ __forceinline__ void arrive_expecting(int bytes) {
     mbarrier_arrive_expect_tx(address(), bytes);

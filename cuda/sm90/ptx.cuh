@@ -70,9 +70,63 @@ __device__ __forceinline__ bool mbarrier_test_wait_parity(uint32_t barrier, uint
   return done != 0;
 }
 
-// Makes mbarrier_init visible to the asynchronous proxy.
+// Makes mbarrier_init visible to the asynchronous proxy and to the cluster.
 __device__ __forceinline__ void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// --- clusters -----------------------------------------------------------------------------------
+// Remote addresses are 32-bit addresses of the cluster's shared window.
+
+__device__ __forceinline__ uint32_t cluster_rank() {
+  uint32_t rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// Where block `rank` of the cluster has what lies at `address` here.
+__device__ __forceinline__ uint32_t remote_address(uint32_t address, uint32_t rank) {
+  uint32_t remote;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+  return remote;
+}
+
+// All threads of the cluster. Waits for this thread's outstanding writes and adds: not for loops.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+}
+
+// With the default scope: that of the cluster would wait for outstanding adds to global memory.
+__device__ __forceinline__ void mbarrier_arrive_remote(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive_expect_tx_remote(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;" ::"r"(barrier),
+               "r"(bytes)
+               : "memory");
+}
+
+// A word for another block, announced by 4 bytes on a barrier of that block.
+__device__ __forceinline__ void store_remote(uint32_t destination, uint32_t word,
+                                             uint32_t barrier) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(
+          destination),
+      "r"(word), "r"(barrier)
+      : "memory");
+}
+
+// `bytes` (a multiple of 16) of this block's shared memory for another block, announced on a
+// barrier of that block; both addresses are multiples of 16.
+__device__ __forceinline__ void bulk_store_remote(uint32_t destination, uint32_t source,
+                                                  uint32_t bytes, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes "
+      "[%0], [%1], %2, [%3];" ::"r"(destination),
+      "r"(source), "r"(bytes), "r"(barrier)
+      : "memory");
 }
 
 // --- tensor memory accelerator ------------------------------------------------------------------
@@ -90,6 +144,18 @@ __device__ __forceinline__ void tensor_load(uint32_t destination, const TensorMa
       "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
       "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(destination),
       "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+      : "memory");
+}
+
+// The same for every block of the cluster whose bit is set in `blocks`: to the same address, and
+// announced on the same barrier, of each.
+__device__ __forceinline__ void tensor_load_multicast(uint32_t destination, const TensorMap* map,
+                                                      uint32_t barrier, uint16_t blocks, int c0,
+                                                      int c1, int c2, int c3, int c4) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(destination),
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "h"(blocks)
       : "memory");
 }
 
@@ -267,6 +333,13 @@ __device__ __forceinline__ void stmatrix_x2(uint32_t address, uint32_t first, ui
 __device__ __forceinline__ void store_shared_f32x4(uint32_t address, const float* values) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(values[0]),
                "f"(values[1]), "f"(values[2]), "f"(values[3])
+               : "memory");
+}
+
+__device__ __forceinline__ void load_shared_f32x4(uint32_t address, float (&values)[4]) {
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(values[0]), "=f"(values[1]), "=f"(values[2]), "=f"(values[3])
+               : "r"(address)
                : "memory");
 }
 
