@@ -64,11 +64,11 @@ CANDIDATES: dict[str, dict[str, str]] = {
     },
     "backward/64": {
         "now": "BackwardTileFor<64, 64>::Type",
-        "one-key-stage": "BackwardTile<64, 64, 128, 128, 2, 2, ScoreLayout::kKeysAsRows>",
+        "one-key-stage": "BackwardTile<64, 64, 128, 128, 2, 2, KeyOwners::kBlock>",
     },
     "backward/128": {
         "now": "BackwardTileFor<128, 128>::Type",
-        "early": "BackwardTile<128, 128, 64, 128, 2, 2, ScoreLayout::kKeysAsRows, 1, true>",
+        "early": "BackwardTile<128, 128, 64, 128, 2, 2, KeyOwners::kBlock, 1, true>",
     },
     "backward/256": {
         "now": "BackwardTileFor<256, 256>::Type",

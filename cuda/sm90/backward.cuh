@@ -79,7 +79,7 @@ inline bool map_direct_dq(const BackwardParams& params, int keys, MappedTensor& 
 template <class Tile>
 KeyTileOrder key_tile_order(const BackwardParams& params, const BackwardWorkspace& workspace) {
   const Problem& problem = params.problem;
-  const uint32_t key_tiles = (problem.kv_len + Tile::kKeys - 1) / Tile::kKeys;
+  const uint32_t key_tiles = (problem.kv_len + Tile::kTileKeys - 1) / Tile::kTileKeys;
   const uint32_t heads = static_cast<uint32_t>(batch_size(problem) * problem.kv_heads);
   const bool limited_left = problem.band.left < kUnlimited;
   const bool limited_right = problem.band.right < kUnlimited;
@@ -172,9 +172,10 @@ Status launch_backward(const BackwardParams& params, const BackwardWorkspace& wo
   error = allow_shared_memory<Traits>(reinterpret_cast<const void*>(kernel), device);
   if (Status status = cuda_status(error, "reserving shared memory"); !status.ok()) return status;
   const uint32_t tiles = args.order.key_tiles * args.order.heads;
+  const Grid grid{std::min<uint32_t>(tiles, multiprocessors / Tile::kBlocks) * Tile::kBlocks,
+                  Tile::kBlocks};
   // Without rows there was no delta kernel, and what came before may not be ours.
-  error = launch(kernel, problem.q_len > 0 ? Start::kBeside : Start::kAfter,
-                 {std::min<uint32_t>(tiles, multiprocessors)}, Traits::kThreads,
+  error = launch(kernel, problem.q_len > 0 ? Start::kBeside : Start::kAfter, grid, Traits::kThreads,
                  Traits::kSharedBytes, stream, args);
   return cuda_status(error, "launching the backward kernel");
 }
@@ -213,7 +214,7 @@ Status backward_with(const BackwardParams& params, cudaStream_t stream) {
   const BackwardWorkspace workspace = backward_workspace(problem);
   MappedTensor dq;
   const bool direct =
-      BackwardTraits<Tile, kMath>::kDqWriter && detail::map_direct_dq(params, Tile::kKeys, dq);
+      !BackwardTraits<Tile, kMath>::kPaired && detail::map_direct_dq(params, Tile::kKeys, dq);
   BackwardWorkspace cleared = workspace;
   if (direct) cleared.dims = 0;  // no accumulator
 

@@ -75,16 +75,17 @@ class ConsumerSteps {
   __device__ __forceinline__ int q_stage() const { return step() % kQStages; }
   __device__ __forceinline__ int dout_stage() const { return step() % kDoutStages; }
   __device__ __forceinline__ int odd() const { return step() % 2; }
+  // Of barriers that complete once every two steps: for this step and for the one before.
+  __device__ __forceinline__ uint32_t odd_phase() const { return step() / 2 % 2; }
+  __device__ __forceinline__ uint32_t last_odd_phase() const { return (step() + 7) % 8 / 2 % 2; }
   __device__ __forceinline__ void wait_q() const {
     smem_.q_full[q_stage()].wait(step() / kQStages % 2);
   }
   __device__ __forceinline__ void wait_dout() const {
     smem_.dout_full[dout_stage()].wait(step() / kDoutStages % 2);
   }
-  __device__ __forceinline__ void release_q() const { arrive_warp(smem_.q_empty[q_stage()]); }
-  __device__ __forceinline__ void release_dout() const {
-    arrive_warp(smem_.dout_empty[dout_stage()]);
-  }
+  __device__ __forceinline__ void release_q() const { release(smem_.q_empty[q_stage()]); }
+  __device__ __forceinline__ void release_dout() const { release(smem_.dout_empty[dout_stage()]); }
   __device__ __forceinline__ uint64_t q_offset() const {
     return q_stage() * descriptor_step(Traits::kQBytes);
   }
@@ -93,6 +94,12 @@ class ConsumerSteps {
   }
 
  private:
+  // Both blocks of a pair load into the buffers of both.
+  __device__ __forceinline__ static void release(Barrier& empty) {
+    if (late_thread() % 32 != 0) return;
+    empty.arrive();
+    if constexpr (Traits::kPaired) empty.arrive_remote(cluster_rank() ^ 1);
+  }
   __device__ __forceinline__ uint32_t step() const { return static_cast<uint32_t>(place_) % 8; }
 
   typename Traits::SharedMemory& smem_;
@@ -113,17 +120,87 @@ __device__ __forceinline__ void issue_scores(float (&x)[kN / 2], uint64_t a, uin
   wgmma_commit();
 }
 
-// dq = ds k for 64 queries and one panel of columns; in flight on return.
+// dq = ds k, or dq += ds k, for 64 queries and one panel of columns.
 template <class Traits>
-__device__ __forceinline__ void issue_dq(float (&dq)[32], uint64_t ds, uint64_t k) {
-  wgmma_fence();
+__device__ __forceinline__ void multiply_dq(float (&dq)[32], uint64_t ds, uint64_t k,
+                                            bool accumulate) {
 #pragma unroll
   for (int step = 0; step < Traits::kKeys / 16; ++step) {
     Wgmma<64>::template ss<Traits::kMath, 0, 1>(
         dq, ds + descriptor_step(step / 4 * Traits::kRowPanelBytes + step % 4 * 32),
-        k + descriptor_step(step * 16 * Traits::kPanelRowBytes), step != 0);
+        k + descriptor_step(step * 16 * Traits::kPanelRowBytes), accumulate || step != 0);
+  }
+}
+
+// acc += a B, with a from registers and B (queries x columns) in shared memory; in flight on
+// return.
+template <class Traits, int kN>
+__device__ __forceinline__ void issue_gradient(float (&acc)[kN / 2],
+                                               const uint32_t (&a)[Traits::kRows / 4], uint64_t b) {
+  wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < Traits::kRows / 16; ++step) {
+    Wgmma<kN>::template rs<Traits::kMath, 1>(
+        acc, a + 4 * step, b + descriptor_step(step * 16 * Traits::kPanelRowBytes), 1);
   }
   wgmma_commit();
+}
+
+// p^T from s^T; lse, `row` and `key` of the thread's first element.
+template <int kElements, class Score>
+__device__ __forceinline__ void exponentials(float (&s)[kElements], const float* lse,
+                                             const Score& score, int row, int key) {
+#pragma unroll
+  for (int block = 0; block < kElements / 4; ++block) {
+    const float2 pair = *reinterpret_cast<const float2*>(lse + block * 8);
+#pragma unroll
+    for (int i = 4 * block; i < 4 * block + 4; ++i) {
+      const float logit =
+          score.logit(s[i], row + Fragment::column_of(i), key + 8 * Fragment::lower(i));
+      s[i] = exp2_approx(logit - (i % 2 == 0 ? pair.x : pair.y));
+    }
+  }
+}
+
+// For scores with keys as rows; `row` and `key` of the thread's first element. Before the
+// exponentials, where the accumulators are still in place: afterwards it takes more registers than
+// there are.
+template <int kElements, class Mask>
+__device__ __forceinline__ void mask_keys_as_rows(float (&s)[kElements], const Mask& mask, int row,
+                                                  int key) {
+#pragma unroll
+  for (int lower = 0; lower < 2; ++lower) {
+    const Interval rows = mask.rows_of_key(key + 8 * lower);
+    const int begin = rows.begin - row, end = rows.end - row;
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) {
+      if (Fragment::lower(i) != lower) continue;
+      const int column = Fragment::column_of(i);
+      s[i] = begin <= column && column < end ? s[i] : -INFINITY;
+    }
+  }
+}
+
+// Stages 64 keys of dk or dv, or 64 rows of dq; 0 for rows of the thread that are not `seen`.
+template <class Traits, int kColumns>
+__device__ __forceinline__ void stage(uint8_t* tile, const float (&acc)[kColumns / 2], float scale,
+                                      const bool (&seen)[2]) {
+  const int thread = late_thread();
+  const int row = thread / 32 * 16 + thread % 16;
+#pragma unroll
+  for (int column = 0; column < kColumns; column += 16) {
+    uint32_t packed[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int element = column / 2 + 2 * i;
+      packed[i] = pack<Traits::kMath>(seen[i % 2] ? acc[element] * scale : 0.f,
+                                      seen[i % 2] ? acc[element + 1] * scale : 0.f);
+    }
+    const int piece = column % 64 / 8 + thread % 32 / 16;
+    stmatrix_x4(shared_address(tile) + column / 64 * Traits::kStoredPanelBytes +
+                    row * Traits::kPanelRowBytes + (piece ^ row % 8) * 16,
+                packed);
+  }
 }
 
 }  // namespace jaxflash::sm90

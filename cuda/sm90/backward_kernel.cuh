@@ -2,20 +2,22 @@
 //
 // Keys are stationary. A block draws a tile of keys of one kv head, and tiles of query rows (q and
 // dout) stream past it through rings of shared-memory buffers, for all query heads of the group.
+// Two blocks can share a tile as a cluster: each has half of the keys, and computes half of the
+// columns of dq.
 //
-//   warpgroups 0 and 1    consumers: the products (backward_single.cuh)
-//   last warpgroup        warp 0 draws tiles and loads rows; warp 2 loads k and v, stores dk and
-//                         dv, and clears dq for later tiles; warps 1 and 3 add dq where it leaves
-//                         through shared memory, one for each consumer warpgroup; otherwise warp 1
-//                         keeps the order of the adds
+//   warpgroups 0 and 1    consumers: the products (backward_single.cuh, backward_pair.cuh)
+//   last warpgroup        producers (backward_producers.cuh): warp 0 draws tiles and loads rows;
+//                         warp 2 loads k and v and stores dk and dv; warp 1 adds dq, in a block by
+//                         itself that of one consumer warpgroup, and warp 3 that of the other
 //
 // A block stays and draws the next tile when it is done with one: the first rows of the next tile,
-// and its keys where they have buffers of their own, are loaded while dk and dv of this one leave.
+// and its keys where dk and dv have buffers of their own, are loaded while dk and dv of this one
+// leave.
 #pragma once
 
 #include "common/dependency.cuh"
+#include "sm90/backward_pair.cuh"
 #include "sm90/backward_producers.cuh"
-#include "sm90/backward_queries.cuh"
 #include "sm90/backward_single.cuh"
 
 namespace jaxflash::sm90 {
@@ -37,57 +39,71 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     prefetch_tensor_map(&args.dout);
     prefetch_tensor_map(&args.dk);
     prefetch_tensor_map(&args.dv);
+    smem.init_barriers();
     for (int stage = 0; stage < Tile::kKeyStages; ++stage) {
       smem.k_full[stage].init(1);
       smem.v_full[stage].init(1);
-      smem.k_empty[stage].init(Traits::kConsumerThreads / 32);
-      smem.v_empty[stage].init(Traits::kConsumerThreads / 32);
     }
-    smem.dkv_full.init(Traits::kConsumerThreads);
-    smem.dkv_empty.init(1);
+    constexpr int kConsumerWarps = Traits::kBlocks * Traits::kConsumerThreads / 32;
     for (int stage = 0; stage < Tile::kQStages; ++stage) {
       smem.q_full[stage].init(1);
-      smem.q_empty[stage].init(Traits::kConsumerThreads / 32);
+      smem.q_empty[stage].init(kConsumerWarps);
     }
     for (int stage = 0; stage < Tile::kDoutStages; ++stage) {
       smem.dout_full[stage].init(1);
-      smem.dout_empty[stage].init(Traits::kConsumerThreads / 32);
+      smem.dout_empty[stage].init(kConsumerWarps);
     }
     smem.rows_landed.init(1);
     smem.keys_landed.init(1);
-    smem.tickets.init(Traits::ticket_readers(args.deterministic));
+    smem.tickets.init(Traits::kTicketReaders);
     fence_mbarrier_init();
   }
-  __syncthreads();
+  if constexpr (Traits::kPaired) {
+    cluster_sync();
+  } else {
+    __syncthreads();
+  }
   launch_dependents();
   wait_for_previous_kernel();
 
   if (group < 2) {
     setmaxnreg_inc<Traits::kConsumerRegisters>();
-    if constexpr (Traits::kKeysAsRows) {
-      KeysAsRows<Traits, Mask, Score>::consume(args, smem, group);
-    } else {
-      QueriesAsRows<Traits, Mask, Score>::consume(args, smem, group);
-    }
-    return;
-  }
-  setmaxnreg_dec<Traits::kProducerRegisters>();
-  switch (threadIdx.x / 32 % 4) {
-    case 0:
-      return Producers::load_rows(args, smem);
-    case 1:
-      if constexpr (Traits::kDqWriter) {
-        Producers::add_dq(args, smem, 0);
-      } else if (args.deterministic) {
-        Producers::keep_turns(args, smem);
+    if constexpr (Traits::kPaired) {
+      using Consumers = PairConsumers<Traits, Mask, Score>;
+      if (group == 0) {
+        Consumers::template consume<0>(args, smem);
+      } else {
+        Consumers::template consume<1>(args, smem);
       }
-      return;
-    case 2:
-      return Producers::move_keys(args, smem);
-    default:
-      if constexpr (Traits::kDqWriter) Producers::add_dq(args, smem, 1);
-      return;
+    } else {
+      SingleConsumers<Traits, Mask, Score>::consume(args, smem, group);
+    }
+  } else {
+    setmaxnreg_dec<Traits::kProducerRegisters>();
+    switch (threadIdx.x / 32 % 4) {
+      case 0:
+        Producers::load_rows(args, smem);
+        break;
+      case 1:
+        if constexpr (Traits::kPaired) {
+          Producers::add_pair_dq(args, smem);
+        } else {
+          Producers::add_dq(args, smem, 0);
+        }
+        break;
+      case 2:
+        if constexpr (Traits::kPaired) {
+          Producers::move_pair_keys(args, smem);
+        } else {
+          Producers::move_keys(args, smem);
+        }
+        break;
+      default:
+        if constexpr (!Traits::kPaired) Producers::add_dq(args, smem, 1);
+    }
   }
+  // Shared memory stays until the other block has sent its last arrival.
+  if constexpr (Traits::kPaired) cluster_sync();
 }
 
 }  // namespace jaxflash::sm90

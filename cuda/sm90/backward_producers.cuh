@@ -9,7 +9,8 @@ template <class Traits, class Mask>
 struct BackwardProducers {
   using Tile = typename Traits::Tile;
   using SharedMemory = typename Traits::SharedMemory;
-  using Block = KeyBlock<Traits::kRows, Traits::kKeys, Mask>;
+  using Block = KeyBlock<Traits::kRows, Traits::kTileKeys, Mask>;
+  using Reader = TicketReader<Traits::kBlocks>;
   static constexpr int kRows = Traits::kRows;
   static constexpr int kKeys = Traits::kKeys;
 
@@ -27,6 +28,7 @@ struct BackwardProducers {
     int inner, outer;  // coordinates of the batch axes
     int length;        // of the array along the sequence
     Interval valid;    // the part of it that takes part
+    int column = 0;    // the first
   };
 
   __device__ __forceinline__ static Source source(const BackwardArgs& args, const TensorMap& map,
@@ -39,6 +41,10 @@ struct BackwardProducers {
   // Loads a tile of kTileRows positions of a head and, with kVector, a float of `vector` for each.
   // The whole warp. A tile that reaches past what takes part, inside the array, is cleaned before
   // it is announced: a probability of 0 times NaN would be NaN.
+  //
+  // Tiles with a vector are rows, which the blocks of a cluster have in common: unless a tile has
+  // to be cleaned, each block loads its share of the panels for all. The buffer is then free in all
+  // of them, and whoever is first may deliver to a barrier that does not expect it yet.
   template <int kTileRows, int kPanels, bool kVector>
   __device__ __forceinline__ static void load_tile(const Source& from, int first, int head,
                                                    const uint8_t* target, const float* vector,
@@ -52,10 +58,21 @@ struct BackwardProducers {
     const uint32_t barrier = cut ? landed.address() : full.address();
     if (lane == 0) {
       mbarrier_arrive_expect_tx(barrier, kPanels * kPanelBytes + kVectorBytes);
+      if (kVector && Traits::kPaired && !cut) {
+        constexpr int kShare = kPanels / Traits::kBlocks;
+        const int begin = cluster_rank() * kShare;
 #pragma unroll 1
-      for (int panel = 0; panel < kPanels; ++panel) {
-        tensor_load(shared_address(target + panel * kPanelBytes), from.map, barrier, panel * 64,
-                    first, head, from.inner, from.outer);
+        for (int panel = begin; panel < begin + kShare; ++panel) {
+          tensor_load_multicast(shared_address(target + panel * kPanelBytes), from.map, barrier,
+                                (1 << Traits::kBlocks) - 1, from.column + panel * 64, first, head,
+                                from.inner, from.outer);
+        }
+      } else {
+#pragma unroll 1
+        for (int panel = 0; panel < kPanels; ++panel) {
+          tensor_load(shared_address(target + panel * kPanelBytes), from.map, barrier,
+                      from.column + panel * 64, first, head, from.inner, from.outer);
+        }
       }
       if (kVector) bulk_load(shared_address(vector_target), vector + first, barrier, kVectorBytes);
     }
@@ -92,7 +109,7 @@ struct BackwardProducers {
       auto* ticket = args.workspace.ticket_of(args.workspace_data);
       return args.draw ? reinterpret_cast<uint32_t*>(ticket) : nullptr;
     };
-    TicketDrawer<1> drawer;
+    TicketDrawer<Traits::kBlocks> drawer;
     for (;;) {
       const uint32_t position = drawer.next(smem.tickets, counter());
       if (position >= args.order.tiles()) return;
@@ -122,7 +139,7 @@ struct BackwardProducers {
     }
   }
 
-  // Where a tile's k, v, dk and dv lie.
+  // Where a tile's k, v, dk and dv lie: this block's part.
   struct Keys {
     int first_key, kv_head, inner, outer;
     Interval seen;  // by any row
@@ -130,7 +147,7 @@ struct BackwardProducers {
 
   __device__ __forceinline__ static Keys keys_at(const BackwardArgs& args, uint32_t position) {
     const Block block(args.problem, args.order.at(position));
-    return {block.first_key, block.kv_head, inner_batch(args, block.batch),
+    return {Traits::first_key(block), block.kv_head, inner_batch(args, block.batch),
             outer_batch(args, block.batch), block.mask.keys({0, block.mask.q_len()})};
   }
 
@@ -156,6 +173,18 @@ struct BackwardProducers {
                                     smem.v_full[stage], smem.keys_landed, landed_phase);
   }
 
+  // Of the other block's k, the columns that this one computes dq for.
+  __device__ __forceinline__ static void load_peer_k(const BackwardArgs& args, SharedMemory& smem,
+                                                     const Keys& keys, uint32_t& landed_phase) {
+    const int peer_key = keys.first_key ^ kKeys;  // a tile starts at a multiple of 2 kKeys
+    const int column = cluster_rank() * Traits::kDqPanels * 64;
+    load_tile<kKeys, Traits::kDqPanels, false>(
+        {&args.k, keys.inner * args.k_batch_step[0], keys.outer * args.k_batch_step[1],
+         args.problem.kv_len, keys.seen, column},
+        peer_key, keys.kv_head, smem.peer_k, nullptr, nullptr, smem.peer_k_full, smem.keys_landed,
+        landed_phase);
+  }
+
   // Brings k and v into the L2, ahead of the time when there is room for them.
   __device__ __forceinline__ static void prefetch_keys(const BackwardArgs& args, const Keys& keys) {
 #pragma unroll 1
@@ -170,28 +199,15 @@ struct BackwardProducers {
     }
   }
 
-  // dk and dv of a tile. Returns once they have left shared memory.
-  __device__ __forceinline__ static void store_keys(const BackwardArgs& args, SharedMemory& smem,
-                                                    const Keys& keys) {
-    const Problem& problem = args.problem;
+  // 64 keys of dk or dv.
+  __device__ __forceinline__ static void store_part(const TensorMap& map, const Keys& keys,
+                                                    int part, const uint8_t* staged, int columns) {
 #pragma unroll 1
-    for (int part = 0; part < kKeys / Traits::kStoredKeys; ++part) {
-      const uint8_t* const dk = Traits::kStagedApart ? smem.dq[part] : smem.k[0];
-      const uint8_t* const dv = Traits::kStagedApart ? smem.scores[part] : smem.v[0];
-      const int key = keys.first_key + part * Traits::kStoredKeys;
-#pragma unroll 1
-      for (int panel = 0; panel * 64 < problem.head_dim; ++panel) {
-        tensor_store(&args.dk, shared_address(dk + panel * Traits::kStoredPanelBytes), panel * 64,
-                     key, keys.kv_head, keys.inner, keys.outer);
-      }
-#pragma unroll 1
-      for (int panel = 0; panel * 64 < problem.value_dim; ++panel) {
-        tensor_store(&args.dv, shared_address(dv + panel * Traits::kStoredPanelBytes), panel * 64,
-                     key, keys.kv_head, keys.inner, keys.outer);
-      }
+    for (int panel = 0; panel * 64 < columns; ++panel) {
+      tensor_store(&map, shared_address(staged + panel * Traits::kStoredPanelBytes), panel * 64,
+                   keys.first_key + part * Traits::kStoredKeys, keys.kv_head, keys.inner,
+                   keys.outer);
     }
-    bulk_commit_group();
-    bulk_wait_group_read<0>();
   }
 
   // Loads k and v, and stores dk and dv. The last step of a tile is through with v before it is
@@ -200,7 +216,7 @@ struct BackwardProducers {
     const bool first_lane = threadIdx.x % 32 == 0;
     Ring<Tile::kKeyStages> ring;
     uint32_t landed_phase = 0;
-    TicketReader<1> reader;
+    Reader reader;
     uint32_t position = reader.next(smem.tickets);
     if (position >= args.order.tiles()) return;
     Keys stored = keys_at(args, position);
@@ -215,8 +231,6 @@ struct BackwardProducers {
         loaded = keys_at(args, position);
         if (Tile::kKeyStages == 1 && first_lane) prefetch_keys(args, loaded);
         __syncwarp();
-      }
-      if (Traits::kStagedApart && more) {
         smem.v_empty[ring.stage].wait(ring.phase ^ 1);
         load_v(args, smem, loaded, ring.stage, landed_phase);
         smem.k_empty[ring.stage].wait(ring.phase ^ 1);
@@ -224,20 +238,52 @@ struct BackwardProducers {
         ring.advance();
       }
       smem.dkv_full.wait(dkv_phase);
-      if (first_lane) store_keys(args, smem, stored);
-      __syncwarp();
-      if (Traits::kStagedApart) {
-        if (first_lane) smem.dkv_empty.arrive();
-        // In place of the warps that add dq: it was not dq that lay there.
-        named_barrier_arrive(kDqEmpty, 128 + 32);
-        named_barrier_arrive(kDqEmpty + 1, 128 + 32);
-      } else if (more) {
-        load_k(args, smem, loaded, ring.stage, landed_phase);
-        load_v(args, smem, loaded, ring.stage, landed_phase);
-        ring.advance();
+      if (first_lane) {
+#pragma unroll 1
+        for (int part = 0; part < kKeys / Traits::kStoredKeys; ++part) {
+          store_part(args.dk, stored, part, smem.dq[part], args.problem.head_dim);
+          store_part(args.dv, stored, part, smem.ds[part], args.problem.value_dim);
+        }
+        bulk_commit_group();
+        bulk_wait_group_read<0>();
+        smem.dkv_empty.arrive();
       }
+      __syncwarp();
+      // In place of the warps that add dq: it was not dq that lay there.
+      named_barrier_arrive(kDqEmpty, 128 + 32);
+      named_barrier_arrive(kDqEmpty + 1, 128 + 32);
       if (!more) return;
       stored = loaded;
+    }
+  }
+
+  // A pair's: dk and dv lie where k and v of the next tile go.
+  __device__ __forceinline__ static void move_pair_keys(const BackwardArgs& args,
+                                                        SharedMemory& smem) {
+    const bool first_lane = threadIdx.x % 32 == 0;
+    uint32_t landed_phase = 0;
+    Reader reader;
+    uint32_t position = reader.next(smem.tickets);
+    if (position >= args.order.tiles()) return;
+    Keys keys = keys_at(args, position);
+    for (uint32_t phase = 0;; phase ^= 1) {
+      load_k(args, smem, keys, 0, landed_phase);
+      load_v(args, smem, keys, 0, landed_phase);
+      load_peer_k(args, smem, keys, landed_phase);
+      position = reader.next(smem.tickets);
+      const bool more = position < args.order.tiles();
+      const Keys next = more ? keys_at(args, position) : keys;
+      if (more && first_lane) prefetch_keys(args, next);
+      smem.dkv_full.wait(phase);
+      if (first_lane) {
+        store_part(args.dk, keys, 0, smem.k[0], args.problem.head_dim);
+        store_part(args.dv, keys, 0, smem.v[0], args.problem.value_dim);
+        bulk_commit_group();
+        bulk_wait_group_read<0>();
+      }
+      __syncwarp();
+      if (!more) return;
+      keys = next;
     }
   }
 
@@ -258,7 +304,7 @@ struct BackwardProducers {
     const int lane = threadIdx.x % 32;
     const int col = part % kParts * Traits::kDqPartDims;
     named_barrier_arrive(kDqEmpty + part, 128 + 32);
-    TicketReader<1> reader;
+    Reader reader;
     for (;;) {
       const uint32_t position = reader.next(smem.tickets);
       if (position >= args.order.tiles()) break;
@@ -309,38 +355,63 @@ struct BackwardProducers {
     if (lane < 4) bulk_wait_group<0>();
   }
 
-  // Where consumers add dq themselves: waits for turns and ends them, so that no consumer waits for
-  // a round trip to memory. A turn ends during the next step, when its adds have long arrived; the
-  // last one of a tile is ended by the consumers.
-  __device__ __forceinline__ static void keep_turns(const BackwardArgs& args, SharedMemory& smem) {
-    constexpr int kThreads = Traits::kConsumerThreads + 32;
-    const bool first_lane = threadIdx.x % 32 == 0;
-    TicketReader<1> reader;
+  // Adds dq of a pair's block: eight lanes, one for each consumer warp, add 16 rows by 64 columns.
+  __device__ __forceinline__ static void add_pair_dq(const BackwardArgs& args, SharedMemory& smem) {
+    const int lane = threadIdx.x % 32;
+    const bool adds = lane < Traits::kConsumerThreads / 32;
+    const int col = (cluster_rank() * Traits::kDqPanels + lane / 4 % 2) * 64;
+    named_barrier_arrive(kDqEmpty, 128 + 32);
+    Reader reader;
+    uint32_t odd = 0;
     for (;;) {
       const uint32_t position = reader.next(smem.tickets);
-      if (position >= args.order.tiles()) return;
+      if (position >= args.order.tiles()) break;
       const Block block(args.problem, args.order.at(position));
       int row = block.first_row;
       int head = block.first_head();
-      uint32_t* ended = nullptr;
-      uint32_t ended_turn = 0;
 #pragma unroll 1
-      for (int step = block.steps(); step > 0; --step) {
-        named_barrier_sync(kAdded, kThreads);
-        uint32_t* const counter = dq_counter(args, block, row, head);
-        const uint32_t turn = dq_turn(args.order, block, row);
-        if (first_lane) {
-          if (ended != nullptr) store_release(ended, ended_turn + 1);
+      for (int step = block.steps(); step > 0; --step, odd ^= 1) {
+        const int64_t head_index = int64_t{block.batch} * args.problem.q_heads + head;
+        uint32_t* const counter = dq_counter(args, block, row, head) + cluster_rank();
+        if (args.deterministic && adds) {
+          const uint32_t turn = dq_turn(args.order, block, row);
           while (load_acquire(counter) != turn) {
           }
+          fence_proxy_async_global();  // the adds of the turn before, ahead of ours
         }
         __syncwarp();
-        named_barrier_arrive(kTurn, kThreads);
-        ended = counter;
-        ended_turn = turn;
+        named_barrier_sync(kDqFull, Traits::kConsumerThreads + 32);
+        if (adds) {
+          // Panels that the problem's head size does not reach do not exist in the workspace.
+          if (col < args.workspace.dims) {
+            bulk_reduce_add(args.workspace.dq_of(args.workspace_data, head_index) +
+                                DqOrder::offset(args.workspace, row + lane % 4 * 16, col),
+                            smem.staged_dq(lane, odd), Traits::kDqWarpBytes);
+          }
+          bulk_commit_group();
+        }
+        // The first warpgroup's part goes first: p waits for its buffer.
+        if (lane < 4) bulk_wait_group_read<0>();
+        __syncwarp();
+        named_barrier_arrive(kDqEmpty, 128 + 32);
+        if (adds) bulk_wait_group_read<0>();
+        __syncwarp();
+        if (lane == 0) {
+          smem.ds_empty[odd].arrive();
+          smem.ds_empty[odd].arrive_remote(cluster_rank() ^ 1);
+        }
+        if (args.deterministic) {
+          if (adds) {
+            bulk_wait_group<0>();  // the adds have been performed, not only read
+            fence_proxy_async_global();
+          }
+          __syncwarp();
+          if (lane == 0) store_release(counter, dq_turn(args.order, block, row) + 1);
+        }
         block.advance(row, head);
       }
     }
+    if (adds) bulk_wait_group<0>();
   }
 };
 

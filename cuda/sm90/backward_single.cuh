@@ -1,4 +1,4 @@
-// The consumers of a block by itself: products and pointwise work of two warpgroups.
+// The consumers of a block that has a tile of keys to itself.
 #pragma once
 
 #include "sm90/backward_consumers.cuh"
@@ -8,10 +8,10 @@ namespace jaxflash::sm90 {
 // Each warpgroup owns 64 keys. Its p^T and ds^T go from the accumulators straight into the products
 // for dv and dk; ds also goes to shared memory, where both warpgroups read it for dq.
 template <class Traits, class Mask, class Score>
-struct KeysAsRows {
+struct SingleConsumers {
   using Tile = typename Traits::Tile;
   using SharedMemory = typename Traits::SharedMemory;
-  using Block = KeyBlock<Traits::kRows, Traits::kKeys, Mask>;
+  using Block = KeyBlock<Traits::kRows, Traits::kTileKeys, Mask>;
   static constexpr int kRows = Traits::kRows;
   static constexpr int kKeys = Traits::kKeys;
   static constexpr Math kMath = Traits::kMath;
@@ -21,72 +21,11 @@ struct KeysAsRows {
   // Packing p while dp's product runs keeps it beside its float32 values: too much for 128 rows.
   static constexpr bool kEarlyPack = Tile::kEarlyValues || kRows <= 64;
 
-  // acc += a B, with a from registers and B (queries x columns) in shared memory; in flight on
-  // return.
-  template <int kN>
-  __device__ __forceinline__ static void issue_gradient(float (&acc)[kN / 2],
-                                                        const uint32_t (&a)[kRows / 4],
-                                                        uint64_t b) {
+  // In flight on return.
+  __device__ __forceinline__ static void issue_dq(float (&dq)[32], uint64_t ds, uint64_t k) {
     wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < kRows / 16; ++step) {
-      Wgmma<kN>::template rs<kMath, 1>(acc, a + 4 * step,
-                                       b + descriptor_step(step * 16 * Traits::kPanelRowBytes), 1);
-    }
+    multiply_dq<Traits>(dq, ds, k, false);
     wgmma_commit();
-  }
-
-  __device__ __forceinline__ static void exponentials(float (&s)[kRows / 2], const float* lse,
-                                                      const Score& score, int row, int key) {
-#pragma unroll
-    for (int block = 0; block < kRows / 8; ++block) {
-      const float2 pair = *reinterpret_cast<const float2*>(lse + block * 8);
-#pragma unroll
-      for (int i = 4 * block; i < 4 * block + 4; ++i) {
-        const float logit =
-            score.logit(s[i], row + Fragment::column_of(i), key + 8 * Fragment::lower(i));
-        s[i] = exp2_approx(logit - (i % 2 == 0 ? pair.x : pair.y));
-      }
-    }
-  }
-
-  // apply_mask for transposed scores. Before the exponentials, where the accumulators are still in
-  // place: afterwards it takes more registers than there are.
-  __device__ __forceinline__ static void apply_mask(float (&s)[kRows / 2], const Mask& mask,
-                                                    int row, int key) {
-#pragma unroll
-    for (int lower = 0; lower < 2; ++lower) {
-      const Interval rows = mask.rows_of_key(key + 8 * lower);
-      const int begin = rows.begin - row, end = rows.end - row;
-#pragma unroll
-      for (int i = 0; i < kRows / 2; ++i) {
-        if (Fragment::lower(i) != lower) continue;
-        const int column = Fragment::column_of(i);
-        s[i] = begin <= column && column < end ? s[i] : -INFINITY;
-      }
-    }
-  }
-
-  // Stages dk or dv of the warpgroup's 64 keys, or its part of dq.
-  template <int kColumns>
-  __device__ __forceinline__ static void stage(uint8_t* tile, const float (&acc)[kColumns / 2],
-                                               float scale, const bool (&seen)[2]) {
-    const int thread = late_thread();
-    const int row = thread / 32 * 16 + thread % 16;
-#pragma unroll
-    for (int column = 0; column < kColumns; column += 16) {
-      uint32_t packed[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int element = column / 2 + 2 * i;
-        packed[i] = pack<kMath>(seen[i % 2] ? acc[element] * scale : 0.f,
-                                seen[i % 2] ? acc[element + 1] * scale : 0.f);
-      }
-      const int piece = column % 64 / 8 + thread % 32 / 16;
-      stmatrix_x4(shared_address(tile) + column / 64 * Traits::kStoredPanelBytes +
-                      row * Traits::kPanelRowBytes + (piece ^ row % 8) * 16,
-                  packed);
-    }
   }
 
   // The warpgroup's part of dq, to the warp that moves it on.
@@ -98,7 +37,7 @@ struct KeysAsRows {
     named_barrier_sync(kDqEmpty + group, 128 + 32);
     if (args.direct_dq) {
       constexpr bool kSeen[2] = {true, true};
-      stage<64>(smem.dq[group], dq, args.problem.scale, kSeen);
+      stage<Traits, 64>(smem.dq[group], dq, args.problem.scale, kSeen);
     } else {
 #pragma unroll
       for (int i = 0; i < 8; ++i) store_shared_f32x4(target + i * 512, dq + 4 * i);
@@ -126,16 +65,16 @@ struct KeysAsRows {
         wgmma_descriptor(shared_address(smem.dout[0]), Traits::kRowPanelBytes, 1024);
     // dq: one warpgroup takes a half of the columns, or of the rows where there is one panel only.
     constexpr bool kDivideColumns = Tile::kHeadDim > 64;
-    const uint64_t dq_ds = wgmma_descriptor(
-        shared_address(smem.scores[0]) + (kDivideColumns ? 0 : group_bytes), 16, 1024);
+    const uint64_t dq_ds =
+        wgmma_descriptor(shared_address(smem.ds[0]) + (kDivideColumns ? 0 : group_bytes), 16, 1024);
     const uint64_t dq_k_base = wgmma_descriptor(
         shared_address(smem.k[0]) + (kDivideColumns ? group * Traits::kKeyPanelBytes : 0),
         Traits::kKeyPanelBytes, 1024);
-    const uint32_t ds_panel = shared_address(smem.scores[0]) + group * Traits::kRowPanelBytes;
+    const uint32_t ds_panel = shared_address(smem.ds[0]) + group * Traits::kRowPanelBytes;
 
     ConsumerSteps<Traits> steps(smem);
     Ring<Tile::kKeyStages> keys;
-    TicketReader<1> reader;
+    TicketReader<Traits::kBlocks> reader;
 
     for (;;) {
       const uint32_t position = reader.next(smem.tickets);
@@ -183,7 +122,7 @@ struct KeysAsRows {
           steps.release_q();
           steps.release_dout();
           discard(dq);
-          issue_dq<Traits>(dq, dq_ds + steps.odd() * descriptor_step(Traits::kScoreBytes), dq_k);
+          issue_dq(dq, dq_ds + steps.odd() * descriptor_step(Traits::kScoreBytes), dq_k);
           wgmma_wait<0>();
           hold(dq);
           if (steps.last()) {
@@ -208,8 +147,8 @@ struct KeysAsRows {
         hold(s);
         if (row < common_rows.begin || row + kRows > common_rows.end) {
           const int masked = late_thread();
-          apply_mask(s, block.mask, row + Fragment::column(masked),
-                     own_key + Fragment::row(masked));
+          mask_keys_as_rows(s, block.mask, row + Fragment::column(masked),
+                            own_key + Fragment::row(masked));
         }
         exponentials(s, &smem.lse[steps.q_stage()][column], score, row + column,
                      own_key + Fragment::row(thread));
@@ -229,7 +168,7 @@ struct KeysAsRows {
         store_shared_volatile(shared_address(&smem.pin[group * 128 + late_thread()]),
                               static_cast<uint16_t>(all));
         if (Tile::kEarlyValues) {
-          issue_gradient<Tile::kValueDim>(dv, p, dout_columns + steps.dout_offset());
+          issue_gradient<Traits, Tile::kValueDim>(dv, p, dout_columns + steps.dout_offset());
           wgmma_wait<1>();
         } else {
           wgmma_wait<0>();
@@ -255,18 +194,18 @@ struct KeysAsRows {
         wait_for_ds_buffer();
         store_transposed<kRows>(ds_panel + odd * Traits::kScoreBytes, ds);
         if (!Tile::kEarlyValues) {
-          issue_gradient<Tile::kValueDim>(dv, p, dout_columns + steps.dout_offset());
+          issue_gradient<Traits, Tile::kValueDim>(dv, p, dout_columns + steps.dout_offset());
         }
         fence_proxy_async();
         named_barrier_sync(kConsumers, Traits::kConsumerThreads);
 
         discard(dq);
-        issue_dq<Traits>(dq, dq_ds + odd * descriptor_step(Traits::kScoreBytes), dq_k);
+        issue_dq(dq, dq_ds + odd * descriptor_step(Traits::kScoreBytes), dq_k);
         if (!Tile::kEarlyValues) {
           wgmma_wait<1>();
           steps.release_dout();
         }
-        issue_gradient<Tile::kHeadDim>(dk, ds, q_columns + steps.q_offset());
+        issue_gradient<Traits, Tile::kHeadDim>(dk, ds, q_columns + steps.q_offset());
         wgmma_wait<1>();
         hold(dq);
         if (steps.last()) arrive_warp(smem.k_empty[keys.stage]);
@@ -293,9 +232,9 @@ struct KeysAsRows {
       // left, where this one has no rows), and dk replaces dq once that has left.
       named_barrier_sync(kConsumers, Traits::kConsumerThreads);
       wait_for_ds_buffer();
-      stage<Tile::kValueDim>(smem.scores[group], dv, 1.f, seen);
+      stage<Traits, Tile::kValueDim>(smem.ds[group], dv, 1.f, seen);
       named_barrier_sync(kDqEmpty + group, 128 + 32);
-      stage<Tile::kHeadDim>(smem.dq[group], dk, args.problem.scale, seen);
+      stage<Traits, Tile::kHeadDim>(smem.dq[group], dk, args.problem.scale, seen);
       fence_proxy_async();
       smem.dkv_full.arrive();
     }

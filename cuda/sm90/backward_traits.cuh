@@ -2,6 +2,8 @@
 // dq.
 #pragma once
 
+#include <type_traits>
+
 #include "attention.h"
 #include "common/divisor.h"
 #include "common/workspace.h"
@@ -15,11 +17,11 @@ namespace jaxflash::sm90 {
 // Hardware barriers of the backward kernel; 0 is __syncthreads.
 enum BackwardBarrier : int {
   kConsumers = 1,   // both consumer warpgroups
-  kScoresFree = 2,  // both are through with the p and ds of the last step
-  kDqFull = 5,      // 5, 6: a warpgroup's part of dq lies in shared memory
-  kDqEmpty = 7,     // 7, 8: and has been read out
-  kAdded = 9,       // the adds of the step before have been performed
-  kTurn = 10,       // it is this block's turn to add
+  kPFull = 2,       // pairs: p has been handed over
+  kDsStored = 3,    // pairs: the warps of a warpgroup have stored ds
+  kDqComputed = 4,  // pairs: both warpgroups have computed dq
+  kDqFull = 5,      // dq lies in shared memory; single blocks: 5, 6, one for each warpgroup
+  kDqEmpty = 7,     // and has been read out; single blocks: 7, 8
 };
 
 struct BackwardArgs {
@@ -53,7 +55,10 @@ struct BackwardTraits {
   using Tile = Tile_;
   static constexpr Math kMath = kMath_;
   static constexpr int kRows = Tile::kRows;
-  static constexpr int kKeys = Tile::kKeys;
+  static constexpr int kKeys = Tile::kKeys;  // of a block
+  static constexpr int kTileKeys = Tile::kTileKeys;
+  static constexpr int kBlocks = Tile::kBlocks;
+  static constexpr bool kPaired = kBlocks == 2;
 
   static constexpr int kConsumerThreads = 256;
   static constexpr int kThreads = kConsumerThreads + 128;
@@ -61,12 +66,13 @@ struct BackwardTraits {
   static constexpr int kConsumerRegisters = 232;
   static constexpr int kProducerRegisters = 40;
 
-  static constexpr bool kKeysAsRows = Tile::kLayout == ScoreLayout::kKeysAsRows;
-  // dq leaves through shared memory and a warp of its own; otherwise the consumers add it.
-  static constexpr bool kDqWriter = kKeysAsRows;
-  // Warps that read tickets: consumers, the one that moves keys, and those that see to dq.
-  __device__ __forceinline__ static int ticket_readers(bool deterministic) {
-    return kConsumerThreads / 32 + 1 + (kDqWriter ? 2 : deterministic);
+  // Warps that read tickets: consumers, the one that moves keys, and those that add dq.
+  static constexpr int kTicketReaders = kConsumerThreads / 32 + 1 + (kPaired ? 1 : 2);
+
+  // Of a block's own keys.
+  template <class Block>
+  __device__ __forceinline__ static int first_key(const Block& tile) {
+    return tile.first_key + (kPaired ? cluster_rank() * kKeys : 0);
   }
 
   // An operand lies in panels 64 elements (128 bytes) wide, each swizzled.
@@ -79,54 +85,105 @@ struct BackwardTraits {
   static constexpr int kDoutBytes = kValuePanels * kRowPanelBytes;
   static constexpr int kKBytes = kPanels * kKeyPanelBytes;
   static constexpr int kVBytes = kValuePanels * kKeyPanelBytes;
-  static constexpr int kScoreBytes = (kKeys + 63) / 64 * kRowPanelBytes;
+  static constexpr int kScoreBytes = kKeys / 64 * kRowPanelBytes;
 
-  // The part of dq that a consumer warpgroup computes at once, in 4 KB a warp: 16 rows.
+  // What a consumer warpgroup computes of dq at once, in 4 KB a warp: 16 rows.
   static constexpr int kDqPartRows = 64;
   static constexpr int kDqPartDims = 64;
   static constexpr int kDqWarpBytes = 16 * kDqPartDims * 4;
+  // Panels of columns of dq that a block computes.
+  static constexpr int kDqPanels = kPanels / kBlocks;
 
-  // dk and dv of a tile go where ds and dq went to: then k and v can make room for the next tile
-  // before dk and dv have left. Each consumer warpgroup stages its own keys. Otherwise they replace
-  // k and v.
-  static constexpr bool kStagedApart = kKeysAsRows;
-  static constexpr int kStoredKeys = kStagedApart ? 64 : kKeys;
+  // dk and dv leave in parts of 64 keys.
+  static constexpr int kStoredKeys = 64;
   static constexpr int kStoredPanelBytes = kStoredKeys * kPanelRowBytes;
 
-  static_assert(!kStagedApart || (kValuePanels * kStoredPanelBytes <= kScoreBytes &&
-                                  kPanels * kStoredPanelBytes <= 4 * kDqWarpBytes));
-  static_assert(kStagedApart || Tile::kKeyStages == 1);
   static_assert(Tile::kHeadDim % 64 == 0 && Tile::kValueDim % 64 == 0);
-  static_assert(kKeys % 16 == 0 && kRows % 64 == 0 && kWorkspaceRows % kRows == 0);
-  static_assert(!kKeysAsRows || kKeys == 128, "64 keys for each consumer warpgroup");
-  static_assert(!kKeysAsRows || kRows * Tile::kHeadDim == 2 * kDqPartRows * kDqPartDims,
-                "one part of dq for each consumer warpgroup");
-  static_assert(kKeysAsRows || (kRows == 64 && Tile::kHeadDim == 256 && Tile::kValueDim == 256),
-                "128 columns of dk and dv for each consumer warpgroup");
+  static_assert(kKeys % 64 == 0 && kRows % 64 == 0 && kWorkspaceRows % kRows == 0);
 
-  struct SharedMemory {
-    alignas(1024) uint8_t k[Tile::kKeyStages][kKBytes];  // later dk, unless staged apart
-    alignas(1024) uint8_t v[Tile::kKeyStages][kVBytes];  // later dv
+  struct Operands {
+    alignas(1024) uint8_t k[Tile::kKeyStages][kKBytes];
+    alignas(1024) uint8_t v[Tile::kKeyStages][kVBytes];
     alignas(1024) uint8_t q[Tile::kQStages][kQBytes];
     alignas(1024) uint8_t dout[Tile::kDoutStages][kDoutBytes];
-    // (queries x keys). Keys as rows: ds of even and of odd steps, later dv; otherwise p and ds.
-    alignas(1024) uint8_t scores[2][kScoreBytes];
-    alignas(kDqWriter ? 1024 : 16) uint8_t dq[2][kDqWriter ? 4 * kDqWarpBytes : 16];  // later dk
-    alignas(128) float lse[Tile::kQStages][kRows];                                    // base 2
-    alignas(128) float delta[Tile::kDoutStages][kRows];
-    Barrier k_full[Tile::kKeyStages];
-    Barrier v_full[Tile::kKeyStages];
-    Barrier k_empty[Tile::kKeyStages];  // every consumer warp is through with it
+  };
+
+  // dk and dv of a tile go where ds and dq went to, so that k and v can make room for the next tile
+  // before dk and dv have left.
+  struct SingleBuffers : Operands {
+    alignas(1024) uint8_t ds[2][kScoreBytes];       // of even and of odd steps; later dv
+    alignas(1024) uint8_t dq[2][4 * kDqWarpBytes];  // of each consumer warpgroup; later dk
+    Barrier k_empty[Tile::kKeyStages];              // every consumer warp is through with it
     Barrier v_empty[Tile::kKeyStages];
     Barrier dkv_full;   // dk and dv are staged
     Barrier dkv_empty;  // and have been read out
+
+    __device__ __forceinline__ void init_barriers() {
+      for (int stage = 0; stage < Tile::kKeyStages; ++stage) {
+        k_empty[stage].init(kConsumerThreads / 32);
+        v_empty[stage].init(kConsumerThreads / 32);
+      }
+      dkv_full.init(kConsumerThreads);
+      dkv_empty.init(1);
+    }
+  };
+  static_assert(kPaired ||
+                    (kKeys == 128 && kRows * Tile::kHeadDim == 2 * kDqPartRows * kDqPartDims),
+                "64 keys and one part of dq for each consumer warpgroup");
+  static_assert(kPaired || (kValuePanels * kStoredPanelBytes <= kScoreBytes &&
+                            kPanels * kStoredPanelBytes <= 4 * kDqWarpBytes));
+
+  // dk and dv of a tile replace k and v.
+  struct PairBuffers : Operands {
+    alignas(1024) float p[kRows * kKeys];      // from one consumer warpgroup to the other
+    alignas(1024) uint8_t ds[2][kScoreBytes];  // of even and of odd steps
+    // From the other block: its ds, and of its k the columns that this one computes dq for.
+    alignas(1024) uint8_t peer_ds[2][kScoreBytes];
+    alignas(1024) uint8_t peer_k[kDqPanels * kKeyPanelBytes];
+    Barrier peer_k_full;
+    Barrier dkv_full;  // dk and dv are staged
+    Barrier peer_ds_full[2];
+    Barrier ds_taken[2];  // the other block has this block's ds
+    Barrier ds_empty[2];  // both blocks are through with this block's ds, and with what replaced it
+
+    __device__ __forceinline__ void init_barriers() {
+      peer_k_full.init(1);
+      dkv_full.init(kConsumerThreads);
+      for (int odd = 0; odd < 2; ++odd) {
+        peer_ds_full[odd].init(1);
+        ds_taken[odd].init(1);
+        ds_empty[odd].init(kBlocks);
+      }
+    }
+
+    // What a consumer warp computed of dq, on its way out: one warpgroup's part lies where p was
+    // handed over, the other's where both ds lay that it was computed from.
+    __device__ __forceinline__ uint32_t staged_dq(int warp, int odd) const {
+      constexpr int kWarps = kScoreBytes / kDqWarpBytes;  // in a buffer of ds
+      if (warp < 4) return shared_address(p) + warp * kDqWarpBytes;
+      return shared_address(warp < 4 + kWarps ? ds[odd] : peer_ds[odd]) +
+             warp % kWarps * kDqWarpBytes;
+    }
+  };
+  static_assert(!kPaired || (kRows == 64 && kKeys == 64 && Tile::kKeyStages == 1 &&
+                             Tile::kHeadDim == 256 && Tile::kValueDim == 256),
+                "all columns of dk or dv and one panel of dq for each consumer warpgroup");
+  static_assert(!kPaired || (sizeof(float) * kRows * kKeys == 4 * kDqWarpBytes &&
+                             2 * kScoreBytes == 4 * kDqWarpBytes),
+                "dq fits where p and ds were");
+
+  struct SharedMemory : std::conditional_t<kPaired, PairBuffers, SingleBuffers> {
+    alignas(128) float lse[Tile::kQStages][kRows];  // base 2
+    alignas(128) float delta[Tile::kDoutStages][kRows];
+    Barrier k_full[Tile::kKeyStages];
+    Barrier v_full[Tile::kKeyStages];
     Barrier q_full[Tile::kQStages];
-    Barrier q_empty[Tile::kQStages];  // every consumer warp is through with it
+    Barrier q_empty[Tile::kQStages];  // every consumer warp of the cluster is through with it
     Barrier dout_full[Tile::kDoutStages];
     Barrier dout_empty[Tile::kDoutStages];
     Barrier rows_landed;  // a tile that a loader edits before it announces it
     Barrier keys_landed;
-    TicketBox<1> tickets;
+    TicketBox<kBlocks> tickets;
     uint16_t pin[kConsumerThreads];  // written, never read; one each, or they would race
   };
   static constexpr int kSharedBytes = sizeof(SharedMemory);
@@ -165,7 +222,7 @@ __device__ __forceinline__ uint32_t dq_turn(const KeyTileOrder& order,
   return order.descending ? (keys.end - 1) / kKeys - block.index : block.index - keys.begin / kKeys;
 }
 
-// The counter of turns of a tile of rows.
+// The counter of turns of a tile of rows. Those of the parts of dq that have their own follow.
 template <int kRows, int kKeys, class Mask>
 __device__ __forceinline__ uint32_t* dq_counter(const BackwardArgs& args,
                                                 const KeyBlock<kRows, kKeys, Mask>& block, int row,

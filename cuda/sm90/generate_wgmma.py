@@ -6,9 +6,9 @@ Run from this directory after changing SIZES; the output is checked in.
 
 import textwrap
 
-# N of the products in use: key tiles for Q K^T, value sizes for P V; 32 and 40: half a key tile of
-# the backward at head size 256.
-SIZES = (32, 40, 64, 80, 96, 112, 128, 192, 208, 256)
+# N of the products in use. Forward: key tiles for Q K^T, value sizes for P V; backward: rows of a
+# step for K Q^T and V dO^T, head sizes for dv and dk, 64 columns for dq.
+SIZES = (64, 80, 96, 112, 128, 192, 208, 256)
 
 HEADER = """\
 // Written by generate_wgmma.py: do not edit.

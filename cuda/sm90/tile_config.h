@@ -117,25 +117,29 @@ struct ForwardTileFor<256, 256> {
 
 // --- backward -----------------------------------------------------------------------------------
 
-// Which way round the backward kernel computes scores.
-enum class ScoreLayout {
-  kKeysAsRows,     // s^T = K Q^T: p^T and ds^T feed dv and dk out of registers
-  kQueriesAsRows,  // s = Q K^T: p and ds pass through shared memory; dv and dk come transposed
+// Who works on a tile of keys. Scores have keys as rows either way (s^T = K Q^T), so that p^T and
+// ds^T feed dv and dk out of registers.
+enum class KeyOwners {
+  kBlock,  // one block, half of the keys for each of its two consumer warpgroups
+  kPair,   // a cluster of two blocks, half of the keys for each; one consumer warpgroup of a block
+           // computes p and dv, the other ds and dk
 };
 
 // The head sizes as in ForwardTile. Two consumer warpgroups in every row.
 template <int kHeadDim_, int kValueDim_, int kRows_, int kKeys_, int kQStages_, int kDoutStages_,
-          ScoreLayout kLayout_, int kKeyStages_ = 1, bool kEarlyValues_ = false>
+          KeyOwners kOwners_, int kKeyStages_ = 1, bool kEarlyValues_ = false>
 struct BackwardTile {
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kValueDim = kValueDim_;
-  static constexpr int kRows = kRows_;              // queries of a step
-  static constexpr int kKeys = kKeys_;              // keys of a block
-  static constexpr int kQStages = kQStages_;        // buffers of q and lse
-  static constexpr int kDoutStages = kDoutStages_;  // buffers of dout and delta
-  static constexpr ScoreLayout kLayout = kLayout_;
+  static constexpr int kRows = kRows_;                                  // queries of a step
+  static constexpr int kKeys = kKeys_;                                  // keys of a block
+  static constexpr int kQStages = kQStages_;                            // buffers of q and lse
+  static constexpr int kDoutStages = kDoutStages_;                      // buffers of dout and delta
+  static constexpr int kBlocks = kOwners_ == KeyOwners::kPair ? 2 : 1;  // of a cluster
+  static constexpr int kTileKeys = kBlocks * kKeys;
   static constexpr int kKeyStages = kKeyStages_;  // buffers of k and v
-  // dv's product runs beside the computation of ds (true), or beside the exchange of ds (false).
+  // In a block by itself, dv's product runs beside the computation of ds (true), or beside the
+  // exchange of ds (false).
   static constexpr bool kEarlyValues = kEarlyValues_;
 };
 
@@ -146,20 +150,22 @@ struct BackwardTileFor;
 // buffers of k and v: 198 TFLOP/s against 193 at S = 512 causal, the same at 16384.
 template <>
 struct BackwardTileFor<64, 64> {
-  using Type = BackwardTile<64, 64, 128, 128, 2, 2, ScoreLayout::kKeysAsRows, 2>;
+  using Type = BackwardTile<64, 64, 128, 128, 2, 2, KeyOwners::kBlock, 2>;
 };
 
 // dk and dv take 128 registers a thread, which leaves room for the scores of 64 rows.
 template <>
 struct BackwardTileFor<128, 128> {
-  using Type = BackwardTile<128, 128, 64, 128, 2, 2, ScoreLayout::kKeysAsRows>;
+  using Type = BackwardTile<128, 128, 64, 128, 2, 2, KeyOwners::kBlock>;
 };
 
-// dk and dv of 80 keys take 160 registers a thread. More keys mean fewer adds to dq, which bind at
-// this head size: 80 allow 770 TFLOP/s, 64 allow 616.
+// Adds to dq bind at this head size: 64 keys by themselves allow 616 TFLOP/s, 80 (the most whose dk
+// and dv fit into the registers) 770. A pair has 128 keys and allows 1232; 64 keys of each block
+// fill the shared memory. 506 against 453 with 80 keys of single blocks at S = 16384, causal 533
+// against 446; 305 against 286 at 512.
 template <>
 struct BackwardTileFor<256, 256> {
-  using Type = BackwardTile<256, 256, 64, 80, 2, 1, ScoreLayout::kQueriesAsRows>;
+  using Type = BackwardTile<256, 256, 64, 64, 2, 1, KeyOwners::kPair>;
 };
 
 }  // namespace jaxflash::sm90

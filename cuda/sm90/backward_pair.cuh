@@ -1,0 +1,244 @@
+// The consumers of a pair of blocks that share a tile of keys.
+#pragma once
+
+#include "sm90/backward_consumers.cuh"
+
+namespace jaxflash::sm90 {
+
+// A pair of blocks. The first warpgroup computes p and owns dv, the second computes ds and owns dk:
+// both have all of the block's keys as rows, so that p^T and ds^T feed these products out of
+// registers, and hand p over in the order of the registers. The blocks exchange ds, and each
+// computes dq for half of the columns, from the ds of both: half as much to add.
+//
+// dq runs late, so that the exchange is not waited for: its product runs beside the pointwise work
+// of the next step, and leaves beside the products for dv and dk.
+template <class Traits, class Mask, class Score>
+struct PairConsumers {
+  using Tile = typename Traits::Tile;
+  using SharedMemory = typename Traits::SharedMemory;
+  using Block = KeyBlock<Traits::kRows, Traits::kTileKeys, Mask>;
+  static constexpr int kRows = Traits::kRows;
+  static constexpr int kKeys = Traits::kKeys;
+  static constexpr Math kMath = Traits::kMath;
+  static constexpr int kDim = Tile::kHeadDim;
+  // The thread that deals with the other block.
+  static constexpr int kMessenger = 128;
+
+  // Once ds of a step lies in shared memory: gets ready for the other block's, and sends it this
+  // block's.
+  __device__ __forceinline__ static void exchange_ds(SharedMemory& smem, int odd) {
+    const uint32_t peer = cluster_rank() ^ 1;
+    smem.peer_ds_full[odd].arrive_expecting(Traits::kScoreBytes);
+    bulk_store_remote(remote_address(shared_address(smem.peer_ds[odd]), peer),
+                      shared_address(smem.ds[odd]), Traits::kScoreBytes,
+                      remote_address(smem.peer_ds_full[odd].address(), peer));
+  }
+
+  // Where the thread hands over its elements of p: four at a time.
+  __device__ __forceinline__ static uint32_t handed_p(const SharedMemory& smem) {
+    return shared_address(smem.p) + late_thread() * 16;
+  }
+  static constexpr int kHandedBytes = 128 * 16;
+
+  // In the order of the fragments, for the warp that adds them.
+  template <int kGroup>
+  __device__ __forceinline__ static void stage_dq(const SharedMemory& smem, int odd,
+                                                  const float (&dq)[32]) {
+    const int thread = late_thread();
+    const uint32_t target = smem.staged_dq(kGroup * 4 + thread / 32, odd) + thread % 32 * 16;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) store_shared_f32x4(target + i * 512, dq + 4 * i);
+    fence_proxy_async();
+    named_barrier_arrive(kDqFull, Traits::kConsumerThreads + 32);
+  }
+
+  template <int kGroup>
+  __device__ __forceinline__ static void consume(const BackwardArgs& args, SharedMemory& smem) {
+    constexpr bool kValues = kGroup == 0;
+    const int thread = threadIdx.x % 128;
+    const int column = Fragment::column(thread);
+    const Score score{args.scale_log2};
+
+    const uint64_t rows_a =
+        wgmma_descriptor(shared_address(kValues ? smem.k[0] : smem.v[0]), 16, 1024);
+    const uint64_t rows_b =
+        wgmma_descriptor(shared_address(kValues ? smem.q[0] : smem.dout[0]), 16, 1024);
+    const uint64_t columns_b = wgmma_descriptor(shared_address(kValues ? smem.dout[0] : smem.q[0]),
+                                                Traits::kRowPanelBytes, 1024);
+    // dq: a panel of columns.
+    const uint64_t ds_rows = wgmma_descriptor(shared_address(smem.ds[0]), 16, 1024);
+    const uint64_t peer_ds_rows = wgmma_descriptor(shared_address(smem.peer_ds[0]), 16, 1024);
+    const int dq_panel = cluster_rank() * Traits::kDqPanels + kGroup;
+    const uint64_t dq_k =
+        wgmma_descriptor(shared_address(smem.k[0]) + dq_panel * Traits::kKeyPanelBytes,
+                         Traits::kKeyPanelBytes, 1024);
+    const uint64_t dq_peer_k =
+        wgmma_descriptor(shared_address(smem.peer_k) + kGroup * Traits::kKeyPanelBytes,
+                         Traits::kKeyPanelBytes, 1024);
+
+    ConsumerSteps<Traits> steps(smem);
+    TicketReader<Traits::kBlocks> reader;
+
+    for (;;) {
+      const uint32_t position = reader.next(smem.tickets);
+      if (position >= args.order.tiles()) break;
+      const Block block(args.problem, args.order.at(position));
+      const int first_key = Traits::first_key(block);
+      const Interval common_rows = block.mask.common_rows({first_key, first_key + kKeys});
+      int row = block.first_row;
+      int head = 0;
+      int done = 0;  // steps of this tile
+
+      float sum[kDim / 2];  // dv or dk
+      float dq[32];
+#pragma unroll
+      for (float& value : sum) value = 0.f;
+
+      // Of the step before the current one; in flight on return. Both warpgroups have passed
+      // kDqComputed since this block's ds was stored.
+      const auto issue_dq = [&] {
+        const uint64_t offset = (steps.odd() ^ 1) * descriptor_step(Traits::kScoreBytes);
+        discard(dq);
+        wgmma_fence();
+        multiply_dq<Traits>(dq, ds_rows + offset, dq_k, false);
+        multiply_dq<Traits>(dq, peer_ds_rows + offset, dq_peer_k, true);
+        wgmma_commit();
+      };
+      const auto wait_peer_ds = [&] {
+        const int odd = steps.odd() ^ 1;
+        smem.peer_ds_full[odd].wait(steps.last_odd_phase());
+        if (!kValues) {
+          if (threadIdx.x == kMessenger) smem.ds_taken[odd].arrive_remote(cluster_rank() ^ 1);
+          __syncwarp();
+        }
+      };
+      // After kDqComputed: both warpgroups are through with p and ds that lie there.
+      const auto stage_last_dq = [&] {
+        if (!kValues) smem.ds_taken[steps.odd() ^ 1].wait(steps.last_odd_phase());
+        stage_dq<kGroup>(smem, steps.odd() ^ 1, dq);
+      };
+
+      smem.k_full[0].wait(reader.parity());
+      smem.v_full[0].wait(reader.parity());
+#pragma unroll 1
+      for (steps.begin(block.steps()); steps.more(); steps.advance()) {
+        float x[kRows / 2];  // s or dp
+        uint32_t packed[kRows / 4];
+
+        if (kValues) {
+          steps.wait_q();
+        } else {
+          steps.wait_dout();
+        }
+        discard(x);
+        issue_scores<kMath, kDim, Traits::kKeyPanelBytes, Traits::kRowPanelBytes, kRows>(
+            x, rows_a, rows_b + (kValues ? steps.q_offset() : steps.dout_offset()));
+        // The first step has no dq to compute: what this product makes of the buffers is dropped. A
+        // branch around it would make the compiler wait for all others.
+        if (done > 0) {
+          wait_peer_ds();
+        } else {
+          smem.peer_k_full.wait(reader.parity());
+        }
+        issue_dq();
+        wgmma_wait<1>();
+        hold(x);
+        if constexpr (kValues) {
+          const int late = late_thread();
+          if (row < common_rows.begin || row + kRows > common_rows.end) {
+            mask_keys_as_rows(x, block.mask, row + Fragment::column(late),
+                              first_key + Fragment::row(late));
+          }
+          exponentials(x, &smem.lse[steps.q_stage()][column], score, row + column,
+                       first_key + Fragment::row(late));
+          // ptxas would move the barrier above the exponentials; a store of what depends on all of
+          // them cannot follow it.
+          uint32_t all = 0;
+#pragma unroll
+          for (int i = 0; i < kRows / 4; ++i) {
+            packed[i] = pack<kMath>(x[2 * i], x[2 * i + 1]);
+            all ^= packed[i];
+          }
+          store_shared_volatile(shared_address(&smem.pin[late_thread()]),
+                                static_cast<uint16_t>(all));
+          // dq that lay in p's buffer has left, unless there was none in the last step.
+          if (done != 1) named_barrier_sync(kDqEmpty, 128 + 32);
+          const uint32_t target = handed_p(smem);
+#pragma unroll
+          for (int i = 0; i < kRows / 8; ++i) {
+            store_shared_f32x4(target + i * kHandedBytes, x + 4 * i);
+          }
+          named_barrier_arrive(kPFull, Traits::kConsumerThreads);
+          steps.release_q();
+          steps.wait_dout();
+          issue_gradient<Traits, kDim>(sum, packed, columns_b + steps.dout_offset());
+        } else {
+          const float* const delta = &smem.delta[steps.dout_stage()][column];
+          named_barrier_sync(kPFull, Traits::kConsumerThreads);
+          const uint32_t source = handed_p(smem);
+#pragma unroll
+          for (int i = 0; i < kRows / 8; ++i) {
+            float p[4];
+            load_shared_f32x4(source + i * kHandedBytes, p);
+            const float2 pair = *reinterpret_cast<const float2*>(delta + i * 8);
+            packed[2 * i] = pack<kMath>(p[0] * (x[4 * i] - pair.x), p[1] * (x[4 * i + 1] - pair.y));
+            packed[2 * i + 1] =
+                pack<kMath>(p[2] * (x[4 * i + 2] - pair.x), p[3] * (x[4 * i + 3] - pair.y));
+          }
+          const int odd = steps.odd();
+          steps.release_dout();
+          smem.ds_empty[odd].wait(steps.odd_phase() ^ 1);
+          store_transposed<kRows>(shared_address(smem.ds[odd]), packed);
+          fence_proxy_async();
+          named_barrier_sync(kDsStored, 128);
+          if (threadIdx.x == kMessenger) exchange_ds(smem, odd);
+          __syncwarp();
+          steps.wait_q();
+          issue_gradient<Traits, kDim>(sum, packed, columns_b + steps.q_offset());
+        }
+        wgmma_wait<1>();
+        hold(dq);
+        // ds of this step is complete, p has been read, and ds of the step before as well.
+        named_barrier_sync(kDqComputed, Traits::kConsumerThreads);
+        if (done > 0) stage_last_dq();
+        wgmma_wait<0>();
+        if (kValues) {
+          steps.release_dout();
+        } else {
+          steps.release_q();
+        }
+        block.advance(row, head);
+        ++done;
+      }
+
+      if (done > 0) {
+        wait_peer_ds();
+        issue_dq();
+        wgmma_wait<0>();
+        hold(dq);
+        if (kValues && done != 1) named_barrier_sync(kDqEmpty, 128 + 32);
+        named_barrier_sync(kDqComputed, Traits::kConsumerThreads);
+        stage_last_dq();
+      } else {
+        smem.peer_k_full.wait(reader.parity());  // complete before it is filled again
+      }
+      hold(sum);
+      // k and v may be overwritten once both warpgroups are through with them.
+      named_barrier_sync(kConsumers, Traits::kConsumerThreads);
+      const Interval seen_keys = block.mask.keys({0, block.mask.q_len()});
+      const int own_key = first_key + Fragment::row(late_thread());
+      const bool seen[2] = {own_key >= seen_keys.begin && own_key < seen_keys.end,
+                            own_key + 8 >= seen_keys.begin && own_key + 8 < seen_keys.end};
+      if (kValues) {
+        stage<Traits, kDim>(smem.v[0], sum, 1.f, seen);
+      } else {
+        stage<Traits, kDim>(smem.k[0], sum, args.problem.scale, seen);
+      }
+      fence_proxy_async();
+      smem.dkv_full.arrive();
+    }
+    if (kValues) named_barrier_sync(kDqEmpty, 128 + 32);  // the last arrival
+  }
+};
+
+}  // namespace jaxflash::sm90
