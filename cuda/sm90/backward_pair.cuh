@@ -118,8 +118,26 @@ struct PairConsumers {
         stage_dq<kGroup>(smem, steps.odd() ^ 1, dq);
       };
 
-      smem.k_full[0].wait(reader.parity());
-      smem.v_full[0].wait(reader.parity());
+      // Stages dv in v's place, dk in k's.
+      const auto stage_sum = [&] {
+        hold(sum);
+        const Interval seen_keys = block.mask.keys({0, block.mask.q_len()});
+        const int key = first_key + Fragment::row(late_thread());
+        const bool seen[2] = {key >= seen_keys.begin && key < seen_keys.end,
+                              key + 8 >= seen_keys.begin && key + 8 < seen_keys.end};
+        stage<Traits, kDim>(kValues ? smem.v[0] : smem.k[0], sum,
+                            kValues ? 1.f : args.problem.scale, seen);
+        fence_proxy_async();
+        (kValues ? smem.dv_full : smem.dk_full).arrive();
+      };
+      // Each phase is waited for, also where a tile has no rows: it has to be complete before the
+      // next tile is loaded.
+      const auto wait_dq_keys = [&] {
+        if (!kValues) smem.k_full[0].wait(reader.parity());
+        smem.peer_k_full.wait(reader.parity());
+      };
+
+      (kValues ? smem.k_full : smem.v_full)[0].wait(reader.parity());
 #pragma unroll 1
       for (steps.begin(block.steps()); steps.more(); steps.advance()) {
         float x[kRows / 2];  // s or dp
@@ -138,7 +156,7 @@ struct PairConsumers {
         if (done > 0) {
           wait_peer_ds();
         } else {
-          smem.peer_k_full.wait(reader.parity());
+          wait_dq_keys();
         }
         issue_dq();
         wgmma_wait<1>();
@@ -211,6 +229,11 @@ struct PairConsumers {
         ++done;
       }
 
+      // v is no longer read: the other warpgroup has passed kDqComputed with its last dp.
+      if (kValues) {
+        smem.v_full[0].wait(reader.parity());
+        stage_sum();
+      }
       if (done > 0) {
         wait_peer_ds();
         issue_dq();
@@ -220,22 +243,10 @@ struct PairConsumers {
         named_barrier_sync(kDqComputed, Traits::kConsumerThreads);
         stage_last_dq();
       } else {
-        smem.peer_k_full.wait(reader.parity());  // complete before it is filled again
+        wait_dq_keys();
       }
-      hold(sum);
-      // k and v may be overwritten once both warpgroups are through with them.
-      named_barrier_sync(kConsumers, Traits::kConsumerThreads);
-      const Interval seen_keys = block.mask.keys({0, block.mask.q_len()});
-      const int own_key = first_key + Fragment::row(late_thread());
-      const bool seen[2] = {own_key >= seen_keys.begin && own_key < seen_keys.end,
-                            own_key + 8 >= seen_keys.begin && own_key + 8 < seen_keys.end};
-      if (kValues) {
-        stage<Traits, kDim>(smem.v[0], sum, 1.f, seen);
-      } else {
-        stage<Traits, kDim>(smem.k[0], sum, args.problem.scale, seen);
-      }
-      fence_proxy_async();
-      smem.dkv_full.arrive();
+      // Nor is k, or what the other block's k was loaded for: both warpgroups have computed dq.
+      if (!kValues) stage_sum();
     }
     if (kValues) named_barrier_sync(kDqEmpty, 128 + 32);  // the last arrival
   }

@@ -257,7 +257,8 @@ struct BackwardProducers {
     }
   }
 
-  // A pair's: dk and dv lie where k and v of the next tile go.
+  // A pair's: dk and dv lie where k and v of the next tile go. dv is complete before the last part
+  // of dq is, so that v is loaded beside that.
   __device__ __forceinline__ static void move_pair_keys(const BackwardArgs& args,
                                                         SharedMemory& smem) {
     const bool first_lane = threadIdx.x % 32 == 0;
@@ -265,25 +266,36 @@ struct BackwardProducers {
     Reader reader;
     uint32_t position = reader.next(smem.tickets);
     if (position >= args.order.tiles()) return;
-    Keys keys = keys_at(args, position);
+    Keys stored = keys_at(args, position);
+    load_k(args, smem, stored, 0, landed_phase);
+    load_v(args, smem, stored, 0, landed_phase);
+    load_peer_k(args, smem, stored, landed_phase);
     for (uint32_t phase = 0;; phase ^= 1) {
-      load_k(args, smem, keys, 0, landed_phase);
-      load_v(args, smem, keys, 0, landed_phase);
-      load_peer_k(args, smem, keys, landed_phase);
       position = reader.next(smem.tickets);
       const bool more = position < args.order.tiles();
-      const Keys next = more ? keys_at(args, position) : keys;
-      if (more && first_lane) prefetch_keys(args, next);
-      smem.dkv_full.wait(phase);
+      const Keys loaded = more ? keys_at(args, position) : stored;
+      if (more && first_lane) prefetch_keys(args, loaded);
+      __syncwarp();
+      smem.dv_full.wait(phase);
       if (first_lane) {
-        store_part(args.dk, keys, 0, smem.k[0], args.problem.head_dim);
-        store_part(args.dv, keys, 0, smem.v[0], args.problem.value_dim);
+        store_part(args.dv, stored, 0, smem.v[0], args.problem.value_dim);
         bulk_commit_group();
         bulk_wait_group_read<0>();
       }
       __syncwarp();
+      if (more) load_v(args, smem, loaded, 0, landed_phase);
+      smem.dk_full.wait(phase);
+      if (first_lane) {
+        store_part(args.dk, stored, 0, smem.k[0], args.problem.head_dim);
+        bulk_commit_group();
+      }
+      __syncwarp();
+      if (more) load_peer_k(args, smem, loaded, landed_phase);
+      if (first_lane) bulk_wait_group_read<0>();
+      __syncwarp();
       if (!more) return;
-      keys = next;
+      load_k(args, smem, loaded, 0, landed_phase);
+      stored = loaded;
     }
   }
 

@@ -141,14 +141,16 @@ struct BackwardTraits {
     alignas(1024) uint8_t peer_ds[2][kScoreBytes];
     alignas(1024) uint8_t peer_k[kDqPanels * kKeyPanelBytes];
     Barrier peer_k_full;
-    Barrier dkv_full;  // dk and dv are staged
+    Barrier dk_full;  // dk is staged
+    Barrier dv_full;
     Barrier peer_ds_full[2];
     Barrier ds_taken[2];  // the other block has this block's ds
     Barrier ds_empty[2];  // both blocks are through with this block's ds, and with what replaced it
 
     __device__ __forceinline__ void init_barriers() {
       peer_k_full.init(1);
-      dkv_full.init(kConsumerThreads);
+      dk_full.init(kConsumerThreads / 2);
+      dv_full.init(kConsumerThreads / 2);
       for (int odd = 0; odd < 2; ++odd) {
         peer_ds_full[odd].init(1);
         ds_taken[odd].init(1);
