@@ -323,13 +323,6 @@ __device__ __forceinline__ void stmatrix_x4_trans(uint32_t address, const uint32
       : "memory");
 }
 
-// Two matrices; lanes 0 to 15 give the addresses.
-__device__ __forceinline__ void stmatrix_x2(uint32_t address, uint32_t first, uint32_t second) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(address),
-               "r"(first), "r"(second)
-               : "memory");
-}
-
 __device__ __forceinline__ void store_shared_f32x4(uint32_t address, const float* values) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(values[0]),
                "f"(values[1]), "f"(values[2]), "f"(values[3])
@@ -364,12 +357,6 @@ __device__ __forceinline__ void store_shared_volatile(uint32_t address, uint16_t
 __device__ __forceinline__ void store_global(void* address, const uint32_t (&words)[4]) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(words[0]),
                "r"(words[1]), "r"(words[2]), "r"(words[3])
-               : "memory");
-}
-
-__device__ __forceinline__ void red_add_f32x4(float* address, const float* values) {
-  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address),
-               "f"(values[0]), "f"(values[1]), "f"(values[2]), "f"(values[3])
                : "memory");
 }
 

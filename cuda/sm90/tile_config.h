@@ -131,13 +131,14 @@ template <int kHeadDim_, int kValueDim_, int kRows_, int kKeys_, int kQStages_, 
 struct BackwardTile {
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kValueDim = kValueDim_;
-  static constexpr int kRows = kRows_;                                  // queries of a step
-  static constexpr int kKeys = kKeys_;                                  // keys of a block
-  static constexpr int kQStages = kQStages_;                            // buffers of q and lse
-  static constexpr int kDoutStages = kDoutStages_;                      // buffers of dout and delta
-  static constexpr int kBlocks = kOwners_ == KeyOwners::kPair ? 2 : 1;  // of a cluster
+  static constexpr int kRows = kRows_;              // queries of a step
+  static constexpr int kKeys = kKeys_;              // keys of a block
+  static constexpr int kQStages = kQStages_;        // buffers of q and lse
+  static constexpr int kDoutStages = kDoutStages_;  // buffers of dout and delta
+  static constexpr int kKeyStages = kKeyStages_;    // buffers of k and v
+  // Blocks that share a tile, as a cluster.
+  static constexpr int kBlocks = kOwners_ == KeyOwners::kPair ? 2 : 1;
   static constexpr int kTileKeys = kBlocks * kKeys;
-  static constexpr int kKeyStages = kKeyStages_;  // buffers of k and v
   // In a block by itself, dv's product runs beside the computation of ds (true), or beside the
   // exchange of ds (false).
   static constexpr bool kEarlyValues = kEarlyValues_;
