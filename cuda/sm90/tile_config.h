@@ -84,10 +84,11 @@ struct ForwardTileFor<96, 96> {
 template <>
 struct ForwardTileFor<128, 128> {
   using Long = ForwardTile<128, 128, 3, 80, 3, 2, Overlap::kNone, Output::kStaged, true>;
-  // No ragged tiles, of rows or of keys: 556 against 482 at S = 512, 613 against 581 at 1024, 467
-  // against 409 there if causal; 658 against 666 at 2048, causal 574 against 557.
+  // No ragged tiles, of rows or of keys: 471 against 428 at S = 512, causal 303 against 286; 544
+  // against 511 at 1024, causal 413 against 379; but 587 against 598 at 2048, causal 496 against
+  // 506.
   using Short = ForwardTile<128, 128, 2, 128, 2, 2, Overlap::kValues, Output::kStaged, false>;
-  using Tiles = Choices<UpTo<kMaxLength, 1024, Short>, Otherwise<Long>>;
+  using Tiles = Choices<UpTo<1024, 1024, Short>, Otherwise<Long>>;
 };
 
 // As at 128, whose output it has; the larger Q leaves room for one buffer of it. 560 against 505
