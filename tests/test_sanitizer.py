@@ -21,9 +21,11 @@ def _sanitizer() -> str:
     return found
 
 
-# Ordered by an mbarrier that counts the bytes of the copy, which racecheck does not follow: a copy
-# of lse and delta into shared memory looks to it as if nothing came between it and its readers.
-_BULK_COPY = "::bulk_load("
+# What racecheck does not follow. A copy of lse and delta into shared memory is ordered by an mbarrier
+# that counts its bytes; p passes from one warpgroup of a pair to the other as in the PTX manual's
+# example of a producer that arrives at a named barrier and a consumer that waits there (with both
+# waiting, which costs time, nothing is reported).
+_NOT_FOLLOWED = ("::bulk_load(", "::load_shared_f32x4(")
 
 
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck", "synccheck"])
@@ -42,12 +44,15 @@ def test_is_clean(tool):
         env={**os.environ, "XLA_PYTHON_CLIENT_ALLOCATOR": "platform"},
     )  # fmt: skip
     text = done.stdout + done.stderr
-    assert done.returncode == 0, text[-8000:]
-    assert all(f"ran {name}" in text for name in names), text[-8000:]
+    # What the tool and the cases say, without what XLA says when a kernel was stopped.
+    said = [line for line in text.splitlines() if line.startswith(("=========", "ran "))]
+    report = "\n".join(said[:100])
+    assert done.returncode == 0, report
+    assert all(f"ran {name}" in text for name in names), report
     assert "SUMMARY" in text, text[-2000:]
     if tool == "racecheck":
         races = [line for line in text.splitlines() if "Race reported" in line]
-        unexplained = [line for line in races if _BULK_COPY not in line]
+        unexplained = [race for race in races if not any(name in race for name in _NOT_FOLLOWED)]
         assert not unexplained, "\n".join(unexplained)
     else:
-        assert "ERROR SUMMARY: 0 errors" in text, text[-8000:]
+        assert "ERROR SUMMARY: 0 errors" in text, report
