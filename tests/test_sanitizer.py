@@ -21,10 +21,10 @@ def _sanitizer() -> str:
     return found
 
 
-# What racecheck does not follow. A copy of lse and delta into shared memory is ordered by an mbarrier
-# that counts its bytes; p passes from one warpgroup of a pair to the other as in the PTX manual's
-# example of a producer that arrives at a named barrier and a consumer that waits there (with both
-# waiting, which costs time, nothing is reported).
+# What racecheck does not follow. Copies of lse and delta into shared memory are ordered by an
+# mbarrier that counts their bytes. In a pair of blocks p passes from one warpgroup to the other as
+# in the PTX manual's example of a producer that arrives at a named barrier and a consumer that
+# waits there; with both waiting, which costs time, nothing is reported.
 _NOT_FOLLOWED = ("::bulk_load(", "::load_shared_f32x4(")
 
 
