@@ -67,7 +67,7 @@ struct Mailbox {
 
   __device__ __forceinline__ void init(int readers) {
     for (int slot = 0; slot < kSlots; ++slot) {
-      full[slot].init(32);
+      full[slot].init(1);
       empty[slot].init(readers);
     }
   }
@@ -81,10 +81,9 @@ struct Mailbox {
   __device__ __forceinline__ const Message& sent(uint32_t count) const {
     return message[count % kSlots];
   }
-  // Each lane announces what it has written itself.
   __device__ __forceinline__ void send(uint32_t count) {
-    full[count % kSlots].arrive();
-    __syncwarp();  // for sent()
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) full[count % kSlots].arrive();
   }
 
   // A reader's: what it has received may be read until it is released.
