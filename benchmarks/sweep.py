@@ -186,6 +186,12 @@ def main() -> int:
     arguments = parser.parse_args()
 
     given = dict(tile.split("=", 1) for tile in arguments.tile)
+    for group in arguments.groups:
+        if not re.fullmatch(r"(forward|backward)/\d+(/\d+)?", group):
+            parser.error(f"a group is forward/HEAD_DIM[/VALUE_DIM] or backward/..., not {group!r}")
+        if not given and group not in CANDIDATES:
+            parser.error(f"no candidates are listed for {group}: give some with --tile")
+    complaints = 0
     with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
         jobs = {
             (group, name): pool.submit(
@@ -197,11 +203,12 @@ def main() -> int:
         }  # fmt: skip
         for (group, name), job in jobs.items():
             if complaint := job.result():
+                complaints += 1
                 print(f"{group} {name}: {complaint}")
     if arguments.build_only:
-        return 0
+        return 1 if complaints else 0
 
-    ok = True
+    ok = complaints == 0
     for path in sorted(arguments.output.iterdir()):
         group = path.name.replace("-", "/")
         if arguments.groups and group not in arguments.groups:
