@@ -21,12 +21,9 @@ def _sanitizer() -> str:
     return found
 
 
-# What racecheck does not follow. Copies of lse and delta into shared memory are ordered by an
-# mbarrier that counts their bytes. A plan is written by several lanes of a warp, which meet in
-# __syncwarp before one of them arrives for all. In a pair of blocks p passes from one warpgroup to
-# the other as in the PTX manual's example of a producer that arrives at a named barrier and a
-# consumer that waits there.
-_NOT_FOLLOWED = ("::bulk_load(", "::plan_tile(", "::load_shared_f32x4(")
+# Ordered by an mbarrier that counts the bytes of the copy, which racecheck does not follow: a copy
+# of lse and delta into shared memory looks to it as if nothing came between it and its readers.
+_BULK_COPY = "::bulk_load("
 
 
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck", "synccheck"])
@@ -53,7 +50,7 @@ def test_is_clean(tool):
     assert "SUMMARY" in text, text[-2000:]
     if tool == "racecheck":
         races = [line for line in text.splitlines() if "Race reported" in line]
-        unexplained = [race for race in races if not any(name in race for name in _NOT_FOLLOWED)]
+        unexplained = [line for line in races if _BULK_COPY not in line]
         assert not unexplained, "\n".join(unexplained)
     else:
         assert "ERROR SUMMARY: 0 errors" in text, report

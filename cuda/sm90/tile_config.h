@@ -85,10 +85,10 @@ template <>
 struct ForwardTileFor<128, 128> {
   using Long = ForwardTile<128, 128, 3, 80, 3, 2, Overlap::kNone, Output::kStaged, true>;
   // No ragged tiles, of rows or of keys: 471 against 428 at S = 512, causal 303 against 286; 544
-  // against 511 at 1024, causal 413 against 379; full 587 against 598 at 2048. Causal 2048: 496
-  // against 506 in the sweep, but 545 against 519 in the benchmark, which decides.
+  // against 511 at 1024, causal 413 against 379; but 587 against 598 at 2048, causal 496 against
+  // 506.
   using Short = ForwardTile<128, 128, 2, 128, 2, 2, Overlap::kValues, Output::kStaged, false>;
-  using Tiles = Choices<UpTo<2048, 1024, Short>, Otherwise<Long>>;
+  using Tiles = Choices<UpTo<1024, 1024, Short>, Otherwise<Long>>;
 };
 
 // As at 128, whose output it has; the larger Q leaves room for one buffer of it. 560 against 505
