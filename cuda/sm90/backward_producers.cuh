@@ -308,6 +308,24 @@ struct BackwardProducers {
                  inner_batch(args, block.batch), outer_batch(args, block.batch));
   }
 
+  // Ordered adds: the lanes that add wait for the turn, and the warp ends it.
+  __device__ __forceinline__ static void wait_for_turn(const BackwardArgs& args, const Block& block,
+                                                       int row, const uint32_t* counter) {
+    const uint32_t turn = dq_turn(args.order, block, row);
+    while (load_acquire(counter) != turn) {
+    }
+    fence_proxy_async_global();  // the adds of the turn before, ahead of ours
+  }
+  __device__ __forceinline__ static void end_turn(const BackwardArgs& args, const Block& block,
+                                                  int row, uint32_t* counter, bool adds) {
+    if (adds) {
+      bulk_wait_group<0>();  // the adds have been performed, not only read
+      fence_proxy_async_global();
+    }
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) store_release(counter, dq_turn(args.order, block, row) + 1);
+  }
+
   // Adds a consumer warpgroup's part of dq: four lanes, one for each of its warps, add 16 rows by
   // 64 columns. Each part has its own turns.
   __device__ __forceinline__ static void add_dq(const BackwardArgs& args, SharedMemory& smem,
@@ -328,12 +346,7 @@ struct BackwardProducers {
         const int64_t head_index = int64_t{block.batch} * args.problem.q_heads + head;
         uint32_t* const counter = dq_counter(args, block, row, head) + part;
         // The turn first: it usually comes while the consumers are still at it.
-        if (args.ordered() && lane < 4) {
-          const uint32_t turn = dq_turn(args.order, block, row);
-          while (load_acquire(counter) != turn) {
-          }
-          fence_proxy_async_global();  // the adds of the turn before, ahead of ours
-        }
+        if (args.ordered() && lane < 4) wait_for_turn(args, block, row, counter);
         __syncwarp();
         named_barrier_sync(kDqFull + part, 128 + 32);
         if (lane < 4) {
@@ -352,14 +365,7 @@ struct BackwardProducers {
         }
         __syncwarp();
         named_barrier_arrive(kDqEmpty + part, 128 + 32);
-        if (args.ordered()) {
-          if (lane < 4) {
-            bulk_wait_group<0>();  // the adds have been performed, not only read
-            fence_proxy_async_global();
-          }
-          __syncwarp();
-          if (lane == 0) store_release(counter, dq_turn(args.order, block, row) + 1);
-        }
+        if (args.ordered()) end_turn(args, block, row, counter, lane < 4);
         block.advance(row, head);
       }
     }
@@ -385,12 +391,7 @@ struct BackwardProducers {
       for (int step = block.steps(); step > 0; --step, odd ^= 1) {
         const int64_t head_index = int64_t{block.batch} * args.problem.q_heads + head;
         uint32_t* const counter = dq_counter(args, block, row, head) + cluster_rank();
-        if (args.deterministic && adds) {
-          const uint32_t turn = dq_turn(args.order, block, row);
-          while (load_acquire(counter) != turn) {
-          }
-          fence_proxy_async_global();  // the adds of the turn before, ahead of ours
-        }
+        if (args.deterministic && adds) wait_for_turn(args, block, row, counter);
         __syncwarp();
         named_barrier_sync(kDqFull, Traits::kConsumerThreads + 32);
         if (adds) {
@@ -412,14 +413,7 @@ struct BackwardProducers {
           smem.ds_empty[odd].arrive();
           smem.ds_empty[odd].arrive_remote(cluster_rank() ^ 1);
         }
-        if (args.deterministic) {
-          if (adds) {
-            bulk_wait_group<0>();  // the adds have been performed, not only read
-            fence_proxy_async_global();
-          }
-          __syncwarp();
-          if (lane == 0) store_release(counter, dq_turn(args.order, block, row) + 1);
-        }
+        if (args.deterministic) end_turn(args, block, row, counter, adds);
         block.advance(row, head);
       }
     }

@@ -5,13 +5,6 @@
 
 namespace jaxflash::sm90 {
 
-// Hardware barriers. Everything else is announced through mbarriers in shared memory.
-enum NamedBarrier : int {
-  kWholeBlock = 0,      // what __syncthreads uses
-  kFirstWarpGroup = 1,  // one for each consumer warpgroup: its four warps meet
-  kFirstTurn = 4,       // one for each consumer warpgroup: it may issue its products
-};
-
 // An mbarrier in shared memory, named by the fact that its completed phase announces.
 struct Barrier {
   uint64_t state;

@@ -1,0 +1,383 @@
+// The consumers of the forward kernel: a warpgroup each for a unit of rows, products and softmax.
+#pragma once
+
+#include "common/mask.cuh"
+#include "sm90/forward_traits.cuh"
+#include "sm90/softmax.cuh"
+#include "sm90/wgmma.cuh"
+
+namespace jaxflash::sm90 {
+
+template <class Traits, class Scores>
+struct ForwardConsumers {
+  using Tile = typename Traits::Tile;
+  using Plan = typename Traits::Plan;
+  using Unit = typename Plan::Unit;
+  using SharedMemory = typename Traits::SharedMemory;
+  static constexpr int kKeys = Tile::kKeys;
+  static constexpr int kWarpGroups = Traits::kWarpGroups;
+  // With one Q buffer in which the output is staged, Q of the next tile only comes after it.
+  static constexpr bool kEarlyScores = Tile::kQStages > 1 || Traits::kDirect;
+
+  // The warpgroups issue their products in turn, one turn for every tile of the block: left alone
+  // they fall into step, and the matrix units idle while all of them work on a softmax.
+  __device__ __forceinline__ static void take_turn(int group) {
+    if constexpr (Tile::kTurns) named_barrier_sync(kFirstTurn + group, 256);
+  }
+  __device__ __forceinline__ static void pass_turn(int group) {
+    if constexpr (Tile::kTurns) {
+      named_barrier_arrive(kFirstTurn + (group + 1 == kWarpGroups ? 0 : group + 1), 256);
+    }
+  }
+
+  // s = Q K^T of one tile, in flight on return.
+  __device__ __forceinline__ static void issue_scores(float (&s)[kKeys / 2], uint64_t q,
+                                                      uint64_t k) {
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < Tile::kHeadDim / 16; ++step) {
+      const int panel = step / 4;
+      const int inside = step % 4 * 32;  // bytes of 16 columns
+      Wgmma<kKeys>::template ss<Traits::kMath, 0, 0>(
+          s, q + descriptor_step(panel * Traits::kQPanelBytes + inside),
+          k + descriptor_step(panel * Traits::kKeyPanelBytes + inside), step != 0);
+    }
+    wgmma_commit();
+  }
+
+  // o += P V of one tile, in flight on return.
+  __device__ __forceinline__ static void issue_values(float (&o)[Tile::kValueDim / 2],
+                                                      const uint32_t (&p)[kKeys / 4], uint64_t v) {
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kKeys / 16; ++step) {
+      Wgmma<Tile::kValueDim>::template rs<Traits::kMath, 1>(
+          o, p + 4 * step, v + descriptor_step(step * 16 * Traits::kPanelRowBytes), 1);
+    }
+    wgmma_commit();
+  }
+
+  // A row without a visible key, which has the sum 0: its output is 0, whatever V holds.
+  __device__ __forceinline__ static void clear_rows(float (&o)[Tile::kValueDim / 2],
+                                                    float (&inverse)[2], const float (&sum)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (sum[r] == 0.f) inverse[r] = 0.f;
+    }
+#pragma unroll
+    for (int i = 0; i < Tile::kValueDim / 2; ++i) {
+      if (sum[Fragment::lower(i)] == 0.f) o[i] = 0.f;
+    }
+  }
+
+  // Rows of the output from registers to memory, 16 bytes a lane. `inverse` is 1 / sum of a row;
+  // a row without a target is dropped.
+  __device__ __forceinline__ static void store_direct(const float (&o)[Tile::kValueDim / 2],
+                                                      const float (&inverse)[2],
+                                                      uint16_t* const (&target)[2], int value_dim,
+                                                      int lane) {
+    const bool odd = lane & 1;
+    const bool high = lane & 2;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int column = 0; column < Tile::kValueDim; column += 32) {
+        // Four groups of eight columns, of each of which a lane holds two: transpose the lanes
+        // that share the row, so that each holds one group.
+        uint32_t words[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int element = column / 2 + 4 * i + 2 * r;
+          words[i] = pack<Traits::kMath>(o[element] * inverse[r], o[element + 1] * inverse[r]);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i += 2) {
+          const uint32_t other = __shfl_xor_sync(~0u, odd ? words[i] : words[i + 1], 1);
+          (odd ? words[i] : words[i + 1]) = other;
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const uint32_t other = __shfl_xor_sync(~0u, high ? words[i] : words[i + 2], 2);
+          (high ? words[i] : words[i + 2]) = other;
+        }
+        const int first = column + lane % 4 * 8;
+        if (target[r] != nullptr && first < value_dim) store_global(target[r] + first, words);
+      }
+    }
+  }
+
+  // Rows of the output to where the warpgroup's Q was, for the storing warp. All four warps are
+  // through with Q.
+  __device__ __forceinline__ static void stage_output(const float (&o)[Tile::kValueDim / 2],
+                                                      const float (&inverse)[2], uint32_t staged,
+                                                      int thread) {
+    const int lane = thread % 32;
+    const int staged_row = thread / 32 * 16 + lane % 16;
+#pragma unroll
+    for (int column = 0; column < Tile::kValueDim; column += 16) {
+      uint32_t packed[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int r = i % 2;
+        const int element = column / 2 + 2 * i;
+        packed[i] = pack<Traits::kMath>(o[element] * inverse[r], o[element + 1] * inverse[r]);
+      }
+      const int piece = column % 64 / 8 + lane / 16;
+      stmatrix_x4(staged + column / 64 * Traits::kQPanelBytes +
+                      staged_row * Traits::kPanelRowBytes + (piece ^ staged_row % 8) * 16,
+                  packed);
+    }
+    fence_proxy_async();
+  }
+
+  __device__ __forceinline__ static void consume(const ForwardArgs& args, SharedMemory& smem,
+                                                 int group) {
+    const int thread = threadIdx.x % 128;
+    const int lane = thread % 32;
+    const Scores scores{args.scale_log2};
+    const uint64_t q_base = wgmma_descriptor(shared_address(smem.q[0][group]), 16, 1024);
+    const uint64_t k_base = wgmma_descriptor(shared_address(smem.k[0]), 16, 1024);
+    const uint64_t v_base =
+        wgmma_descriptor(shared_address(smem.v[0]), Traits::kKeyPanelBytes, 1024);
+    const uint32_t pin = shared_address(&smem.pin[threadIdx.x]);
+
+    Ring<Tile::kQStages> q_ring;
+    Ring<Tile::kStages> k_ring;
+    Ring<Tile::kStages> v_ring;
+    // One arrival a warp: a warp's wait covers its own part of a product only.
+    const auto release_k = [&] {
+      if (lane == 0) smem.k_empty[k_ring.stage].arrive();
+      k_ring.advance();
+    };
+    const auto release_v = [&] {
+      if (lane == 0) smem.v_empty[v_ring.stage].arrive();
+      v_ring.advance();
+    };
+    // Whether the tiles of K and V after the present ones are there. Asked beside a product,
+    // because a wait takes its 60 clocks even where there is nothing to wait for: 1 to 2 % with
+    // kValues.
+    const auto next_landed = [&] {
+      const auto next_k = k_ring.next();
+      const auto next_v = v_ring.next();
+      return smem.k_full[next_k.stage].completed(next_k.phase) &&
+             smem.v_full[next_v.stage].completed(next_v.phase);
+    };
+    const auto wait_k = [&] { smem.k_full[k_ring.stage].wait(k_ring.phase); };
+    const auto wait_v = [&] { smem.v_full[v_ring.stage].wait(v_ring.phase); };
+    // Directly stored output leaves Q's buffer alone: it is empty after the last scores.
+    const auto release_q = [&] {
+      if (Traits::kDirect && lane == 0) smem.q_empty[q_ring.stage][group].arrive();
+    };
+    const auto k_tile = [&] { return k_base + k_ring.stage * descriptor_step(Traits::kKBytes); };
+    const auto v_tile = [&] { return v_base + v_ring.stage * descriptor_step(Traits::kVBytes); };
+
+    if (group == kWarpGroups - 1) pass_turn(group);  // the first turn is the first warpgroup's
+    float s[kKeys / 2];
+    uint32_t count = 0;  // tiles of query rows so far
+    Interval own;        // key tiles of the unit
+    int tile;            // of keys
+    uint64_t q;
+    bool more;
+    // Key tiles that other warpgroups of the block need and this one does not.
+    const auto skip_to = [&](int end) {
+      for (; tile >= end; --tile) {
+        wait_k();
+        release_k();
+        wait_v();
+        release_v();
+        take_turn(group);
+        pass_turn(group);
+      }
+    };
+    // Receives a tile and computes its first scores, with `meanwhile` beside them.
+    const auto begin_tile = [&](const auto& meanwhile) {
+      const Plan& plan = smem.plans.receive(count);
+      more = plan.exists;
+      own = {0, 0};
+      if (more) {
+        own = plan.units[group].tiles;
+        tile = plan.tiles.end - 1;
+        smem.q_full[q_ring.stage][group].wait(q_ring.phase);
+        q = q_base + q_ring.stage * descriptor_step(kWarpGroups * Traits::kQBytes);
+        skip_to(own.end);
+      }
+      if (own.begin == own.end) return meanwhile();
+      wait_k();
+      take_turn(group);
+      issue_scores(s, q, k_tile());
+      pass_turn(group);
+      meanwhile();
+      wgmma_wait<0>();
+      hold(s);
+    };
+
+    begin_tile([] {});
+    while (more) {
+      // Read where it is needed: registers are short.
+      const Plan& plan = smem.plans.sent(count);
+      const Unit& unit = plan.units[group];
+      const Interval full = unit.full;
+      const auto position = [&](int r) {
+        return unit.position + args.unit.position(Fragment::row(thread) + 8 * r);
+      };
+
+      uint32_t p[kKeys / 4];
+      float o[Tile::kValueDim / 2];
+      OnlineSoftmax<kKeys / 2> softmax;
+      float sum[2] = {0.f, 0.f};  // over a whole row; stays 0 where it sees no key
+      float inverse[2];
+      bool has_empty_rows = true;
+      softmax.reset();
+#pragma unroll
+      for (float& value : o) value = 0.f;
+      hold(o);  // cleared here, not again on each way to a product
+
+      const auto pack_tile = [&] {
+#pragma unroll
+        for (int i = 0; i < kKeys / 4; ++i) p[i] = pack<Traits::kMath>(s[2 * i], s[2 * i + 1]);
+      };
+      // s becomes probabilities; true when o has to be rescaled.
+      const auto normalize = [&](bool first) {
+        const int key = tile * kKeys + Fragment::column(thread);
+        const RowPositions rows{position(0), position(1)};
+        scores.on_scores(s, rows, key);
+        if (tile < full.begin || tile >= full.end) apply_mask(s, plan.mask, rows, key);
+        // Packed at once, unless P V is still reading the p of the tile before: then s becomes p.
+        const auto emit = [&](int i, float (&e)[kKeys / 2]) {
+          e[i] = scores.on_probability(e[i], rows.of[Fragment::lower(i)],
+                                       key + Fragment::column_of(i));
+          if (Tile::kOverlap != Overlap::kNone) {
+            s[i] = e[i];
+          } else if (i % 2 == 1) {
+            p[i / 2] = pack<Traits::kMath>(e[i - 1], e[i]);
+          }
+        };
+        if (Tile::kOverlap == Overlap::kNone && !first &&
+            softmax.exponentials_if_held(s, scores.scale_log2, emit)) {
+          return false;
+        }
+        const bool rescale = softmax.advance(s, scores.scale_log2);
+        softmax.exponentials(s, scores.scale_log2, emit);
+        return rescale;
+      };
+      const auto rescale_output = [&] {
+#pragma unroll
+        for (int i = 0; i < Tile::kValueDim / 2; ++i) {
+          o[i] *= softmax.correction(Fragment::lower(i));
+        }
+      };
+
+      if (own.begin < own.end) {
+        release_k();
+        if (tile == own.begin) release_q();
+        normalize(true);  // o is still 0
+        if (Tile::kOverlap != Overlap::kNone) pack_tile();
+        bool landed = false;
+        while (--tile >= own.begin) {
+          if (!landed) {
+            wait_k();
+            wait_v();
+          }
+          take_turn(group);
+          if constexpr (Tile::kOverlap == Overlap::kNone) {
+            issue_values(o, p, v_tile());
+            issue_scores(s, q, k_tile());
+            pass_turn(group);
+            wgmma_wait<0>();
+            hold(s);
+            hold(o);
+            release_v();
+            release_k();
+            if (tile == own.begin) release_q();
+            if (normalize(false)) rescale_output();
+          } else {
+            issue_scores(s, q, k_tile());
+            issue_values(o, p, v_tile());
+            pass_turn(group);
+            landed = next_landed();
+            wgmma_wait<1>();
+            hold(s);
+            release_k();
+            if (tile == own.begin) release_q();
+            const bool rescale = normalize(false);
+            // ptxas would move the wait above the exponentials; a store of what depends on all of
+            // them cannot follow it.
+            store_shared_volatile(pin, softmax.sum_of_sums());
+            wgmma_wait<0>();
+            hold(o);
+            release_v();
+            pack_tile();
+            if (rescale) rescale_output();
+          }
+        }
+        wait_v();
+        issue_values(o, p, v_tile());
+        // Beside the last product: what the output needs.
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          sum[r] = softmax.row_sum(r);
+          if (position(r) >= plan.mask.q_len()) sum[r] = 0.f;
+          inverse[r] = reciprocal_approx(sum[r]);
+        }
+        has_empty_rows = __any_sync(~0u, sum[0] == 0.f || sum[1] == 0.f);
+        // Four warps through with the last scores may overwrite Q with the output.
+        if (!Traits::kDirect) named_barrier_sync(kFirstWarpGroup + group, 128);
+        wgmma_wait<0>();
+        hold(o);
+        release_v();
+      } else {
+        release_q();
+      }
+      skip_to(plan.tiles.begin);
+
+      // Whether the thread's row r is one of the arrays', and where.
+      const auto stored = [&](int r) {
+        return args.unit.head(Fragment::row(thread) + 8 * r) < args.unit.heads &&
+               position(r) < args.problem.q_len;
+      };
+      const auto offset = [&](int r, int64_t position_stride, int64_t head_stride) {
+        const int row = Fragment::row(thread) + 8 * r;
+        return args.unit.position(row) * position_stride + args.unit.head(row) * head_stride;
+      };
+      uint8_t* const staged = smem.q[q_ring.stage][group];
+      Barrier& o_full = smem.o_full[q_ring.stage][group];
+      const auto finish = [&] {
+        // ptxas moves arithmetic up between the products, where it would hold the turn, but not
+        // across a branch: this one has to come first.
+        if (has_empty_rows) clear_rows(o, inverse, sum);
+        if constexpr (Traits::kDirect) {
+          uint16_t* target[2];
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            target[r] = stored(r) ? unit.out + offset(r, args.out_seq_stride, args.out_head_stride)
+                                  : nullptr;
+          }
+          store_direct(o, inverse, target, args.problem.value_dim, lane);
+        } else {
+          stage_output(o, inverse, shared_address(staged), thread);
+          o_full.arrive();
+        }
+        if (lane % 4 == 0) {
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            if (!stored(r)) continue;
+            unit.lse[offset(r, args.problem.q_heads, 1)] =
+                sum[r] == 0.f ? -INFINITY : softmax.lse(sum[r], r);
+          }
+        }
+      };
+      q_ring.advance();
+      ++count;
+      if (kEarlyScores) {
+        begin_tile(finish);
+      } else {
+        finish();
+        begin_tile([] {});
+      }
+      smem.plans.release(count - 1);
+    }
+    if (group == 0) take_turn(group);  // nobody leaves an arrival behind
+  }
+};
+
+}  // namespace jaxflash::sm90

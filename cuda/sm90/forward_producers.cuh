@@ -1,0 +1,205 @@
+// The producers of the forward kernel: a warp each that plans tiles and loads Q, that loads K, that
+// loads V, and that stores the output.
+#pragma once
+
+#include "common/mask.cuh"
+#include "sm90/forward_traits.cuh"
+
+namespace jaxflash::sm90 {
+
+template <class Traits>
+struct ForwardProducers {
+  using Tile = typename Traits::Tile;
+  using Mask = typename Traits::Mask;
+  using Plan = typename Traits::Plan;
+  using Unit = typename Plan::Unit;
+  using SharedMemory = typename Traits::SharedMemory;
+  static constexpr int kKeys = Tile::kKeys;
+  static constexpr int kWarpGroups = Traits::kWarpGroups;
+
+  // All lanes of the warp: the first ones work out a unit each, the very first the rest too.
+  __device__ __forceinline__ static void plan_tile(const ForwardArgs& args, const QueryTile& tile,
+                                                   Plan& plan) {
+    const Problem& problem = args.problem;
+    const int lane = threadIdx.x % 32;
+    const int batch = args.by_kv_heads.quotient(tile.head);
+    const int kv_head = args.by_kv_heads.remainder(tile.head);
+    const int inner = args.by_inner_batch.remainder(batch);
+    const int outer = args.by_inner_batch.quotient(batch);
+    const int first_unit = tile.index * kWarpGroups;
+    const int positions = args.unit.positions();
+    const auto position_of = [&](int unit) {
+      return static_cast<int>(args.by_units.quotient(unit) << args.unit.log2_positions);
+    };
+    const Mask mask(problem, batch);
+    const Interval tiles = covering_tiles<kKeys>(mask.keys(
+        {position_of(first_unit), position_of(first_unit + kWarpGroups - 1) + positions}));
+    if (lane == 0) {
+      plan.kv_head = kv_head;
+      plan.inner = inner;
+      plan.outer = outer;
+      plan.mask = mask;
+      plan.seen = mask.keys({0, mask.q_len()});
+      plan.tiles = tiles;
+    }
+    if (lane < kWarpGroups) {
+      // Those after the last one of the kv head lie behind the sequence: they see no key, and TMA
+      // neither reads nor writes there.
+      Unit& unit = plan.units[lane];
+      const int position = position_of(first_unit + lane);
+      const int head =
+          kv_head * args.group + args.by_units.remainder(first_unit + lane) * args.unit.heads;
+      const Interval rows = {position, position + positions};
+      const Interval own = covering_tiles<kKeys>(mask.keys(rows));
+      unit.position = position;
+      unit.head = head;
+      unit.tiles = own.begin < own.end ? own : Interval{tiles.begin, tiles.begin};
+      unit.full = inner_tiles<kKeys>(mask.common_keys(rows));
+      unit.lse = args.lse + (int64_t{batch} * problem.q_len + position) * problem.q_heads + head;
+      if (Traits::kDirect) {
+        unit.out = args.out_data + outer * args.out_batch_stride[1] +
+                   inner * args.out_batch_stride[0] + head * args.out_head_stride +
+                   position * args.out_seq_stride;
+      }
+    }
+  }
+
+  // Plans tiles, each before it loads Q of the one before.
+  __device__ __forceinline__ static void load_q(const ForwardArgs& args, SharedMemory& smem) {
+    const bool first_lane = threadIdx.x % 32 == 0;
+    Ring<Tile::kQStages> ring;
+    TileWalk walk(args.order);
+    for (uint32_t count = 0;; ++count, walk.advance()) {
+      const bool exists = !walk.done();
+      Plan& plan = smem.plans.prepare(count);
+      if (exists) plan_tile(args, walk.tile(), plan);
+      if (first_lane) plan.exists = exists;
+      smem.plans.send(count);
+      if (count > 0) {
+        const Plan& loaded = smem.plans.sent(count - 1);
+        if (first_lane) {
+#pragma unroll 1
+          for (int group = 0; group < kWarpGroups; ++group) {
+            Barrier& full = smem.q_full[ring.stage][group];
+            smem.q_empty[ring.stage][group].wait(ring.phase ^ 1);
+            full.arrive_expecting(Traits::kPanels * args.unit.rows() * Traits::kPanelRowBytes);
+#pragma unroll 1
+            for (int panel = 0; panel < Traits::kPanels; ++panel) {
+              const uint8_t* target = smem.q[ring.stage][group] + panel * Traits::kQPanelBytes;
+              tensor_load(shared_address(target), &args.q, full.address(), panel * 64,
+                          loaded.units[group].position, loaded.units[group].head,
+                          loaded.inner * args.q_batch_step[0], loaded.outer * args.q_batch_step[1]);
+            }
+          }
+        }
+        __syncwarp();
+        ring.advance();
+      }
+      if (!exists) return;
+    }
+  }
+
+  __device__ __forceinline__ static void load_k(const ForwardArgs& args, SharedMemory& smem) {
+    Ring<Tile::kStages> ring;
+    for (uint32_t count = 0;; ++count) {
+      const Plan& plan = smem.plans.receive(count);
+      if (!plan.exists) return;
+      const Interval tiles = plan.tiles;
+      const int kv_head = plan.kv_head;
+      const int inner = plan.inner * args.k_batch_step[0];
+      const int outer = plan.outer * args.k_batch_step[1];
+      smem.plans.release(count);
+      if (threadIdx.x % 32 == 0) {
+        for (int tile = tiles.end - 1; tile >= tiles.begin; --tile, ring.advance()) {
+          Barrier& full = smem.k_full[ring.stage];
+          smem.k_empty[ring.stage].wait(ring.phase ^ 1);
+          full.arrive_expecting(Traits::kKBytes);
+#pragma unroll 1
+          for (int panel = 0; panel < Traits::kPanels; ++panel) {
+            const uint8_t* target = smem.k[ring.stage] + panel * Traits::kKeyPanelBytes;
+            tensor_load(shared_address(target), &args.k, full.address(), panel * 64, tile * kKeys,
+                        kv_head, inner, outer);
+          }
+        }
+      }
+      __syncwarp();
+    }
+  }
+
+  // The whole warp: a tile that reaches past the keys which the sequence sees, inside the array, is
+  // cleaned before it is announced, because a probability of 0 times NaN would be NaN.
+  __device__ __forceinline__ static void load_v(const ForwardArgs& args, SharedMemory& smem) {
+    const int lane = threadIdx.x % 32;
+    Ring<Tile::kStages> ring;
+    uint32_t landed_phase = 0;
+    for (uint32_t count = 0;; ++count) {
+      const Plan& plan = smem.plans.receive(count);
+      if (!plan.exists) return;
+      const Interval seen = plan.seen;
+      const Interval tiles = plan.tiles;
+      const int kv_head = plan.kv_head;
+      const int inner = plan.inner * args.v_batch_step[0];
+      const int outer = plan.outer * args.v_batch_step[1];
+      smem.plans.release(count);
+      for (int tile = tiles.end - 1; tile >= tiles.begin; --tile, ring.advance()) {
+        const int first_key = tile * kKeys;
+        const bool cut =
+            first_key < seen.begin || min(first_key + kKeys, args.problem.kv_len) > seen.end;
+        Barrier& landed = cut ? smem.v_landed : smem.v_full[ring.stage];
+        smem.v_empty[ring.stage].wait(ring.phase ^ 1);
+        const uint8_t* target = smem.v[ring.stage];
+        if (lane == 0) {
+          landed.arrive_expecting(Traits::kVBytes);
+#pragma unroll 1
+          for (int panel = 0; panel < Traits::kValuePanels; ++panel) {
+            tensor_load(shared_address(target + panel * Traits::kKeyPanelBytes), &args.v,
+                        landed.address(), panel * 64, first_key, kv_head, inner, outer);
+          }
+        }
+        // No lane may fall a whole round of the ring behind: it would misread the parity.
+        __syncwarp();
+        if (!cut) continue;
+        landed.wait(landed_phase);
+        landed_phase ^= 1;
+        // Swizzling moves 16-byte pieces inside a row of a panel only.
+        constexpr int kPieces = Traits::kPanelRowBytes / 16;
+#pragma unroll 1
+        for (int piece = lane; piece < Traits::kVBytes / 16; piece += 32) {
+          const int key = first_key + piece / kPieces % kKeys;
+          if (key >= seen.begin && key < seen.end) continue;
+          store_shared_zero(shared_address(target + piece * 16));
+        }
+        fence_proxy_async();
+        __syncwarp();
+        if (lane == 0) smem.v_full[ring.stage].arrive();
+      }
+    }
+  }
+
+  __device__ __forceinline__ static void store_out(const ForwardArgs& args, SharedMemory& smem) {
+    if (Traits::kDirect) return;
+    Ring<Tile::kQStages> ring;
+    for (uint32_t count = 0;; ++count, ring.advance()) {
+      const Plan& plan = smem.plans.receive(count);
+      if (!plan.exists) return;
+      if (threadIdx.x % 32 == 0) {
+#pragma unroll 1
+        for (int group = 0; group < kWarpGroups; ++group) {
+          smem.o_full[ring.stage][group].wait(ring.phase);
+#pragma unroll 1
+          for (int panel = 0; panel * 64 < args.problem.value_dim; ++panel) {
+            const uint8_t* source = smem.q[ring.stage][group] + panel * Traits::kQPanelBytes;
+            tensor_store(&args.out, shared_address(source), panel * 64, plan.units[group].position,
+                         plan.units[group].head, plan.inner, plan.outer);
+          }
+          bulk_commit_group();
+          bulk_wait_group_read<0>();
+          smem.q_empty[ring.stage][group].arrive();
+        }
+      }
+      smem.plans.release(count);
+    }
+  }
+};
+
+}  // namespace jaxflash::sm90

@@ -1,0 +1,98 @@
+// The forward kernel's arguments, and what it lays out in shared memory.
+#pragma once
+
+#include "attention.h"
+#include "common/divisor.h"
+#include "sm90/pipeline.cuh"
+#include "sm90/ptx.cuh"
+#include "sm90/scheduler.cuh"
+#include "sm90/tile_config.h"
+
+namespace jaxflash::sm90 {
+
+// Hardware barriers of the forward kernel; 0 is __syncthreads.
+enum ForwardBarrier : int {
+  kFirstWarpGroup = 1,  // one for each consumer warpgroup: its four warps meet
+  kFirstTurn = 4,       // one for each consumer warpgroup: it may issue its products
+};
+
+struct ForwardArgs {
+  TensorMap q;    // boxes of a unit x 64 columns
+  TensorMap k;    // boxes of kKeys x 64
+  TensorMap v;    // boxes of kKeys x 64
+  TensorMap out;  // boxes of a unit x 64 columns
+  // What an index along each batch axis of the maps is multiplied with: 0 broadcasts.
+  int32_t q_batch_step[2];
+  int32_t k_batch_step[2];
+  int32_t v_batch_step[2];
+  UnitShape unit;
+  int32_t group;     // query heads of a kv head
+  Divisor by_units;  // of one position
+  Divisor by_kv_heads;
+  Divisor by_inner_batch;  // extent of the fastest batch axis of the maps
+  TileOrder order;
+  Problem problem;
+  float* lse;
+  uint16_t* out_data;  // for direct stores; strides in elements, batch axes as in the maps
+  int64_t out_batch_stride[2];
+  int64_t out_seq_stride;
+  int64_t out_head_stride;
+  float scale_log2;
+};
+
+template <class Tile_, Math kMath_, class Mask_>
+struct ForwardTraits {
+  using Tile = Tile_;
+  using Mask = Mask_;
+  static constexpr Math kMath = kMath_;
+
+  static constexpr int kWarpGroups = Tile::kWarpGroups;
+  static constexpr int kThreads = 128 * (kWarpGroups + 1);
+  // A block can only redistribute what it is launched with: 4 x 128 or 3 x 168 registers.
+  static_assert(kWarpGroups == 2 || kWarpGroups == 3);
+  static constexpr int kConsumerRegisters = kWarpGroups == 3 ? 160 : 232;
+  static constexpr int kProducerRegisters = kWarpGroups == 3 ? 32 : 40;
+
+  // An operand lies in panels 64 elements (128 bytes) wide, each swizzled.
+  static constexpr int kPanelRowBytes = 128;
+  static constexpr int kPanels = (Tile::kHeadDim + 63) / 64;
+  static constexpr int kValuePanels = (Tile::kValueDim + 63) / 64;
+  static constexpr int kQPanelBytes = 64 * kPanelRowBytes;
+  static constexpr int kKeyPanelBytes = Tile::kKeys * kPanelRowBytes;
+  static constexpr int kQBytes = kPanels * kQPanelBytes;  // of one warpgroup
+  static constexpr int kKBytes = kPanels * kKeyPanelBytes;
+  static constexpr int kVBytes = kValuePanels * kKeyPanelBytes;
+
+  static_assert(Tile::kKeys % 16 == 0 && Tile::kKeys <= 256);
+  static_assert(Tile::kHeadDim % 16 == 0 && Tile::kValueDim % 16 == 0);
+  static constexpr bool kDirect = Tile::kOutput == Output::kDirect;
+  static_assert(kDirect || Tile::kValueDim <= Tile::kHeadDim, "staged in Q's buffer");
+  static_assert(!kDirect || Tile::kValueDim % 32 == 0, "four lanes exchange 32 columns");
+
+  using Plan = TilePlan<Mask, kWarpGroups>;
+  // A tile is planned before Q of the one before it is loaded, which may be two ahead of the
+  // consumers: with four slots the planning warp never waits for one.
+  using Plans = Mailbox<Plan, 4>;
+  // Warps that read plans: all but the planning one, and the storing one where it has no work.
+  static constexpr int kPlanReaders = 4 * kWarpGroups + (kDirect ? 2 : 3);
+
+  struct SharedMemory {
+    alignas(1024) uint8_t q[Tile::kQStages][kWarpGroups][kQBytes];
+    alignas(1024) uint8_t k[Tile::kStages][kKBytes];
+    alignas(1024) uint8_t v[Tile::kStages][kVBytes];
+    Barrier q_full[Tile::kQStages][kWarpGroups];   // Q has landed
+    Barrier o_full[Tile::kQStages][kWarpGroups];   // the output lies in Q's place
+    Barrier q_empty[Tile::kQStages][kWarpGroups];  // and has been read out; or Q has been used up
+    Barrier k_full[Tile::kStages];
+    Barrier k_empty[Tile::kStages];  // every consumer warp is through with it
+    Barrier v_full[Tile::kStages];
+    Barrier v_empty[Tile::kStages];
+    Barrier v_landed;  // a tile of V that the loader edits before it announces it
+    Plans plans;
+    float pin[kWarpGroups * 128];
+  };
+  static constexpr int kSharedBytes = sizeof(SharedMemory);
+  static_assert(kSharedBytes <= 227 * 1024);
+};
+
+}  // namespace jaxflash::sm90
