@@ -21,8 +21,8 @@ inline int64_t delta_blocks(const Problem& problem, const BackwardWorkspace& wor
   return batch_size(problem) * problem.q_heads * (workspace.rows / kDeltaRows);
 }
 
-// A thread has 128 bytes on their way, three blocks 96 KB; an SM needs about 40. Without the bound
-// ptxas saves registers and loads one row after the other.
+// A thread has 128 bytes on their way. Without the bound ptxas saves registers and loads one row
+// after the other.
 template <class Element>
 __global__ void __launch_bounds__(kDeltaThreads, 3)
     delta_kernel(const __grid_constant__ BackwardParams params,
