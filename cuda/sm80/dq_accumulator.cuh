@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "common/memory_order.cuh"
 #include "sm80/ptx.cuh"
 
 namespace jaxflash::sm80 {
@@ -49,21 +50,11 @@ struct DqFragmentOrder {
   }
 };
 
-__device__ __forceinline__ uint32_t ld_acquire(const uint32_t* gmem) {
-  uint32_t value;
-  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(gmem) : "memory");
-  return value;
-}
-
-__device__ __forceinline__ void st_release(uint32_t* gmem, uint32_t value) {
-  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(gmem), "r"(value) : "memory");
-}
-
 // A block's adds between wait_for_turn and end_turn follow those of turn - 1 and precede those of
 // turn + 1. Both are barriers of the block.
 __device__ __forceinline__ void wait_for_turn(const uint32_t* counter, uint32_t turn) {
   if (threadIdx.x == 0) {
-    while (ld_acquire(counter) != turn) {
+    while (load_acquire(counter) != turn) {
     }
   }
   __syncthreads();
@@ -72,7 +63,7 @@ __device__ __forceinline__ void wait_for_turn(const uint32_t* counter, uint32_t 
 __device__ __forceinline__ void end_turn(uint32_t* counter, uint32_t turn) {
   __threadfence();  // every thread's adds are performed before thread 0 tells the next block
   __syncthreads();
-  if (threadIdx.x == 0) st_release(counter, turn + 1);
+  if (threadIdx.x == 0) store_release(counter, turn + 1);
 }
 
 }  // namespace jaxflash::sm80

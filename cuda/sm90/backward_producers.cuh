@@ -1,6 +1,7 @@
 // The producer warps of the backward kernel: they draw tiles, load, store, and add dq.
 #pragma once
 
+#include "common/memory_order.cuh"
 #include "sm90/backward_traits.cuh"
 
 namespace jaxflash::sm90 {

@@ -360,14 +360,4 @@ __device__ __forceinline__ void store_global(void* address, const uint32_t (&wor
                : "memory");
 }
 
-__device__ __forceinline__ uint32_t load_acquire(const uint32_t* address) {
-  uint32_t value;
-  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
-  return value;
-}
-
-__device__ __forceinline__ void store_release(uint32_t* address, uint32_t value) {
-  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
-}
-
 }  // namespace jaxflash::sm90
