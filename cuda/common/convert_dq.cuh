@@ -7,6 +7,7 @@
 
 #include "attention.h"
 #include "common/dependency.cuh"
+#include "common/memory_order.cuh"
 #include "common/tensor.cuh"
 #include "common/workspace.h"
 
@@ -61,15 +62,23 @@ __device__ __forceinline__ void transpose_quad(float (&values)[4]) {
 // FragmentOrder says where a 16 x 8 piece of a head's accumulator keeps its elements:
 // load(piece, lane, values) returns what the lane holds in a matrix fragment, two columns of row
 // lane / 4 and of the row 8 below. A warp takes eight pieces at a time, and a lane has 128 bytes on
-// their way. Blocks start with the last heads, of which the L2 still holds the accumulators.
+// their way.
+//
+// Blocks may start on the multiprocessors that the main kernel's last tiles leave idle: they take
+// the heads in the order in which these become complete, and each waits until `adds` are announced
+// for its head. All blocks of the main kernel have started by then (it calls launch_dependents, and
+// that after the counters are cleared) and none waits for a block of this kernel, so that the wait
+// ends. With adds = 0 the whole kernel before comes first, and the first blocks take the last
+// heads, of which the L2 still holds the accumulators.
 template <class Element, class FragmentOrder>
 __global__ void __launch_bounds__(kConvertThreads)
     convert_dq_kernel(const __grid_constant__ BackwardParams params,
-                      const __grid_constant__ BackwardWorkspace workspace, int64_t first_block) {
+                      const __grid_constant__ BackwardWorkspace workspace, int64_t first_block,
+                      uint32_t adds) {
   constexpr int kPieces = 8;
   static_assert(kWorkspaceDims % (8 * kPieces) == 0);
   const Problem& problem = params.problem;
-  const int64_t block = first_block + (gridDim.x - 1 - blockIdx.x);
+  const int64_t block = first_block + (adds == 0 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
   const int64_t row_blocks = (problem.q_len + kConvertRows - 1) / kConvertRows;
   const int64_t head_index = block / row_blocks;
   const int first_row = static_cast<int>(block % row_blocks) * kConvertRows;
@@ -82,7 +91,15 @@ __global__ void __launch_bounds__(kConvertThreads)
   const bool vectors = rows_are_aligned(dq, params.dq.seq_stride, problem.head_dim);
   const int lane = threadIdx.x % 32;
   const int columns = static_cast<int>(workspace.dims) / (8 * kPieces);  // of eight pieces
-  wait_for_previous_kernel();
+  if (adds == 0) {
+    wait_for_previous_kernel();
+  } else {
+    const uint32_t* const added = workspace.added_of(params.workspace, head_index);
+    if (threadIdx.x == 0) {
+      while (load_acquire(added) < adds) __nanosleep(500);
+    }
+    __syncthreads();
+  }
 
   for (int i = threadIdx.x / 32; i < kConvertRows / 16 * columns; i += kConvertThreads / 32) {
     const int first_piece = i % columns * kPieces;
@@ -119,6 +136,8 @@ __global__ void __launch_bounds__(kConvertThreads)
       }
     }
   }
+  // The main kernel also writes dk and dv: this kernel must not be done before that one is.
+  if (blockIdx.x == gridDim.x - 1) wait_for_previous_kernel();
 }
 
 }  // namespace jaxflash

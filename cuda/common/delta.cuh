@@ -128,6 +128,7 @@ __global__ void __launch_bounds__(kDeltaThreads, 3)
     workspace.turns_of(params.workspace, head_index)[first_row / kWorkspaceTurnRows + threadIdx.x] =
         0;
   }
+  if (first_row == 0 && threadIdx.x == 0) *workspace.added_of(params.workspace, head_index) = 0;
   if (block == 0 && threadIdx.x == 0) *workspace.ticket_of(params.workspace) = 0;
 }
 

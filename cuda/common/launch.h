@@ -59,16 +59,17 @@ cudaError_t launch(void (*kernel)(Parameters...), Start start, Grid grid, int th
   return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
-// Any number of blocks of `kernel(params, workspace, first_block)`.
-inline cudaError_t launch_blocks(void (*kernel)(BackwardParams, BackwardWorkspace, int64_t),
-                                 Start start, int64_t blocks, int threads, int shared_bytes,
-                                 const BackwardParams& params, const BackwardWorkspace& workspace,
-                                 cudaStream_t stream) {
+// Any number of blocks of `kernel(params, workspace, first_block, more...)`.
+template <class... More>
+cudaError_t launch_blocks(void (*kernel)(BackwardParams, BackwardWorkspace, int64_t, More...),
+                          Start start, int64_t blocks, int threads, int shared_bytes,
+                          const BackwardParams& params, const BackwardWorkspace& workspace,
+                          cudaStream_t stream, More... more) {
   constexpr int64_t kMaxGrid = (int64_t{1} << 31) - 1;
   for (int64_t first = 0; first < blocks; first += kMaxGrid) {
     const Grid grid{static_cast<unsigned>(std::min(blocks - first, kMaxGrid))};
-    const cudaError_t error =
-        launch(kernel, start, grid, threads, shared_bytes, stream, params, workspace, first);
+    const cudaError_t error = launch(kernel, start, grid, threads, shared_bytes, stream, params,
+                                     workspace, first, more...);
     if (error != cudaSuccess) return error;
     start = Start::kAfter;  // of several grids only the first has waited for what came before
   }

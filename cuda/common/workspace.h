@@ -30,6 +30,7 @@ struct BackwardWorkspace {
   size_t lse;    // float32 (batch, head, rows), base 2; +inf where the row sees no key: P is 0
   size_t delta;  // float32 (batch, head, rows)
   size_t turns;  // uint32 (batch, head, rows / kWorkspaceTurnRows): key tiles that added their dq
+  size_t added;  // uint32 (batch, head): key tiles whose dq is complete, once for each adding warp
   size_t ticket;  // uint64: the next work item of a deterministic run
   size_t bytes;
 
@@ -45,6 +46,9 @@ struct BackwardWorkspace {
   JAXFLASH_HOST_DEVICE uint32_t* turns_of(void* base, int64_t head) const {
     return reinterpret_cast<uint32_t*>(static_cast<char*>(base) + turns) +
            head * (rows / kWorkspaceTurnRows);
+  }
+  JAXFLASH_HOST_DEVICE uint32_t* added_of(void* base, int64_t head) const {
+    return reinterpret_cast<uint32_t*>(static_cast<char*>(base) + added) + head;
   }
   JAXFLASH_HOST_DEVICE unsigned long long* ticket_of(void* base) const {
     return reinterpret_cast<unsigned long long*>(static_cast<char*>(base) + ticket);
@@ -75,6 +79,7 @@ inline BackwardWorkspace backward_workspace(const Problem& problem) {
   layout.lse = take(heads * layout.rows);
   layout.delta = take(heads * layout.rows);
   layout.turns = take(heads * (layout.rows / kWorkspaceTurnRows));
+  layout.added = take(heads);
   layout.ticket = take(2);
   return layout;
 }

@@ -123,7 +123,7 @@ Status backward_with(const BackwardParams& params, cudaStream_t stream) {
 
   return cuda_status(
       launch_blocks(convert_dq_kernel<Storage, DqFragmentOrder>, Start::kAfter,
-                    convert_dq_blocks(problem), kConvertThreads, 0, params, workspace, stream),
+                    convert_dq_blocks(problem), kConvertThreads, 0, params, workspace, stream, 0u),
       "launching the conversion of dq");
 }
 

@@ -75,11 +75,17 @@ inline bool map_direct_dq(const BackwardParams& params, int keys, MappedTensor& 
   return mappable(dq);
 }
 
+// Of one kv head.
+template <class Tile>
+uint32_t key_tiles_of(const Problem& problem) {
+  return (problem.kv_len + Tile::kTileKeys - 1) / Tile::kTileKeys;
+}
+
 // The order of key tiles; `rows` of the workspace. See KeyTileOrder.
 template <class Tile>
 KeyTileOrder key_tile_order(const BackwardParams& params, const BackwardWorkspace& workspace) {
   const Problem& problem = params.problem;
-  const uint32_t key_tiles = (problem.kv_len + Tile::kTileKeys - 1) / Tile::kTileKeys;
+  const uint32_t key_tiles = key_tiles_of<Tile>(problem);
   const uint32_t heads = static_cast<uint32_t>(batch_size(problem) * problem.kv_heads);
   const bool limited_left = problem.band.left < kUnlimited;
   const bool limited_right = problem.band.right < kUnlimited;
@@ -227,9 +233,11 @@ Status backward_with(const BackwardParams& params, cudaStream_t stream) {
         detail::launch_backward<kMath, Tile>(params, workspace, direct ? &dq : nullptr, stream);
   }
   if (!status.ok() || direct) return status;
+  const uint32_t adds =
+      detail::key_tiles_of<Tile>(problem) * BackwardTraits<Tile, kMath>::kAddingWarps;
   return cuda_status(
       launch_blocks(convert_dq_kernel<Storage, DqOrder>, Start::kBeside, convert_dq_blocks(problem),
-                    kConvertThreads, 0, params, workspace, stream),
+                    kConvertThreads, 0, params, workspace, stream, adds),
       "launching the conversion of dq");
 }
 

@@ -63,8 +63,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   } else {
     __syncthreads();
   }
-  launch_dependents();
+  // In this order: the next kernel reads counters that the one before has cleared.
   wait_for_previous_kernel();
+  launch_dependents();
 
   if (group < 2) {
     setmaxnreg_inc<Traits::kConsumerRegisters>();

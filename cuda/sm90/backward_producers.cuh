@@ -309,6 +309,26 @@ struct BackwardProducers {
                  inner_batch(args, block.batch), outer_batch(args, block.batch));
   }
 
+  // The warp's adds have been performed, not only read, and precede what it releases from here on.
+  __device__ __forceinline__ static void complete_adds(bool adds) {
+    if (adds) {
+      bulk_wait_group<0>();
+      fence_proxy_async_global();
+    }
+    __syncwarp();
+  }
+
+  // The warp has added all that it does of a tile: what the conversion of dq waits for.
+  __device__ __forceinline__ static void announce_adds(const BackwardArgs& args, const Block& block,
+                                                       bool adds) {
+    complete_adds(adds);
+    const int64_t first_head = int64_t{block.batch} * args.problem.q_heads + block.first_head();
+#pragma unroll 1
+    for (int head = threadIdx.x % 32; head < block.group; head += 32) {
+      add_release(args.workspace.added_of(args.workspace_data, first_head + head), 1);
+    }
+  }
+
   // Ordered adds: the lanes that add wait for the turn, and the warp ends it.
   __device__ __forceinline__ static void wait_for_turn(const BackwardArgs& args, const Block& block,
                                                        int row, const uint32_t* counter) {
@@ -319,11 +339,7 @@ struct BackwardProducers {
   }
   __device__ __forceinline__ static void end_turn(const BackwardArgs& args, const Block& block,
                                                   int row, uint32_t* counter, bool adds) {
-    if (adds) {
-      bulk_wait_group<0>();  // the adds have been performed, not only read
-      fence_proxy_async_global();
-    }
-    __syncwarp();
+    complete_adds(adds);
     if (threadIdx.x % 32 == 0) store_release(counter, dq_turn(args.order, block, row) + 1);
   }
 
@@ -369,9 +385,8 @@ struct BackwardProducers {
         if (args.ordered()) end_turn(args, block, row, counter, lane < 4);
         block.advance(row, head);
       }
+      announce_adds(args, block, lane < 4);
     }
-    // Shared memory goes with the block, but only once the adds have left it.
-    if (lane < 4) bulk_wait_group<0>();
   }
 
   // Adds dq of a pair's block: eight lanes, one for each consumer warp, add 16 rows by 64 columns.
@@ -417,8 +432,8 @@ struct BackwardProducers {
         if (args.deterministic) end_turn(args, block, row, counter, adds);
         block.advance(row, head);
       }
+      announce_adds(args, block, adds);
     }
-    if (adds) bulk_wait_group<0>();
   }
 };
 

@@ -66,8 +66,10 @@ struct BackwardTraits {
   static constexpr int kConsumerRegisters = 232;
   static constexpr int kProducerRegisters = 40;
 
+  // Warps that add dq of a tile, one in each block of a pair.
+  static constexpr int kAddingWarps = 2;
   // Warps that read tickets: consumers, the one that moves keys, and those that add dq.
-  static constexpr int kTicketReaders = kConsumerThreads / 32 + 1 + (kPaired ? 1 : 2);
+  static constexpr int kTicketReaders = kConsumerThreads / 32 + 1 + kAddingWarps / kBlocks;
 
   // Of a block's own keys.
   template <class Block>
