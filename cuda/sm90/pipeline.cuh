@@ -60,7 +60,7 @@ struct Mailbox {
 
   __device__ __forceinline__ void init(int readers) {
     for (int slot = 0; slot < kSlots; ++slot) {
-      full[slot].init(1);
+      full[slot].init(32);
       empty[slot].init(readers);
     }
   }
@@ -75,8 +75,8 @@ struct Mailbox {
     return message[count % kSlots];
   }
   __device__ __forceinline__ void send(uint32_t count) {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) full[count % kSlots].arrive();
+    full[count % kSlots].arrive();  // each lane for what it has written
+    __syncwarp();                   // and the lanes may read what the others have
   }
 
   // A reader's: what it has received may be read until it is released.
