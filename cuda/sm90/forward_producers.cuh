@@ -18,8 +18,9 @@ struct ForwardProducers {
   static constexpr int kWarpGroups = Traits::kWarpGroups;
 
   // All lanes of the warp: the first ones work out a unit each, the very first the rest too.
+  // `mirrored`: the first warpgroup takes the last unit.
   __device__ __forceinline__ static void plan_tile(const ForwardArgs& args, const QueryTile& tile,
-                                                   Plan& plan) {
+                                                   bool mirrored, Plan& plan) {
     const Problem& problem = args.problem;
     const int lane = threadIdx.x % 32;
     const int batch = args.by_kv_heads.quotient(tile.head);
@@ -45,7 +46,7 @@ struct ForwardProducers {
     if (lane < kWarpGroups) {
       // Those after the last one of the kv head lie behind the sequence: they see no key, and TMA
       // neither reads nor writes there.
-      Unit& unit = plan.units[lane];
+      Unit& unit = plan.units[mirrored ? kWarpGroups - 1 - lane : lane];
       const int position = position_of(first_unit + lane);
       const int head =
           kv_head * args.group + args.by_units.remainder(first_unit + lane) * args.unit.heads;
@@ -72,7 +73,8 @@ struct ForwardProducers {
     for (uint32_t count = 0;; ++count, walk.advance()) {
       const bool exists = !walk.done();
       Plan& plan = smem.plans.prepare(count);
-      if (exists) plan_tile(args, walk.tile(), plan);
+      // Units at one end of a tile see fewer keys, or are empty: warpgroups take them alternately.
+      if (exists) plan_tile(args, walk.tile(), count % 2 != 0, plan);
       if (first_lane) plan.exists = exists;
       smem.plans.send(count);
       if (count > 0) {

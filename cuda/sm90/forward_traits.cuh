@@ -13,7 +13,7 @@ namespace jaxflash::sm90 {
 // Hardware barriers of the forward kernel; 0 is __syncthreads.
 enum ForwardBarrier : int {
   kFirstWarpGroup = 1,  // one for each consumer warpgroup: its four warps meet
-  kFirstTurn = 4,       // one for each consumer warpgroup: it may issue its products
+  kFirstTurn = 5,       // one for each consumer warpgroup: it may issue its products
 };
 
 struct ForwardArgs {
@@ -47,11 +47,16 @@ struct ForwardTraits {
   static constexpr Math kMath = kMath_;
 
   static constexpr int kWarpGroups = Tile::kWarpGroups;
+  static constexpr int kBlocks = Tile::kBlocks;
   static constexpr int kThreads = 128 * (kWarpGroups + 1);
-  // A block can only redistribute what it is launched with: 4 x 128 or 3 x 168 registers.
-  static_assert(kWarpGroups == 2 || kWarpGroups == 3);
-  static constexpr int kConsumerRegisters = kWarpGroups == 3 ? 160 : 232;
-  static constexpr int kProducerRegisters = kWarpGroups == 3 ? 32 : 40;
+  static_assert(kWarpGroups >= 1 && kWarpGroups <= 4, "hardware barriers");
+  // Registers of a thread: a block only redistributes what it is launched with, eight at a time,
+  // and the producers spill below 32.
+  static constexpr int kLaunchRegisters = 65536 / (kBlocks * kThreads) / 8 * 8;
+  static constexpr int kPooledRegisters = kLaunchRegisters * (kWarpGroups + 1);
+  static constexpr int kConsumerRegisters = (kPooledRegisters - 32) / kWarpGroups / 8 * 8;
+  static constexpr int kProducerRegisters = kPooledRegisters - kWarpGroups * kConsumerRegisters;
+  static_assert(kLaunchRegisters >= kProducerRegisters && kProducerRegisters % 8 == 0);
 
   // An operand lies in panels 64 elements (128 bytes) wide, each swizzled.
   static constexpr int kPanelRowBytes = 128;
@@ -92,7 +97,8 @@ struct ForwardTraits {
     float pin[kWarpGroups * 128];
   };
   static constexpr int kSharedBytes = sizeof(SharedMemory);
-  static_assert(kSharedBytes <= 227 * 1024);
+  // The system keeps 1 KB of each block.
+  static_assert(kBlocks * (kSharedBytes + 1024) <= 228 * 1024);
 };
 
 }  // namespace jaxflash::sm90

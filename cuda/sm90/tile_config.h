@@ -21,7 +21,7 @@ enum class Output {
 // kHeadDim and kValueDim are the largest sizes of query/key and value heads that the row takes;
 // smaller heads are filled up with zeros by TMA.
 template <int kHeadDim_, int kValueDim_, int kWarpGroups_, int kKeys_, int kStages_, int kQStages_,
-          Overlap kOverlap_, Output kOutput_, bool kTurns_>
+          Overlap kOverlap_, Output kOutput_, bool kTurns_, int kBlocks_ = 1>
 struct ForwardTile {
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kValueDim = kValueDim_;
@@ -31,7 +31,8 @@ struct ForwardTile {
   static constexpr int kQStages = kQStages_;        // buffers of Q (and of the output)
   static constexpr Overlap kOverlap = kOverlap_;
   static constexpr Output kOutput = kOutput_;
-  static constexpr bool kTurns = kTurns_;  // warpgroups issue their products in turn
+  static constexpr bool kTurns = kTurns_;   // warpgroups issue their products in turn
+  static constexpr int kBlocks = kBlocks_;  // that share an SM, each at its own pace
 };
 
 // A tile, and the calls that it is for: those of at most so many queries whose rows see at most so
