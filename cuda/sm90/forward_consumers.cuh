@@ -252,11 +252,13 @@ struct ForwardConsumers {
             p[i / 2] = pack<Traits::kMath>(e[i - 1], e[i]);
           }
         };
-        if (Tile::kOverlap == Overlap::kNone && !first &&
-            softmax.exponentials_if_held(s, scores.scale_log2, emit)) {
+        constexpr bool kSpeculates = Tile::kOverlap == Overlap::kNone;
+        if (kSpeculates && !first && softmax.exponentials_if_held(s, scores.scale_log2, emit)) {
           return false;
         }
-        const bool rescale = softmax.advance(s, scores.scale_log2);
+        // A reference that moves only once something has outgrown it would be looked at in vain,
+        // tile after tile, by rows whose many probabilities are just below that.
+        const bool rescale = softmax.advance(s, scores.scale_log2, kSpeculates ? 0.f : 8.f);
         softmax.exponentials(s, scores.scale_log2, emit);
         return rescale;
       };

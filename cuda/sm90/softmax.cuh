@@ -66,39 +66,9 @@ __device__ __forceinline__ void apply_mask(float (&s)[kElements], const Mask& ma
   }
 }
 
-// The maxima of the thread's two rows, element by element and then over the threads that share
-// them.
-template <int kElements>
-class RowMaxima {
- public:
-  __device__ __forceinline__ explicit RowMaxima(const float (&s)[kElements])
-      : s_(s), partial_{s[0], s[2], s[4], s[6]} {}
-
-  __device__ __forceinline__ void take(int i) {
-    float& top = partial_[(i >> 1) & 3];  // two chains a row halve the latency
-    top = fmaxf(top, s_[i]);
-  }
-  __device__ __forceinline__ void join() {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) partial_[r] = fmaxf(partial_[r], partial_[r + 2]);
-  }
-  // Of lanes that far apart: 1, then 2.
-  __device__ __forceinline__ void exchange(int distance) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      partial_[r] = fmaxf(partial_[r], __shfl_xor_sync(~0u, partial_[r], distance));
-    }
-  }
-  __device__ __forceinline__ float of(int r) const { return partial_[r]; }
-
- private:
-  const float (&s_)[kElements];
-  float partial_[4];
-};
-
-// Running maximum and sum of the thread's two rows. The maximum is lazy: the reference only moves
-// once a row has outgrown it by 2^8, because moving it means rescaling the output. The sums stay
-// per thread until the end.
+// Running reference and sum of the thread's two rows. The reference is the row maximum, but lazily:
+// it only moves once a row has outgrown it by about 2^8, because moving it means rescaling the
+// output. The sums stay per thread until the end.
 template <int kElements>
 class OnlineSoftmax {
  public:
@@ -109,21 +79,28 @@ class OnlineSoftmax {
     for (float& sum : sum_) sum = 0.f;
   }
 
-  // Moves the reference where a new tile has outgrown it; true when the output so far must then be
-  // multiplied by correction().
-  __device__ __forceinline__ bool advance(const float (&s)[kElements], float scale_log2) {
-    RowMaxima<kElements> top(s);
+  // Moves the reference where a new tile has outgrown it by 2^slack in one of the warp's rows; true
+  // when the output so far must then be multiplied by correction().
+  __device__ __forceinline__ bool advance(const float (&s)[kElements], float scale_log2,
+                                          float slack) {
+    float top[4] = {s[0], s[2], s[4], s[6]};  // two chains a row halve the latency
 #pragma unroll
-    for (int i = 0; i < kElements; ++i) top.take(i);
-    top.join();
-    top.exchange(1);
-    top.exchange(2);
-    const bool rescale = outgrown(top, scale_log2);
+    for (int i = 0; i < kElements; ++i) top[(i >> 1) & 3] = fmaxf(top[(i >> 1) & 3], s[i]);
+    bool outgrown = false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      top[r] = fmaxf(top[r], top[r + 2]);
+      top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 1));
+      top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 2));
+      outgrown |= fmaf(top[r], scale_log2, offset_[r]) > slack;
+    }
+    // One vote for the warp, so that the branch around the multiplications does not diverge.
+    const bool rescale = __any_sync(~0u, outgrown);
     if (rescale) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         // From the rounded offsets, as the exponentials use them: large logits stay consistent.
-        const float offset = fminf(offset_[r], -top.of(r) * scale_log2);
+        const float offset = fminf(offset_[r], -top[r] * scale_log2);
         correction_[r] = exp2_approx(offset - offset_[r]);
         offset_[r] = offset;
         sum_[r] *= correction_[r];
@@ -139,28 +116,30 @@ class OnlineSoftmax {
   template <class Emit>
   __device__ __forceinline__ void exponentials(const float (&s)[kElements], float scale_log2,
                                                const Emit& emit) {
-    exponentials(s, scale_log2, emit, [](int) {});
+    // Several exponentials in flight before the first is used: one has a latency of several.
+    constexpr int kAhead = 6;
+    float e[kElements];
+#pragma unroll
+    for (int i = 0; i < kElements + kAhead; ++i) {
+      if (i < kElements) e[i] = exp2_approx(fmaf(s[i], scale_log2, offset_[Fragment::lower(i)]));
+      if (i >= kAhead) {
+        const int done = i - kAhead;
+        sum_[Fragment::lower(done) + 2 * (done & 1)] += e[done];
+        emit(done, e);
+      }
+    }
   }
 
-  // The same where the reference has not been outgrown, which is nearly always: the maxima, their
-  // way through the warp and the vote hide under the exponentials. Otherwise false, nothing has
-  // been summed up, and advance() comes next. The scores must outlive what `emit` writes.
+  // The same without a look at the maxima: what the sums have grown by bounds every probability.
+  // False where that is too much, which is rare, or not a number: then nothing has been summed up,
+  // and advance() comes next. The scores must outlive what `emit` writes.
   template <class Emit>
   __device__ __forceinline__ bool exponentials_if_held(const float (&s)[kElements],
                                                        float scale_log2, const Emit& emit) {
     const float sums[4] = {sum_[0], sum_[1], sum_[2], sum_[3]};
-    RowMaxima<kElements> top(s);
-    exponentials(s, scale_log2, emit, [&](int i) {
-      constexpr int kJoined = kElements / 2;
-      if (i < kJoined) {
-        top.take(2 * i);
-        top.take(2 * i + 1);
-      }
-      if (i == kJoined) top.join();
-      if (i == kJoined + 1) top.exchange(1);
-      if (i == kJoined + kElements / 4) top.exchange(2);
-    });
-    if (!outgrown(top, scale_log2)) return true;
+    const float before = sum_of_sums();
+    exponentials(s, scale_log2, emit);
+    if (__all_sync(~0u, sum_of_sums() - before <= kMaxGrowth)) return true;
 #pragma unroll
     for (int i = 0; i < 4; ++i) sum_[i] = sums[i];
     return false;
@@ -186,34 +165,7 @@ class OnlineSoftmax {
   }
 
  private:
-  // One vote for the warp, so that the branch around the multiplications does not diverge.
-  __device__ __forceinline__ bool outgrown(const RowMaxima<kElements>& top,
-                                           float scale_log2) const {
-    constexpr float kSlack = 8.f;
-    return __any_sync(~0u, fmaf(top.of(0), scale_log2, offset_[0]) > kSlack ||
-                               fmaf(top.of(1), scale_log2, offset_[1]) > kSlack);
-  }
-
-  // `beside(i)` comes with exponential i.
-  template <class Emit, class Beside>
-  __device__ __forceinline__ void exponentials(const float (&s)[kElements], float scale_log2,
-                                               const Emit& emit, const Beside& beside) {
-    // Several exponentials in flight before the first is used: one has a latency of several.
-    constexpr int kAhead = 6;
-    float e[kElements];
-#pragma unroll
-    for (int i = 0; i < kElements + kAhead; ++i) {
-      if (i < kElements) {
-        e[i] = exp2_approx(fmaf(s[i], scale_log2, offset_[Fragment::lower(i)]));
-        beside(i);
-      }
-      if (i >= kAhead) {
-        const int done = i - kAhead;
-        sum_[Fragment::lower(done) + 2 * (done & 1)] += e[done];
-        emit(done, e);
-      }
-    }
-  }
+  static constexpr float kMaxGrowth = 256.f;  // harmless in every element type
 
   float offset_[2];  // minus the reference, in units of log 2
   float sum_[4];     // even and odd columns apart
