@@ -79,12 +79,13 @@ class TileWalk {
         ++section_;
         continue;
       }
-      // Odd rounds run backwards, so that a block with a long tile gets a short one next. The last
-      // round of a section is not full: turning by its size from section to section lets every
-      // block sit out in its turn.
+      // Every other round runs backwards, so that a block with a long tile gets a short one next;
+      // in odd sections it is the even rounds. The last round of a section is not full: turning by
+      // its size from section to section lets every block sit out in its turn.
       const uint32_t lane = order_.by_blocks.remainder(blockIdx.x + first_head * order_.head_tiles);
+      const bool forwards = (round_ + section_) % 2 == 0;
       const uint32_t position =
-          round_ * order_.blocks + (round_ % 2 == 0 ? lane : order_.blocks - 1 - lane);
+          round_ * order_.blocks + (forwards ? lane : order_.blocks - 1 - lane);
       if (position < tiles) {
         const Divisor& by_heads = last ? order_.by_last_heads : order_.by_section_heads;
         const uint32_t rank = by_heads.quotient(position);
