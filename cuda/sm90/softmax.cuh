@@ -104,7 +104,6 @@ class OnlineSoftmax {
         correction_[r] = exp2_approx(offset - offset_[r]);
         offset_[r] = offset;
         sum_[r] *= correction_[r];
-        sum_[r + 2] *= correction_[r];
       }
     }
     return rescale;
@@ -116,43 +115,29 @@ class OnlineSoftmax {
   template <class Emit>
   __device__ __forceinline__ void exponentials(const float (&s)[kElements], float scale_log2,
                                                const Emit& emit) {
-    // Several exponentials in flight before the first is used: one has a latency of several.
-    constexpr int kAhead = 6;
-    float e[kElements];
-#pragma unroll
-    for (int i = 0; i < kElements + kAhead; ++i) {
-      if (i < kElements) e[i] = exp2_approx(fmaf(s[i], scale_log2, offset_[Fragment::lower(i)]));
-      if (i >= kAhead) {
-        const int done = i - kAhead;
-        sum_[Fragment::lower(done) + 2 * (done & 1)] += e[done];
-        emit(done, e);
-      }
-    }
+    exponentials(s, scale_log2, emit, sum_);
   }
 
-  // The same without a look at the maxima: what the sums have grown by bounds every probability.
-  // False where that is too much, which is rare, or not a number: then nothing has been summed up,
-  // and advance() comes next. The scores must outlive what `emit` writes.
+  // The same without a look at the maxima: the sums over the tile bound every probability. False
+  // where they are too large, which is rare, or not a number: then nothing has been added to the
+  // rows' sums, and advance() comes next. The scores must outlive what `emit` writes.
   template <class Emit>
   __device__ __forceinline__ bool exponentials_if_held(const float (&s)[kElements],
                                                        float scale_log2, const Emit& emit) {
-    const float sums[4] = {sum_[0], sum_[1], sum_[2], sum_[3]};
-    const float before = sum_of_sums();
-    exponentials(s, scale_log2, emit);
-    if (__all_sync(~0u, sum_of_sums() - before <= kMaxGrowth)) return true;
+    float sum[2] = {0.f, 0.f};
+    exponentials(s, scale_log2, emit, sum);
+    if (!__all_sync(~0u, sum[0] + sum[1] <= kMaxSum)) return false;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) sum_[i] = sums[i];
-    return false;
+    for (int r = 0; r < 2; ++r) sum_[r] += sum[r];
+    return true;
   }
 
   // Depends on every exponential so far.
-  __device__ __forceinline__ float sum_of_sums() const {
-    return (sum_[0] + sum_[1]) + (sum_[2] + sum_[3]);
-  }
+  __device__ __forceinline__ float sum_of_sums() const { return sum_[0] + sum_[1]; }
 
   // Over the whole row; the same in the four threads that share it.
   __device__ __forceinline__ float row_sum(int lower) const {
-    float sum = sum_[lower] + sum_[lower + 2];
+    float sum = sum_[lower];
     sum += __shfl_xor_sync(~0u, sum, 1);
     sum += __shfl_xor_sync(~0u, sum, 2);
     return sum;
@@ -165,10 +150,27 @@ class OnlineSoftmax {
   }
 
  private:
-  static constexpr float kMaxGrowth = 256.f;  // harmless in every element type
+  static constexpr float kMaxSum = 256.f;  // harmless in every element type
+
+  template <class Emit>
+  __device__ __forceinline__ void exponentials(const float (&s)[kElements], float scale_log2,
+                                               const Emit& emit, float (&sum)[2]) const {
+    // Several exponentials in flight before the first is used: one has a latency of several.
+    constexpr int kAhead = 6;
+    float e[kElements];
+#pragma unroll
+    for (int i = 0; i < kElements + kAhead; ++i) {
+      if (i < kElements) e[i] = exp2_approx(fmaf(s[i], scale_log2, offset_[Fragment::lower(i)]));
+      if (i >= kAhead) {
+        const int done = i - kAhead;
+        sum[Fragment::lower(done)] += e[done];
+        emit(done, e);
+      }
+    }
+  }
 
   float offset_[2];  // minus the reference, in units of log 2
-  float sum_[4];     // even and odd columns apart
+  float sum_[2];
   float correction_[2];
 };
 
