@@ -4,13 +4,16 @@
 //   SWEEP_TILE       a ForwardTile<...> or BackwardTile<...> of cuda/sm90/tile_config.h
 // and runs it:
 //   check            small cases against a reference in float32; exit status 1 if one is wrong
-//   time SHAPE...    device time of each shape, one JSON line each
+//   time SHAPE...    device time of each shape under sustained load, one JSON line each: also the
+//                    clock, and the share of the matrix units' rate at that clock ("use")
+//   burst SHAPE...   the same in the first 15 ms after a pause, at the full clock
 // A shape is B,T,S,N,K,H[,h][:causal][:window=LEFT/RIGHT][:deterministic].
 
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -18,6 +21,7 @@
 #include <iterator>
 #include <random>
 #include <string>
+#include <thread>
 #include <type_traits>
 #include <vector>
 
@@ -585,7 +589,56 @@ int64_t visible_keys(const Shape& shape, int64_t row) {
   return std::max<int64_t>(end - begin, 0);
 }
 
-void time_shape(const char* text) {
+constexpr int kMaxMultiprocessors = 256;
+
+// By multiprocessor: its clock, and the time in nanoseconds.
+__global__ void read_clocks(long long* clocks, long long* times) {
+  unsigned multiprocessor;
+  asm volatile("mov.u32 %0, %%smid;" : "=r"(multiprocessor));
+  if (multiprocessor >= kMaxMultiprocessors) return;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(times[multiprocessor]));
+  clocks[multiprocessor] = clock64();
+}
+
+// The mean clock, in GHz, between its construction and a call of ghz(). What nvidia-smi shows under
+// a power limit is up to 0.1 GHz above it.
+class ClockMeter {
+ public:
+  explicit ClockMeter(int multiprocessors)
+      : multiprocessors_(multiprocessors),
+        clocks_(kMaxMultiprocessors),
+        times_(kMaxMultiprocessors) {
+    begin_ = read();
+  }
+  double ghz() {
+    const Reading end = read();
+    double sum = 0;
+    int count = 0;
+    for (int i = 0; i < kMaxMultiprocessors; ++i) {
+      if (begin_.times[i] == 0 || end.times[i] == 0) continue;
+      sum +=
+          static_cast<double>(end.clocks[i] - begin_.clocks[i]) / (end.times[i] - begin_.times[i]);
+      ++count;
+    }
+    return sum / count;
+  }
+
+ private:
+  struct Reading {
+    std::vector<long long> clocks, times;
+  };
+  Reading read() {
+    expect(cudaMemset(times_.get(), 0, times_.size() * sizeof(long long)), "clearing");
+    read_clocks<<<multiprocessors_, 32>>>(clocks_.get(), times_.get());
+    return {clocks_.to_host(), times_.to_host()};
+  }
+
+  int multiprocessors_;
+  DeviceArray<long long> clocks_, times_;
+  Reading begin_;
+};
+
+void time_shape(const char* text, bool burst) {
   const Shape shape = parse(text);
   Call call(shape);
   double pairs = 0;
@@ -620,20 +673,32 @@ void time_shape(const char* text) {
     expect(cudaEventElapsedTime(&milliseconds, begin, end), "reading an event");
     return milliseconds / calls;
   };
+  cudaDeviceProp device;
+  expect(cudaGetDeviceProperties(&device, 0), "asking for the GPU");
   // Long enough for the clock to fall to what the power limit leaves: a short burst flatters those
   // that draw the most.
-  constexpr float kWarmUp = 250.f, kWindow = 20.f;  // milliseconds
+  constexpr float kWarmUp = 250.f, kWindow = 20.f, kBurst = 15.f;  // milliseconds
   const float once = window(3);
-  window(std::max(1, static_cast<int>(kWarmUp / once)));
-  const int calls = std::max(2, static_cast<int>(kWindow / once));
+  const int windows = burst ? 1 : 5;
+  const int calls = std::max(2, static_cast<int>((burst ? kBurst : kWindow) / once));
+  if (burst) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(700));
+    window(1);
+  } else {
+    window(std::max(1, static_cast<int>(kWarmUp / once)));
+  }
+  ClockMeter meter(device.multiProcessorCount);
   std::vector<float> samples;
-  for (int i = 0; i < 5; ++i) samples.push_back(window(calls));
+  for (int i = 0; i < windows; ++i) samples.push_back(window(calls));
+  const double ghz = meter.ghz();
   std::sort(samples.begin(), samples.end());
   const double milliseconds = samples[samples.size() / 2];
   const double flops = 2. * (shape.head_dim + shape.value_dim) * pairs * shape.batch *
                        shape.q_heads * (kForward ? 1. : 2.5);
-  std::printf("{\"shape\": \"%s\", \"ms\": %.5f, \"tflops\": %.1f}\n", text, milliseconds,
-              flops / milliseconds * 1e-9);
+  constexpr double kFlopsPerClock = 4096;  // of a multiprocessor's matrix units
+  std::printf("{\"shape\": \"%s\", \"ms\": %.5f, \"tflops\": %.1f, \"ghz\": %.3f, \"use\": %.3f}\n",
+              text, milliseconds, flops / milliseconds * 1e-9, ghz,
+              flops / (milliseconds * 1e6 * kFlopsPerClock * device.multiProcessorCount * ghz));
   std::fflush(stdout);
 }
 
@@ -641,10 +706,11 @@ void time_shape(const char* text) {
 
 int main(int argc, char** argv) {
   if (argc >= 2 && std::strcmp(argv[1], "check") == 0) return check_all();
-  if (argc >= 3 && std::strcmp(argv[1], "time") == 0) {
-    for (int i = 2; i < argc; ++i) time_shape(argv[i]);
+  const bool burst = argc >= 2 && std::strcmp(argv[1], "burst") == 0;
+  if (argc >= 3 && (burst || std::strcmp(argv[1], "time") == 0)) {
+    for (int i = 2; i < argc; ++i) time_shape(argv[i], burst);
     return 0;
   }
-  std::printf("usage: %s check | time SHAPE...\n", argv[0]);
+  std::printf("usage: %s check | time SHAPE... | burst SHAPE...\n", argv[0]);
   return 2;
 }

@@ -6,9 +6,10 @@
     python -m benchmarks.sweep forward/64 forward/128 --build-only --output build
     python -m benchmarks.sweep --output build              # runs what was built there
 
-Needs nvcc to build and a Hopper GPU to run, and nothing of JAX. Candidates take turns, so that heat
-and clocks hit all alike; a figure is the median of its rounds. What was learnt goes into
-cuda/sm90/NOTES.md and, as the reason of a row, into cuda/sm90/tile_config.h.
+Needs nvcc to build and a Hopper GPU to run, and nothing of JAX. Candidates take turns shape by
+shape, so that heat and clocks hit all alike (whoever comes first meets a cooler chip: 5 %); a
+figure is the median of its rounds. What was learnt goes into cuda/sm90/NOTES.md and, as the reason
+of a row, into cuda/sm90/tile_config.h.
 """
 
 from __future__ import annotations
@@ -126,8 +127,10 @@ def run(folder: Path, *arguments: str, limit: float = 60.0) -> tuple[int, list[d
     return done.returncode, [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def sweep(group: str, folders: list[Path], shapes: list[str], rounds: int, check: bool) -> bool:
-    """Prints a table of TFLOP/s and the winner of each shape; false where a check failed."""
+def sweep(
+    group: str, folders: list[Path], shapes: list[str], *, rounds: int, check: bool, burst: bool
+) -> bool:
+    """Prints a table of times and the winner of each shape; false where a check failed."""
     right = []
     for folder in folders:
         code, lines = run(folder, "check") if check else (0, [])
@@ -137,30 +140,31 @@ def sweep(group: str, folders: list[Path], shapes: list[str], rounds: int, check
         print(f"{group} {folder.name}: WRONG")
         for line in lines[:12] + lines[-1:]:
             print("   ", json.dumps(line))
-    times: dict[tuple[str, str], list[float]] = {}
-    flops: dict[str, float] = {}
-    for _ in range(rounds):
-        for folder in right:
-            _, lines = run(folder, "time", *shapes)
-            for line in lines:
-                if "ms" not in line:
-                    print(f"{group} {folder.name}: {line}")
-                    continue
-                times.setdefault((folder.name, line["shape"]), []).append(line["ms"])
-                flops[line["shape"]] = line["tflops"] * line["ms"]
+    lines_of: dict[tuple[str, str], list[dict]] = {}
+    for i in range(rounds):
+        for shape in shapes:
+            for folder in right if i % 2 == 0 else reversed(right):
+                for line in run(folder, "burst" if burst else "time", shape)[1]:
+                    if "ms" in line:
+                        lines_of.setdefault((folder.name, shape), []).append(line)
+                    else:
+                        print(f"{group} {folder.name}: {line}")
+
+    def median(name: str, shape: str, figure: str) -> float:
+        return statistics.median(line[figure] for line in lines_of[name, shape])
+
+    print(f"{group}: TFLOP/s, ms, share of the matrix units' rate at the clock")
     width = max((len(shape) for shape in shapes), default=0)
-    names = [folder.name for folder in right]
-    print(f"{group + ' TFLOP/s (ms)':{width}}", *(f"{name:>16}" for name in names))
+    print(" " * width, *(f"{folder.name:>20}" for folder in right))
     for shape in shapes:
-        medians = {n: statistics.median(times[n, shape]) for n in names if (n, shape) in times}
-        if not medians:
-            continue
-        best = min(medians, key=medians.__getitem__)
-        cells = (
-            f"{flops[shape] / medians[n]:8.0f} ({medians[n]:.3f})" if n in medians else "-"
-            for n in names
-        )
-        print(f"{shape:{width}}", *(f"{cell:>16}" for cell in cells), f" {best}")
+        names = [folder.name for folder in right if (folder.name, shape) in lines_of]
+        cells = {
+            name: f"{median(name, shape, 'tflops'):.0f} {median(name, shape, 'ms'):.4f} "
+            f"{median(name, shape, 'use'):.2f}"
+            for name in names
+        }
+        best = min(names, key=lambda name: median(name, shape, "ms"), default="-")
+        print(f"{shape:{width}}", *(f"{cells.get(f.name, '-'):>20}" for f in right), f" {best}")
     sys.stdout.flush()
     return len(right) == len(folders)
 
@@ -178,6 +182,8 @@ def main() -> int:
                         help="of the grid of shapes")  # fmt: skip
     parser.add_argument("--shapes", nargs="+", help="instead of the grid (see sweep.cu)")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--burst", action="store_true",
+                        help="the first 15 ms after a pause instead of sustained load")  # fmt: skip
     parser.add_argument("--no-check", action="store_true", help="time only")
     parser.add_argument("--cuda", type=Path, default=_HERE.parent / "cuda", help="the sources")
     parser.add_argument("--output", type=Path, default=Path("build/sweep"))
@@ -215,7 +221,10 @@ def main() -> int:
             continue
         folders = sorted(folder for folder in path.iterdir() if (folder / "sweep").exists())
         shapes = arguments.shapes or grid(group, arguments.lengths)
-        ok &= sweep(group, folders, shapes, arguments.rounds, not arguments.no_check)
+        ok &= sweep(
+            group, folders, shapes,
+            rounds=arguments.rounds, check=not arguments.no_check, burst=arguments.burst,
+        )  # fmt: skip
     return 0 if ok else 1
 
 
