@@ -1,4 +1,5 @@
-"""Lengths around the edges of every tile, for every pair of head sizes that has a kernel."""
+"""Lengths around the edges of every tile, for every pair of head sizes that has a kernel; logits
+that change along the keys."""
 
 import functools
 
@@ -111,15 +112,58 @@ def check_edges(head_dim, value_dim, lengths=_LENGTHS, implementation="cuda"):
             _compare(name, actual, truth, where)
 
 
+# What is added to the logits along 700 keys. A kernel that walks over tiles of keys keeps a
+# reference for its exponentials, and has to move it, or not, once the logits outgrow it.
+_KEYS = np.arange(700)
+_DRIFTS = {
+    "rising": 0.2 * _KEYS,  # by more than a tile's slack a tile, in one direction or the other
+    "falling": -0.2 * _KEYS,
+    "slowly": 0.03 * _KEYS,  # not in every tile
+    "plateau-first": np.where(_KEYS < 600, 5.0, 0.0),  # no probability outgrows it, their sums do
+    "plateau-last": np.where(_KEYS < 100, 0.0, 5.0),
+    "peaks": np.where(_KEYS % 97 == 5, 60.0, 0.0),
+    "beyond-range": np.where(_KEYS == 350, 5e3, 0.0),  # exp of it is infinite
+}
+
+
+def check_drifts(head_dim, value_dim, implementation="cuda"):
+    calls = []
+    for seed, drift in enumerate(_DRIFTS.values()):
+        query, key, value, _ = _arrays(seed, 130, _KEYS.size, head_dim, value_dim)
+        query[..., 0] = 8
+        key[..., 0] = (drift * head_dim**0.5 / 8)[:, None]
+        calls.append((query, key, value))
+
+    @jax.jit
+    def all_of_them(calls):
+        attend = functools.partial(
+            jaxflash.dot_product_attention, implementation=implementation, return_residual=True
+        )
+        return [attend(*call) for call in calls]
+
+    results = jax.device_get(all_of_them(calls))
+    for name, call, result in zip(_DRIFTS, calls, results, strict=True):
+        truth = _truth(*call, np.zeros_like(result[0]), causal=False)[:2]
+        for array, actual, expected in zip(_NAMES, result, truth, strict=False):
+            _compare(array, actual, expected, f"; logits {name}")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("head_dim", "value_dim"), _HEAD_SIZES)
 def test_lengths_around_tile_edges(head_dim, value_dim):
     check_edges(head_dim, value_dim)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("head_dim", "value_dim"), _HEAD_SIZES)
+def test_logits_that_change_along_the_keys(head_dim, value_dim):
+    check_drifts(head_dim, value_dim)
+
+
 def test_the_check_itself():
     """The blockwise path passes it, and a wrong row does not."""
     check_edges(96, 64, lengths=((1, 1), (65, 63), (20, 33), (0, 5), (5, 0)), implementation="xla")
+    check_drifts(96, 64, implementation="xla")
     truth = _truth(*_arrays(0, 65, 63, 96, 64), causal=True)[0]
     wrong = truth.copy()
     wrong[64] = 0
