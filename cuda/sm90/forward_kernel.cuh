@@ -50,6 +50,15 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
     smem.plans.init(Traits::kPlanReaders);
     fence_mbarrier_init();
   }
+  // Rows that belong to no head are never loaded; what is not a number there would keep the softmax
+  // from holding on to its reference.
+  if (args.unit.rows() < 64) {
+    for (int byte = threadIdx.x * 16; byte < static_cast<int>(sizeof(smem.q));
+         byte += Traits::kThreads * 16) {
+      store_shared_zero(shared_address(&smem.q[0][0][0]) + byte);
+    }
+    fence_proxy_async();
+  }
   __syncthreads();
 
   if (group < Traits::kWarpGroups) {
