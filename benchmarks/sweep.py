@@ -31,21 +31,23 @@ _HERE = Path(__file__).resolve().parent
 # others that have come close to them at some shape.
 CANDIDATES: dict[str, dict[str, str]] = {
     "forward/64": {
-        "long": "ForwardTileFor<64, 64>::Long",
-        "medium": "ForwardTileFor<64, 64>::Medium",
+        "four": "ForwardTileFor<64, 64>::Four",
         "short": "ForwardTileFor<64, 64>::Short",
-        "single": "ForwardTileFor<64, 64>::Single",
-        "none": "ForwardTile<64, 64, 3, 128, 4, 2, Overlap::kNone, Output::kStaged, false>",
+        "turns": "ForwardTile<64, 64, 4, 64, 8, 2, Overlap::kNone, Output::kStaged, true>",
+        "three": "ForwardTile<64, 64, 3, 128, 4, 2, Overlap::kNone, Output::kStaged, true>",
     },
     "forward/96": {
         "long": "ForwardTileFor<96, 96>::Long",
+        "medium": "ForwardTileFor<96, 96>::Medium",
         "short": "ForwardTileFor<96, 96>::Short",
-        "turns": "ForwardTile<96, 96, 3, 112, 2, 2, Overlap::kValues, Output::kStaged, true>",
-        "none": "ForwardTile<96, 96, 3, 112, 2, 2, Overlap::kNone, Output::kStaged, true>",
+        "values": "ForwardTile<96, 96, 3, 112, 2, 2, Overlap::kValues, Output::kStaged, false>",
     },
     "forward/128": {
         "long": "ForwardTileFor<128, 128>::Long",
+        "medium": "ForwardTileFor<128, 128>::Medium",
+        "diagonal": "ForwardTileFor<128, 128>::Diagonal",
         "short": "ForwardTileFor<128, 128>::Short",
+        "direct": "ForwardTile<128, 128, 3, 80, 4, 1, Overlap::kNone, Output::kDirect, true>",
         "values": "ForwardTile<128, 128, 3, 80, 3, 2, Overlap::kValues, Output::kStaged, true>",
         "wide": "ForwardTile<128, 128, 2, 176, 2, 1, Overlap::kValues, Output::kStaged, true>",
     },

@@ -10,8 +10,8 @@ import pytest
 
 import jaxflash
 
-# Tiles have 64, 80, 112, 128 or 192 rows or keys; 96 is half of the largest.
-_EDGES = (1, 63, 64, 65, 79, 81, 95, 97, 111, 113, 127, 128, 129, 160, 161, 191, 193)
+# Tiles have 64, 80, 112, 128, 192 or 256 rows or keys; 96 is half of 192.
+_EDGES = (1, 63, 64, 65, 79, 81, 95, 97, 111, 113, 127, 128, 129, 160, 161, 191, 193, 255, 257)
 # (queries, keys): each edge on both sides at once and against another one.
 _LENGTHS = (
     *((length, length) for length in _EDGES),

@@ -151,8 +151,7 @@ Status forward_with(const ForwardParams& params, cudaStream_t stream) {
   args.by_units = Divisor(args.group / args.unit.heads);
   args.by_kv_heads = Divisor(problem.kv_heads);
   args.by_inner_batch = Divisor(static_cast<uint32_t>(maps.batch.extent[0]));
-  args.order =
-      detail::tile_order<Tile>(problem, args.unit, batch, multiprocessors * Traits::kBlocks);
+  args.order = detail::tile_order<Tile>(problem, args.unit, batch, multiprocessors);
   args.problem = problem;
   args.lse = params.lse;
   args.out_data = static_cast<uint16_t*>(params.out.data);

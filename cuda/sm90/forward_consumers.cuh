@@ -223,7 +223,7 @@ struct ForwardConsumers {
 
       uint32_t p[kKeys / 4];
       float o[Tile::kValueDim / 2];
-      OnlineSoftmax<kKeys / 2> softmax;
+      OnlineSoftmax<kKeys / 2, Traits::kMath> softmax;
       float sum[2] = {0.f, 0.f};  // over a whole row; stays 0 where it sees no key
       float inverse[2];
       bool has_empty_rows = true;
@@ -237,7 +237,7 @@ struct ForwardConsumers {
         for (int i = 0; i < kKeys / 4; ++i) p[i] = pack<Traits::kMath>(s[2 * i], s[2 * i + 1]);
       };
       // s becomes probabilities; true when o has to be rescaled.
-      const auto normalize = [&](bool first) {
+      const auto normalize = [&] {
         const int key = tile * kKeys + Fragment::column(thread);
         const RowPositions rows{position(0), position(1)};
         scores.on_scores(s, rows, key);
@@ -253,7 +253,8 @@ struct ForwardConsumers {
           }
         };
         constexpr bool kSpeculates = Tile::kOverlap == Overlap::kNone;
-        if (kSpeculates && !first && softmax.exponentials_if_held(s, scores.scale_log2, emit)) {
+        if (kSpeculates && softmax.settled() &&
+            softmax.exponentials_if_held(s, scores.scale_log2, emit)) {
           return false;
         }
         // A reference that moves only once something has outgrown it would be looked at in vain,
@@ -272,7 +273,7 @@ struct ForwardConsumers {
       if (own.begin < own.end) {
         release_k();
         if (tile == own.begin) release_q();
-        normalize(true);  // o is still 0
+        normalize();  // o is still 0
         if (Tile::kOverlap != Overlap::kNone) pack_tile();
         bool landed = false;
         while (--tile >= own.begin) {
@@ -291,7 +292,7 @@ struct ForwardConsumers {
             release_v();
             release_k();
             if (tile == own.begin) release_q();
-            if (normalize(false)) rescale_output();
+            if (normalize()) rescale_output();
           } else {
             issue_scores(s, q, k_tile());
             issue_values(o, p, v_tile());
@@ -301,7 +302,7 @@ struct ForwardConsumers {
             hold(s);
             release_k();
             if (tile == own.begin) release_q();
-            const bool rescale = normalize(false);
+            const bool rescale = normalize();
             // ptxas would move the wait above the exponentials; a store of what depends on all of
             // them cannot follow it.
             store_shared_volatile(pin, softmax.sum_of_sums());

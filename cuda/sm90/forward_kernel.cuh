@@ -19,7 +19,7 @@
 namespace jaxflash::sm90 {
 
 template <class Traits, class Scores>
-__global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
+__global__ void __launch_bounds__(Traits::kThreads, 1)
     forward_kernel(const __grid_constant__ ForwardArgs args) {
   using Producers = ForwardProducers<Traits>;
   using Tile = typename Traits::Tile;

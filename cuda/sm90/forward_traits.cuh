@@ -47,12 +47,11 @@ struct ForwardTraits {
   static constexpr Math kMath = kMath_;
 
   static constexpr int kWarpGroups = Tile::kWarpGroups;
-  static constexpr int kBlocks = Tile::kBlocks;
   static constexpr int kThreads = 128 * (kWarpGroups + 1);
   static_assert(kWarpGroups >= 1 && kWarpGroups <= 4, "hardware barriers");
   // Registers of a thread: a block only redistributes what it is launched with, eight at a time,
   // and the producers spill below 32.
-  static constexpr int kLaunchRegisters = 65536 / (kBlocks * kThreads) / 8 * 8;
+  static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
   static constexpr int kPooledRegisters = kLaunchRegisters * (kWarpGroups + 1);
   static constexpr int kConsumerRegisters = (kPooledRegisters - 32) / kWarpGroups / 8 * 8;
   static constexpr int kProducerRegisters = kPooledRegisters - kWarpGroups * kConsumerRegisters;
@@ -97,8 +96,7 @@ struct ForwardTraits {
     float pin[kWarpGroups * 128];
   };
   static constexpr int kSharedBytes = sizeof(SharedMemory);
-  // The system keeps 1 KB of each block.
-  static_assert(kBlocks * (kSharedBytes + 1024) <= 228 * 1024);
+  static_assert(kSharedBytes <= 227 * 1024);
 };
 
 }  // namespace jaxflash::sm90

@@ -67,16 +67,15 @@ __device__ __forceinline__ void apply_mask(float (&s)[kElements], const Mask& ma
 }
 
 // Running reference and sum of the thread's two rows. The reference is the row maximum, but lazily:
-// it only moves once a row has outgrown it by about 2^8, because moving it means rescaling the
-// output. The sums stay per thread until the end.
-template <int kElements>
+// it only moves once a row has outgrown it by far, because moving it means rescaling the output.
+// The sums stay per thread until the end.
+template <int kElements, Math kMath>
 class OnlineSoftmax {
  public:
   __device__ __forceinline__ void reset() {
-    // So far down that the first visible key moves it, yet finite: -inf - (-inf) is not a number.
-    offset_[0] = offset_[1] = 1e30f;
-#pragma unroll
-    for (float& sum : sum_) sum = 0.f;
+    offset_[0] = offset_[1] = kNoReference;
+    sum_[0] = sum_[1] = 0.f;
+    settled_ = false;
   }
 
   // Moves the reference where a new tile has outgrown it by 2^slack in one of the warp's rows; true
@@ -105,9 +104,14 @@ class OnlineSoftmax {
         offset_[r] = offset;
         sum_[r] *= correction_[r];
       }
+      settled_ = __all_sync(~0u, offset_[0] < kNoReference && offset_[1] < kNoReference);
     }
     return rescale;
   }
+
+  // Whether all rows of the warp have a reference: one that has seen no key does not, and its first
+  // one is sure to outgrow it.
+  __device__ __forceinline__ bool settled() const { return settled_; }
 
   __device__ __forceinline__ float correction(int lower) const { return correction_[lower]; }
 
@@ -150,7 +154,11 @@ class OnlineSoftmax {
   }
 
  private:
-  static constexpr float kMaxSum = 256.f;  // harmless in every element type
+  // So far down that the first visible key moves it, yet finite: -inf - (-inf) is not a number.
+  static constexpr float kNoReference = 1e30f;
+  // The larger, the less often a reference moves, and those of rows that have seen few keys are
+  // low: 2 % of causal rows at S = 2048. float16 holds four times as much.
+  static constexpr float kMaxSum = kMath == Math::kFloat16 ? 0x1p14f : 0x1p32f;
 
   template <class Emit>
   __device__ __forceinline__ void exponentials(const float (&s)[kElements], float scale_log2,
@@ -172,6 +180,7 @@ class OnlineSoftmax {
   float offset_[2];  // minus the reference, in units of log 2
   float sum_[2];
   float correction_[2];
+  bool settled_;
 };
 
 }  // namespace jaxflash::sm90

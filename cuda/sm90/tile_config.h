@@ -8,7 +8,8 @@ namespace jaxflash::sm90 {
 // What a consumer warpgroup has in flight while it works on the softmax of a tile.
 enum class Overlap {
   kNone,    // P V of the previous tile and Q K^T of this one are issued together and awaited;
-            // the other warpgroups keep the matrix units busy during the softmax
+            // the other warpgroups keep the matrix units busy during the softmax. It does without
+            // the maxima (see OnlineSoftmax), because p has registers of its own
   kValues,  // P V of the previous tile runs during the softmax of this one
 };
 
@@ -21,7 +22,7 @@ enum class Output {
 // kHeadDim and kValueDim are the largest sizes of query/key and value heads that the row takes;
 // smaller heads are filled up with zeros by TMA.
 template <int kHeadDim_, int kValueDim_, int kWarpGroups_, int kKeys_, int kStages_, int kQStages_,
-          Overlap kOverlap_, Output kOutput_, bool kTurns_, int kBlocks_ = 1>
+          Overlap kOverlap_, Output kOutput_, bool kTurns_>
 struct ForwardTile {
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kValueDim = kValueDim_;
@@ -31,8 +32,7 @@ struct ForwardTile {
   static constexpr int kQStages = kQStages_;        // buffers of Q (and of the output)
   static constexpr Overlap kOverlap = kOverlap_;
   static constexpr Output kOutput = kOutput_;
-  static constexpr bool kTurns = kTurns_;   // warpgroups issue their products in turn
-  static constexpr int kBlocks = kBlocks_;  // that share an SM, each at its own pace
+  static constexpr bool kTurns = kTurns_;  // warpgroups issue their products in turn
 };
 
 // A tile, and the calls that it is for: those of at most so many queries whose rows see at most so
@@ -48,48 +48,49 @@ using Otherwise = UpTo<kMaxLength, kMaxLength, Tile>;
 template <class...>
 struct Choices {};
 
-// `Tiles`: the tiles for heads of at most these sizes. Figures are TFLOP/s at 16,384 tokens, one
-// call of the sweep each; more are in NOTES.md.
+// `Tiles`: the tiles for heads of at most these sizes. Figures are TFLOP/s at 16,384 tokens under
+// sustained load, compared in one call of the sweep each; more are in NOTES.md.
 template <int kHeadDim, int kValueDim>
 struct ForwardTileFor;
 
-// 192 query rows ask the L2 for 21 bytes a clock; 128 would ask for 32, close to what it gives. The
-// exponentials take as long as the products at this head size: hide them under P V.
+// Four warpgroups share the K and V that they load, and with eight stages need not be in step:
+// while some wait for their products, the others' exponentials, which take as long, go on. 112
+// registers hold 64 keys. 503 against 467 with 3 x 128 keys and kValues at S = 2048, causal 451
+// against 394; at 512 412 against 358, causal 287 against 234.
 template <>
 struct ForwardTileFor<64, 64> {
-  using Long = ForwardTile<64, 64, 3, 128, 4, 2, Overlap::kValues, Output::kStaged, true>;
-  // Causal rows of 512: 265 against 249 in turns, in which warpgroups wait for those with more
-  // keys.
-  using Medium = ForwardTile<64, 64, 3, 128, 4, 2, Overlap::kValues, Output::kStaged, false>;
-  // 197 rows leave most of a second tile of 192 empty: 0.170 ms against 0.207.
+  using Four = ForwardTile<64, 64, 4, 64, 8, 2, Overlap::kNone, Output::kStaged, false>;
+  // 128 rows fill half of that: 0.0466 ms against 0.0484.
   using Short = ForwardTile<64, 64, 2, 128, 4, 2, Overlap::kValues, Output::kStaged, false>;
-  // And 197 keys most of a second tile of 128: 0.151 ms.
-  using Single = ForwardTile<64, 64, 2, 208, 2, 2, Overlap::kNone, Output::kStaged, false>;
-  using Tiles = Choices<UpTo<256, 128, Short>, UpTo<256, 208, Single>, UpTo<256, kMaxLength, Short>,
-                        UpTo<kMaxLength, 511, Medium>, Otherwise<Long>>;
+  using Tiles = Choices<UpTo<128, kMaxLength, Short>, Otherwise<Four>>;
 };
 
-// 112 keys are the most that 160 registers hold beside the output (155 in use). A panel of 64
-// columns is half empty: two stages and two Q are what the shared memory takes. Free, because
-// 0.83 of the time of head size 128 needs it: 639 against 626 in turns at S = 8192.
+// 112 keys are the most that 160 registers hold beside the output. A panel of 64 columns is half
+// empty: with one Q there is room for three stages. 625 at S = 8192, against 621 with two of each
+// and 584 with kValues.
 template <>
 struct ForwardTileFor<96, 96> {
-  using Long = ForwardTile<96, 96, 3, 112, 2, 2, Overlap::kValues, Output::kStaged, false>;
-  // 465 against 427 at S = 512.
+  using Long = ForwardTile<96, 96, 3, 112, 3, 1, Overlap::kNone, Output::kDirect, true>;
+  // No ragged tile of keys: 441 against 407 at S = 512, 487 against 470 at 1024.
+  using Medium = ForwardTile<96, 96, 3, 64, 4, 2, Overlap::kNone, Output::kStaged, true>;
+  // Nor one of rows.
   using Short = ForwardTile<96, 96, 2, 128, 2, 2, Overlap::kValues, Output::kStaged, false>;
-  using Tiles = Choices<UpTo<kMaxLength, 512, Short>, Otherwise<Long>>;
+  using Tiles = Choices<UpTo<256, 1024, Short>, UpTo<1024, 1024, Medium>, Otherwise<Long>>;
 };
 
-// Three warpgroups leave 160 registers a thread: 80 keys need 157, 96 do not fit. In turns: 719 at
-// S = 8192, 595 without.
+// Three warpgroups leave 160 registers a thread: 80 keys need 158, 96 do not fit. In turns, or else
+// all wait for their products together: 603 against 584 at S = 2048.
 template <>
 struct ForwardTileFor<128, 128> {
   using Long = ForwardTile<128, 128, 3, 80, 3, 2, Overlap::kNone, Output::kStaged, true>;
-  // No ragged tiles, of rows or of keys: 471 against 428 at S = 512, causal 303 against 286; 544
-  // against 511 at 1024, causal 413 against 379; but 587 against 598 at 2048, causal 496 against
-  // 506.
+  // No ragged tile of keys: 507 against 479 at S = 512, 575 against 572 at 1024.
+  using Medium = ForwardTile<128, 128, 3, 64, 4, 2, Overlap::kNone, Output::kStaged, true>;
+  // In turns, warpgroups wait for those that see more keys: 331 against 319 at S = 512 causal.
+  using Diagonal = ForwardTile<128, 128, 3, 64, 4, 2, Overlap::kNone, Output::kStaged, false>;
+  // Nor a ragged tile of rows: 380 against 290 at S = 256, causal 200 against 187.
   using Short = ForwardTile<128, 128, 2, 128, 2, 2, Overlap::kValues, Output::kStaged, false>;
-  using Tiles = Choices<UpTo<1024, 1024, Short>, Otherwise<Long>>;
+  using Tiles = Choices<UpTo<256, 1024, Short>, UpTo<1024, 511, Diagonal>, UpTo<1024, 1024, Medium>,
+                        Otherwise<Long>>;
 };
 
 // As at 128, whose output it has; the larger Q leaves room for one buffer of it. 560 against 505
@@ -108,9 +109,10 @@ struct ForwardTileFor<192, 192> {
   using Tiles = Choices<Otherwise<Long>>;
 };
 
-// The output accumulator takes 128 registers, so two warpgroups. 80 keys would fill the shared
-// memory too; 64 waste less on diagonals: 822 against 779 at S = 8192, causal 760 against 723.
-// Stored directly, because there is one Q: 740 against 701 at S = 16384, 487 against 474 at 512.
+// The output accumulator takes 128 registers, so two warpgroups: each has to hide its exponentials
+// under a product of its own. 80 keys would fill the shared memory too; 64 waste less on diagonals:
+// 822 against 779 at S = 8192, causal 760 against 723. Stored directly, because there is one Q: 740
+// against 701 at S = 16384, 487 against 474 at 512.
 template <>
 struct ForwardTileFor<256, 256> {
   using Long = ForwardTile<256, 256, 2, 64, 2, 1, Overlap::kValues, Output::kDirect, true>;
