@@ -70,7 +70,8 @@ def _compare(name, actual, truth, where):
     actual = np.asarray(actual)[0].astype(np.float64)
     assert actual.shape == truth.shape, where
     if name == "lse":
-        np.testing.assert_allclose(actual, truth, atol=2e-3, err_msg=where)
+        # Tensor cores cut the sums of a product below its 22nd bit.
+        np.testing.assert_allclose(actual, truth, atol=2e-3, rtol=2.0**-19, err_msg=where)
         return
     if truth.size == 0:
         return
