@@ -54,7 +54,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--xla", action="store_true", help="jax.nn's XLA path in every row too")
     parser.add_argument("--quick", action="store_true", help="fewer and shorter samples")
     parser.add_argument("--bursts", type=int, default=0, metavar="N",
-                        help="also N times after a pause, at the full clock")  # fmt: skip
+                        help="also N times, each after a pause")  # fmt: skip
     parser.add_argument("--profile", action="store_true", help="record the kernels of our passes")
     parser.add_argument("--limit", type=float, default=float("inf"), metavar="SECONDS",
                         help="skip, and say so, what has not begun by then")  # fmt: skip

@@ -6,7 +6,7 @@
 //   check            small cases against a reference in float32; exit status 1 if one is wrong
 //   time SHAPE...    device time of each shape under sustained load, one JSON line each: also the
 //                    clock, and the share of the matrix units' rate at that clock ("use")
-//   burst SHAPE...   the same in the first 15 ms after a pause, at the full clock
+//   burst SHAPE...   the same in the first 15 ms after a pause, at a higher clock
 // A shape is B,T,S,N,K,H[,h][:causal][:window=LEFT/RIGHT][:deterministic].
 
 #include <cuda_bf16.h>

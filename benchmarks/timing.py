@@ -7,9 +7,9 @@ one `block_until_ready`:
   JAX's cost of a call is spread over the sets and hidden behind the work before it. Command buffers
   are off (see run.py), so the passes run one after the other on one stream, as in a training step;
 - call time: each call is the jitted pass alone, with what JAX adds to it. On a CPU the two are one;
-- burst time, if asked for: device time in the first 15 ms after a pause. Long enough batches run at
-  what the power limit leaves of the clock, as training does; a burst runs at the full clock, as the
-  best peers were recorded.
+- burst time, if asked for: device time in the first 15 ms after a pause. Longer batches run at what
+  the power limit leaves of the clock, as training does, a burst at a higher one; see the last part
+  of the forward's measurements in cuda/sm90/NOTES.md for how the best peers were recorded.
 
 forward is the output alone, from (q, k, v). backward is the pullback of `jax.vjp` as a program of
 its own, from what the forward pass saved and a cotangent of the output. gradient is both in one

@@ -157,8 +157,7 @@ class OnlineSoftmax {
   // So far down that the first visible key moves it, yet finite: -inf - (-inf) is not a number.
   static constexpr float kNoReference = 1e30f;
   // The larger, the less often a reference moves, and rows that have seen few keys have low ones.
-  // Against 2^8, 1 % at S = 2048 causal. Leaves room in float16 for four such sums, in float32 for
-  // values of 1e28.
+  // Leaves room in float16 for four such sums, in float32 for values of 1e28.
   static constexpr float kMaxSum = kMath == Math::kFloat16 ? 0x1p14f : 0x1p32f;
 
   template <class Emit>
