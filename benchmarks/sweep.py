@@ -67,11 +67,12 @@ CANDIDATES: dict[str, dict[str, str]] = {
     },
     "backward/64": {
         "now": "BackwardTileFor<64, 64>::Type",
-        "one-key-stage": "BackwardTile<64, 64, 128, 128, 2, 2, KeyOwners::kBlock>",
+        "one-key-stage": "BackwardTile<64, 64, 128, 128, 2, 2, KeyOwners::kBlock, 1, 2>",
+        "none-held": "BackwardTile<64, 64, 128, 128, 2, 2, KeyOwners::kBlock, 2>",
     },
     "backward/128": {
         "now": "BackwardTileFor<128, 128>::Type",
-        "early": "BackwardTile<128, 128, 64, 128, 2, 2, KeyOwners::kBlock, 1, true>",
+        "none-held": "BackwardTile<128, 128, 64, 128, 2, 2, KeyOwners::kBlock>",
     },
     "backward/256": {
         "now": "BackwardTileFor<256, 256>::Type",

@@ -106,16 +106,44 @@ class ConsumerSteps {
   int place_ = 0;  // 8 * (minus the remaining steps) + (steps so far) % 8
 };
 
+// The last kSteps steps of 16 columns of the 64 rows that a warpgroup multiplies time and again.
+// Products of 64 x 64 read 128 bytes a clock if both operands are in shared memory, which is all
+// that it delivers; a held step leaves half of that.
+template <int kSteps>
+struct HeldOperand {
+  static_assert(kSteps >= 0);
+  uint32_t words[kSteps > 0 ? kSteps : 1][4];
+
+  // `rows`: the 64 rows of kColumns columns in swizzled panels of 64.
+  template <int kColumns, int kPanelBytes>
+  __device__ __forceinline__ void load(uint32_t rows) {
+    const int thread = late_thread();
+    const int row = thread / 32 * 16 + thread % 16;
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      const int step = kColumns / 16 - kSteps + i;
+      const int piece = step % 4 * 2 + thread % 32 / 16;
+      ldmatrix_x4(rows + step / 4 * kPanelBytes + row * 128 + (piece ^ row % 8) * 16, words[i]);
+    }
+  }
+};
+
 // x = A B^T over the columns of two operands whose panels are 64 columns wide; in flight on return.
-template <Math kMath, int kColumns, int kPanelBytesA, int kPanelBytesB, int kN>
-__device__ __forceinline__ void issue_scores(float (&x)[kN / 2], uint64_t a, uint64_t b) {
+template <Math kMath, int kColumns, int kPanelBytesA, int kPanelBytesB, int kN, int kHeld = 0>
+__device__ __forceinline__ void issue_scores(float (&x)[kN / 2], uint64_t a, uint64_t b,
+                                             const HeldOperand<kHeld>& held = {}) {
+  constexpr int kFirstHeld = kColumns / 16 - kHeld;
   wgmma_fence();
 #pragma unroll
   for (int step = 0; step < kColumns / 16; ++step) {
     const int inside = step % 4 * 32;  // bytes of 16 columns
-    Wgmma<kN>::template ss<kMath, 0, 0>(x, a + descriptor_step(step / 4 * kPanelBytesA + inside),
-                                        b + descriptor_step(step / 4 * kPanelBytesB + inside),
-                                        step != 0);
+    const uint64_t b_step = b + descriptor_step(step / 4 * kPanelBytesB + inside);
+    if (step < kFirstHeld) {
+      Wgmma<kN>::template ss<kMath, 0, 0>(x, a + descriptor_step(step / 4 * kPanelBytesA + inside),
+                                          b_step, step != 0);
+    } else {
+      Wgmma<kN>::template rs<kMath, 0>(x, held.words[step - kFirstHeld], b_step, step != 0);
+    }
   }
   wgmma_commit();
 }
@@ -146,20 +174,52 @@ __device__ __forceinline__ void issue_gradient(float (&acc)[kN / 2],
   wgmma_commit();
 }
 
-// p^T from s^T; lse, `row` and `key` of the thread's first element.
-template <int kElements, class Score>
-__device__ __forceinline__ void exponentials(float (&s)[kElements], const float* lse,
-                                             const Score& score, int row, int key) {
+// lse or delta of 64 queries, where queries are columns: those of the thread's. Best loaded while
+// no product runs: beside one, a load from shared memory takes some 400 clocks.
+struct ColumnValues {
+  static constexpr int kRows = 64;
+  float2 pairs[kRows / 8];
+
+  // `values`: that of the thread's first column, in shared memory.
+  __device__ __forceinline__ void load(const float* values) {
 #pragma unroll
-  for (int block = 0; block < kElements / 4; ++block) {
-    const float2 pair = *reinterpret_cast<const float2*>(lse + block * 8);
-#pragma unroll
-    for (int i = 4 * block; i < 4 * block + 4; ++i) {
-      const float logit =
-          score.logit(s[i], row + Fragment::column_of(i), key + 8 * Fragment::lower(i));
-      s[i] = exp2_approx(logit - (i % 2 == 0 ? pair.x : pair.y));
+    for (int block = 0; block < kRows / 8; ++block) {
+      pairs[block] = load_shared_f32x2(shared_address(values + 8 * block));
     }
   }
+  // Of element i of the accumulators.
+  __device__ __forceinline__ float of(int i) const {
+    return i % 2 == 0 ? pairs[i / 4].x : pairs[i / 4].y;
+  }
+};
+
+// Calls use(i, value of its column) for every element. The values of the first 64 columns have been
+// loaded from `values`; those of more are, beside the use of the ones before.
+template <int kElements, class Use>
+__device__ __forceinline__ void for_columns(const ColumnValues& first, const float* values,
+                                            const Use& use) {
+  constexpr int kPart = ColumnValues::kRows / 2;
+  ColumnValues present = first;
+#pragma unroll
+  for (int begin = 0; begin < kElements; begin += kPart) {
+    ColumnValues next = present;
+    if (begin + kPart < kElements) next.load(values + 2 * (begin + kPart));
+#pragma unroll
+    for (int i = begin; i < begin + kPart; ++i) use(i, present.of(i - begin));
+    present = next;
+  }
+}
+
+// p^T from s^T; lse as for_columns takes it; `row` and `key` of the thread's first element.
+template <int kElements, class Score>
+__device__ __forceinline__ void exponentials(float (&s)[kElements], const ColumnValues& first_lse,
+                                             const float* lse, const Score& score, int row,
+                                             int key) {
+  for_columns<kElements>(first_lse, lse, [&](int i, float lse_of_row) {
+    const float logit =
+        score.logit(s[i], row + Fragment::column_of(i), key + 8 * Fragment::lower(i));
+    s[i] = exp2_approx(logit - lse_of_row);
+  });
 }
 
 // For scores with keys as rows; `row` and `key` of the thread's first element. Before the

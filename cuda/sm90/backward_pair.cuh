@@ -48,7 +48,6 @@ struct PairConsumers {
     const uint32_t target = smem.staged_dq(kGroup * 4 + thread / 32, odd) + thread % 32 * 16;
 #pragma unroll
     for (int i = 0; i < 8; ++i) store_shared_f32x4(target + i * 512, dq + 4 * i);
-    fence_proxy_async();
     named_barrier_arrive(kDqFull, Traits::kConsumerThreads + 32);
   }
 
@@ -148,6 +147,10 @@ struct PairConsumers {
         } else {
           steps.wait_dout();
         }
+        const float* const from =
+            kValues ? &smem.lse[steps.q_stage()][column] : &smem.delta[steps.dout_stage()][column];
+        ColumnValues values;
+        values.load(from);
         discard(x);
         issue_scores<kMath, kDim, Traits::kKeyPanelBytes, Traits::kRowPanelBytes, kRows>(
             x, rows_a, rows_b + (kValues ? steps.q_offset() : steps.dout_offset()));
@@ -167,8 +170,7 @@ struct PairConsumers {
             mask_keys_as_rows(x, block.mask, row + Fragment::column(late),
                               first_key + Fragment::row(late));
           }
-          exponentials(x, &smem.lse[steps.q_stage()][column], score, row + column,
-                       first_key + Fragment::row(late));
+          exponentials(x, values, from, score, row + column, first_key + Fragment::row(late));
           // ptxas would move the barrier above the exponentials; a store of what depends on all of
           // them cannot follow it.
           uint32_t all = 0;
@@ -191,17 +193,15 @@ struct PairConsumers {
           steps.wait_dout();
           issue_gradient<Traits, kDim>(sum, packed, columns_b + steps.dout_offset());
         } else {
-          const float* const delta = &smem.delta[steps.dout_stage()][column];
           named_barrier_sync(kPFull, Traits::kConsumerThreads);
           const uint32_t source = handed_p(smem);
 #pragma unroll
           for (int i = 0; i < kRows / 8; ++i) {
             float p[4];
             load_shared_f32x4(source + i * kHandedBytes, p);
-            const float2 pair = *reinterpret_cast<const float2*>(delta + i * 8);
-            packed[2 * i] = pack<kMath>(p[0] * (x[4 * i] - pair.x), p[1] * (x[4 * i + 1] - pair.y));
-            packed[2 * i + 1] =
-                pack<kMath>(p[2] * (x[4 * i + 2] - pair.x), p[3] * (x[4 * i + 3] - pair.y));
+            const auto ds = [&](int j) { return p[j] * (x[4 * i + j] - values.of(4 * i + j)); };
+            packed[2 * i] = pack<kMath>(ds(0), ds(1));
+            packed[2 * i + 1] = pack<kMath>(ds(2), ds(3));
           }
           const int odd = steps.odd();
           steps.release_dout();

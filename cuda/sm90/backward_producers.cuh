@@ -344,7 +344,8 @@ struct BackwardProducers {
   }
 
   // Adds a consumer warpgroup's part of dq: four lanes, one for each of its warps, add 16 rows by
-  // 64 columns. Each part has its own turns.
+  // 64 columns. Each part has its own turns. The proxy fence is on this side of the barrier: it
+  // waits for the stores, which products slow down, and consumers have products to issue.
   __device__ __forceinline__ static void add_dq(const BackwardArgs& args, SharedMemory& smem,
                                                 int part) {
     constexpr int kParts = Tile::kHeadDim / Traits::kDqPartDims;  // beside one another
@@ -367,6 +368,7 @@ struct BackwardProducers {
         __syncwarp();
         named_barrier_sync(kDqFull + part, 128 + 32);
         if (lane < 4) {
+          fence_proxy_async();  // what the consumers have stored, ahead of the adds that read it
           const int part_row = row + part / kParts * Traits::kDqPartRows + 16 * lane;
           if (args.direct_dq) {
             if (lane == 0) store_dq(args, smem, block, part, part_row, col, head);
@@ -411,6 +413,7 @@ struct BackwardProducers {
         __syncwarp();
         named_barrier_sync(kDqFull, Traits::kConsumerThreads + 32);
         if (adds) {
+          fence_proxy_async();  // as above
           // Panels that the problem's head size does not reach do not exist in the workspace.
           if (col < args.workspace.dims) {
             bulk_reduce_add(args.workspace.dq_of(args.workspace_data, head_index) +

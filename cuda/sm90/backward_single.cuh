@@ -19,7 +19,7 @@ struct SingleConsumers {
   // long as the block is wide, and then it happens at ragged ends only.
   static constexpr bool kIdleSteps = kRows < kKeys;
   // Packing p while dp's product runs keeps it beside its float32 values: too much for 128 rows.
-  static constexpr bool kEarlyPack = Tile::kEarlyValues || kRows <= 64;
+  static constexpr bool kEarlyPack = kRows <= 64;
 
   // In flight on return.
   __device__ __forceinline__ static void issue_dq(float (&dq)[32], uint64_t ds, uint64_t k) {
@@ -42,7 +42,6 @@ struct SingleConsumers {
 #pragma unroll
       for (int i = 0; i < 8; ++i) store_shared_f32x4(target + i * 512, dq + 4 * i);
     }
-    fence_proxy_async();
     named_barrier_arrive(kDqFull + group, 128 + 32);
   }
 
@@ -103,6 +102,9 @@ struct SingleConsumers {
 
       smem.k_full[keys.stage].wait(keys.phase);
       smem.v_full[keys.stage].wait(keys.phase);
+      HeldOperand<Tile::kHeldSteps> held_k;
+      held_k.template load<Tile::kHeadDim, Traits::kKeyPanelBytes>(
+          shared_address(smem.k[keys.stage]) + group_bytes);
 #pragma unroll 1
       for (steps.begin(block.steps()); steps.more(); steps.advance()) {
         uint32_t ds[kRows / 4];
@@ -136,9 +138,12 @@ struct SingleConsumers {
         float s[kRows / 2];
         float dp[kRows / 2];
         uint32_t p[kRows / 4];
+        const float* const lse = &smem.lse[steps.q_stage()][column];
+        ColumnValues first_lse;
+        first_lse.load(lse);
         discard(s);
         issue_scores<kMath, Tile::kHeadDim, Traits::kKeyPanelBytes, Traits::kRowPanelBytes, kRows>(
-            s, k_rows, q_base + steps.q_offset());
+            s, k_rows, q_base + steps.q_offset(), held_k);
         steps.wait_dout();
         discard(dp);
         issue_scores<kMath, Tile::kValueDim, Traits::kKeyPanelBytes, Traits::kRowPanelBytes, kRows>(
@@ -150,8 +155,7 @@ struct SingleConsumers {
           mask_keys_as_rows(s, block.mask, row + Fragment::column(masked),
                             own_key + Fragment::row(masked));
         }
-        exponentials(s, &smem.lse[steps.q_stage()][column], score, row + column,
-                     own_key + Fragment::row(thread));
+        exponentials(s, first_lse, lse, score, row + column, own_key + Fragment::row(thread));
         // ptxas would move the wait above the exponentials; a store of what depends on all of them
         // cannot follow it.
         uint32_t all = 0;
@@ -167,49 +171,35 @@ struct SingleConsumers {
         }
         store_shared_volatile(shared_address(&smem.pin[group * 128 + late_thread()]),
                               static_cast<uint16_t>(all));
-        if (Tile::kEarlyValues) {
-          issue_gradient<Traits, Tile::kValueDim>(dv, p, dout_columns + steps.dout_offset());
-          wgmma_wait<1>();
-        } else {
-          wgmma_wait<0>();
-        }
+        wgmma_wait<0>();
         hold(dp);
-        if (steps.last()) arrive_warp(smem.v_empty[keys.stage]);
         const float* const delta = &smem.delta[steps.dout_stage()][column];
-#pragma unroll
-        for (int i = 0; i < kRows / 4; i += 2) {
-          const float2 pair = *reinterpret_cast<const float2*>(delta + i / 2 * 8);
-          ds[i] =
-              pack<kMath>(s[2 * i] * (dp[2 * i] - pair.x), s[2 * i + 1] * (dp[2 * i + 1] - pair.y));
-          ds[i + 1] = pack<kMath>(s[2 * i + 2] * (dp[2 * i + 2] - pair.x),
-                                  s[2 * i + 3] * (dp[2 * i + 3] - pair.y));
-          if (!kEarlyPack) {
-            p[i] = pack<kMath>(s[2 * i], s[2 * i + 1]);
-            p[i + 1] = pack<kMath>(s[2 * i + 2], s[2 * i + 3]);
-          }
-        }
+        ColumnValues first_delta;
+        first_delta.load(delta);
+        if (steps.last()) arrive_warp(smem.v_empty[keys.stage]);
+        for_columns<kRows / 2>(first_delta, delta, [&](int i, float delta_of_row) {
+          dp[i] = s[i] * (dp[i] - delta_of_row);
+          if (i % 2 == 0) return;
+          ds[i / 2] = pack<kMath>(dp[i - 1], dp[i]);
+          if (!kEarlyPack) p[i / 2] = pack<kMath>(s[i - 1], s[i]);
+        });
         // Two buffers: whoever passes the barrier below knows that both warpgroups are through with
         // the step before, so that a buffer is free again one step later.
         const int odd = steps.odd();
         wait_for_ds_buffer();
         store_transposed<kRows>(ds_panel + odd * Traits::kScoreBytes, ds);
-        if (!Tile::kEarlyValues) {
-          issue_gradient<Traits, Tile::kValueDim>(dv, p, dout_columns + steps.dout_offset());
-        }
+        issue_gradient<Traits, Tile::kValueDim>(dv, p, dout_columns + steps.dout_offset());
         fence_proxy_async();
         named_barrier_sync(kConsumers, Traits::kConsumerThreads);
 
         discard(dq);
         issue_dq(dq, dq_ds + odd * descriptor_step(Traits::kScoreBytes), dq_k);
-        if (!Tile::kEarlyValues) {
-          wgmma_wait<1>();
-          steps.release_dout();
-        }
+        wgmma_wait<1>();
+        steps.release_dout();
         issue_gradient<Traits, Tile::kHeadDim>(dk, ds, q_columns + steps.q_offset());
         wgmma_wait<1>();
         hold(dq);
         if (steps.last()) arrive_warp(smem.k_empty[keys.stage]);
-        if (Tile::kEarlyValues) steps.release_dout();
         // dq leaves while dk's product runs.
         hand_over_dq(args, smem, dq, group);
         wgmma_wait<0>();

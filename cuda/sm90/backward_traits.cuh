@@ -169,8 +169,9 @@ struct BackwardTraits {
              warp % kWarps * kDqWarpBytes;
     }
   };
-  static_assert(!kPaired || (kRows == 64 && kKeys == 64 && Tile::kKeyStages == 1 &&
-                             Tile::kHeadDim == 256 && Tile::kValueDim == 256),
+  static_assert(!kPaired ||
+                    (kRows == 64 && kKeys == 64 && Tile::kKeyStages == 1 && Tile::kHeldSteps == 0 &&
+                     Tile::kHeadDim == 256 && Tile::kValueDim == 256),
                 "all columns of dk or dv and one panel of dq for each consumer warpgroup");
   static_assert(!kPaired || (sizeof(float) * kRows * kKeys == 4 * kDqWarpBytes &&
                              2 * kScoreBytes == 4 * kDqWarpBytes),

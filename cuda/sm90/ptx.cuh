@@ -336,6 +336,24 @@ __device__ __forceinline__ void load_shared_f32x4(uint32_t address, float (&valu
                : "memory");
 }
 
+// Four matrices of 8 rows x 16 bytes, as a fragment of A wants them: `address` is that of row
+// lane % 16, and of its second 16 bytes from lane 16 on.
+__device__ __forceinline__ void ldmatrix_x4(uint32_t address, uint32_t (&words)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(address)
+               : "memory");
+}
+
+__device__ __forceinline__ float2 load_shared_f32x2(uint32_t address) {
+  float2 values;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+               : "=f"(values.x), "=f"(values.y)
+               : "r"(address)
+               : "memory");
+  return values;
+}
+
 __device__ __forceinline__ void store_shared_zero(uint32_t address) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(address), "r"(0) : "memory");
 }

@@ -131,7 +131,7 @@ enum class KeyOwners {
 
 // The head sizes as in ForwardTile. Two consumer warpgroups in every row.
 template <int kHeadDim_, int kValueDim_, int kRows_, int kKeys_, int kQStages_, int kDoutStages_,
-          KeyOwners kOwners_, int kKeyStages_ = 1, bool kEarlyValues_ = false>
+          KeyOwners kOwners_, int kKeyStages_ = 1, int kHeldSteps_ = 0>
 struct BackwardTile {
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kValueDim = kValueDim_;
@@ -143,25 +143,27 @@ struct BackwardTile {
   // Blocks that share a tile, as a cluster.
   static constexpr int kBlocks = kOwners_ == KeyOwners::kPair ? 2 : 1;
   static constexpr int kTileKeys = kBlocks * kKeys;
-  // In a block by itself, dv's product runs beside the computation of ds (true), or beside the
-  // exchange of ds (false).
-  static constexpr bool kEarlyValues = kEarlyValues_;
+  // Steps of 16 columns of k, as rows of the scores, that stay in registers for a whole tile: 4
+  // registers each, and 2 KB less to read from shared memory for each product of a warpgroup.
+  static constexpr int kHeldSteps = kHeldSteps_;
 };
 
 template <int kHeadDim, int kValueDim>
 struct BackwardTileFor;
 
 // A step of 128 x 128 writes 32 KB of dq for 10.5 MFLOP: at 3.85 TB/s adds allow 1232 TFLOP/s. Two
-// buffers of k and v: 198 TFLOP/s against 193 at S = 512 causal, the same at 16384.
+// buffers of k and v: 198 TFLOP/s against 193 at S = 512 causal, the same at 16384. Two steps of k
+// in registers: 519 against 514 at S = 8192, causal 491 against 484. A third spills.
 template <>
 struct BackwardTileFor<64, 64> {
-  using Type = BackwardTile<64, 64, 128, 128, 2, 2, KeyOwners::kBlock, 2>;
+  using Type = BackwardTile<64, 64, 128, 128, 2, 2, KeyOwners::kBlock, 2, 2>;
 };
 
-// dk and dv take 128 registers a thread, which leaves room for the scores of 64 rows.
+// dk and dv take 128 registers a thread, which leaves room for the scores of 64 rows, and for two
+// steps of k: 594 TFLOP/s against 587 without at S = 8192, causal 571 against 562. A third spills.
 template <>
 struct BackwardTileFor<128, 128> {
-  using Type = BackwardTile<128, 128, 64, 128, 2, 2, KeyOwners::kBlock>;
+  using Type = BackwardTile<128, 128, 64, 128, 2, 2, KeyOwners::kBlock, 1, 2>;
 };
 
 // Adds to dq bind at this head size: 64 keys by themselves allow 616 TFLOP/s, 80 (the most whose dk
