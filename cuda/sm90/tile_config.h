@@ -71,11 +71,14 @@ struct ForwardTileFor<64, 64> {
 template <>
 struct ForwardTileFor<96, 96> {
   using Long = ForwardTile<96, 96, 3, 112, 3, 1, Overlap::kNone, Output::kDirect, true>;
-  // No ragged tile of keys: 441 against 407 at S = 512, 487 against 470 at 1024.
+  // No ragged tile of keys, and less of one beyond a mask's edge: 441 against 407 at S = 512, 487
+  // against 470 at 1024; 429 against 408 with a window of 1024 keys.
   using Medium = ForwardTile<96, 96, 3, 64, 4, 2, Overlap::kNone, Output::kStaged, true>;
   // Nor one of rows.
   using Short = ForwardTile<96, 96, 2, 128, 2, 2, Overlap::kValues, Output::kStaged, false>;
-  using Tiles = Choices<UpTo<256, 1024, Short>, UpTo<1024, 1024, Medium>, Otherwise<Long>>;
+  using Tiles =
+      Choices<UpTo<256, 1024, Short>, UpTo<1024, 1024, Medium>, UpTo<kMaxLength, Long::kKeys, Long>,
+              UpTo<kMaxLength, 1024, Medium>, Otherwise<Long>>;
 };
 
 // Three warpgroups leave 160 registers a thread: 80 keys need 158, 96 do not fit. In turns, or else
@@ -83,14 +86,17 @@ struct ForwardTileFor<96, 96> {
 template <>
 struct ForwardTileFor<128, 128> {
   using Long = ForwardTile<128, 128, 3, 80, 3, 2, Overlap::kNone, Output::kStaged, true>;
-  // No ragged tile of keys: 507 against 479 at S = 512, 575 against 572 at 1024.
+  // No ragged tile of keys, and less of one beyond a mask's edge: 507 against 479 at S = 512, 575
+  // against 572 at 1024; 508 against 491 with a window of 1024 keys, 466 against 400 with 4096
+  // queries of 256 keys. But 77 keys are one tile of Long: 229 against 208.
   using Medium = ForwardTile<128, 128, 3, 64, 4, 2, Overlap::kNone, Output::kStaged, true>;
   // In turns, warpgroups wait for those that see more keys: 331 against 319 at S = 512 causal.
   using Diagonal = ForwardTile<128, 128, 3, 64, 4, 2, Overlap::kNone, Output::kStaged, false>;
   // Nor a ragged tile of rows: 380 against 290 at S = 256, causal 200 against 187.
   using Short = ForwardTile<128, 128, 2, 128, 2, 2, Overlap::kValues, Output::kStaged, false>;
-  using Tiles = Choices<UpTo<256, 1024, Short>, UpTo<1024, 511, Diagonal>, UpTo<1024, 1024, Medium>,
-                        Otherwise<Long>>;
+  using Tiles =
+      Choices<UpTo<256, 1024, Short>, UpTo<1024, 511, Diagonal>,
+              UpTo<kMaxLength, Long::kKeys, Long>, UpTo<kMaxLength, 1024, Medium>, Otherwise<Long>>;
 };
 
 // As at 128, whose output it has; the larger Q leaves room for one buffer of it. 560 against 505
