@@ -32,7 +32,6 @@ class Line:
     peer: str  # the yardstick: a peer, or a row of ours
     yardstick: float | None
     call_ratio: float | None  # from call times
-    burst: float | None  # ours, after a pause
     bar: Bar | None
     kernel: str
 
@@ -77,7 +76,6 @@ def lines(results: Results) -> list[Line]:
                 peer=label,
                 yardstick=_median(other_row, other, "device"),
                 call_ratio=calls[0] / calls[1] if all(calls) else None,
-                burst=_median(row, ours, "burst"),
                 bar=bar,
                 kernel=row.get("kernel") or _NONE,
             )
@@ -118,14 +116,12 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def _pass_table(built: list[Line], pass_name: str) -> str:
     head = (f"{pass_name}, device time", "kernel", "ms", "TFLOP/s", "yardstick", "ms", "ratio",
-            "by call", "bar", "verdict", "FA2's bar", "burst TFLOP/s",
-            "best peer TFLOP/s")  # fmt: skip
+            "by call", "bar", "verdict", "FA2's bar", "best peer TFLOP/s")  # fmt: skip
     rows = [
         (line.case, line.kernel, _number(line.ours, 3), _number(line.rate(line.ours), 1), line.peer,
          _number(line.yardstick, 3), _number(line.ratio), _number(line.call_ratio),
          _number(line.bar and line.bar.ratio), _verdict(line.of_bar()),
-         _verdict(line.of_bar(portable=True)), _number(line.rate(line.burst), 0),
-         _number(line.bar and line.bar.best, 0))
+         _verdict(line.of_bar(portable=True)), _number(line.bar and line.bar.best, 0))
         for line in built
         if line.pass_name == pass_name
     ]  # fmt: skip
@@ -154,33 +150,23 @@ def _other_tables(results: Results) -> list[str]:
     return parts
 
 
-def _of_best(line: Line) -> float | None:
-    """Our rate in bursts over the best peer's."""
-    rate, best = line.rate(line.burst), line.bar and line.bar.best
-    return rate / best if rate and best else None
-
-
 def _summaries(built: list[Line]) -> str:
     """The grid as a whole, pass by pass."""
-    wanted = (
-        ("ratios over the bars", 512, Line.of_bar),
-        ("ratios over FlashAttention-2's bars", 2048, lambda line: line.of_bar(portable=True)),
-        ("speed in bursts over the best peer's", 512, _of_best),
-    )
     text = []
     for pass_name in _passes(built):
-        for name, shortest, ratio in wanted:
+        wanted = (("the bars", 512, False), ("FlashAttention-2's bars", 2048, True))
+        for name, shortest, portable in wanted:
             found = {
-                line.case: value
+                line.case: of_bar
                 for line in built
                 if line.case.startswith("grid/") and line.pass_name == pass_name
-                if _BY_NAME[line.case].q_len >= shortest and (value := ratio(line))
+                if _BY_NAME[line.case].q_len >= shortest and (of_bar := line.of_bar(portable))
             }
             if found:
                 mean = math.exp(sum(map(math.log, found.values())) / len(found))
                 worst = min(found, key=found.__getitem__)
                 text.append(
-                    f"- {pass_name}, {name}, {len(found)} rows of the grid with "
+                    f"- {pass_name}, ratios over {name}, {len(found)} rows of the grid with "
                     f"S >= {shortest}: geometric mean {mean:.3f}, lowest "
                     f"{found[worst]:.3f} ({worst})"
                 )

@@ -53,8 +53,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--peers", nargs="+", choices=timing.PEERS, help="ours first")
     parser.add_argument("--xla", action="store_true", help="jax.nn's XLA path in every row too")
     parser.add_argument("--quick", action="store_true", help="fewer and shorter samples")
-    parser.add_argument("--bursts", type=int, default=0, metavar="N",
-                        help="also N times, each after a pause")  # fmt: skip
     parser.add_argument("--profile", action="store_true", help="record the kernels of our passes")
     parser.add_argument("--limit", type=float, default=float("inf"), metavar="SECONDS",
                         help="skip, and say so, what has not begun by then")  # fmt: skip
@@ -161,7 +159,6 @@ def measure_case(case: cases.Case, arguments, late) -> list[dict[str, Any]]:
             sets,
             repeats=3 if arguments.quick else 7,
             seconds=0.010 if arguments.quick else 0.025,
-            bursts=arguments.bursts,
         )
         row["tflop"] = case.flops(pass_name) / 1e12
         ours = next((p for p in cases.OURS if "device" in row["peers"].get(p, ())), None)

@@ -1,15 +1,12 @@
 """Times one pass of one case for several peers, interleaved.
 
-Times of each peer are taken on the host's clock, over a batch of back-to-back calls that ends with
-one `block_until_ready`:
+Two times are taken of each peer, both on the host's clock over a batch of back-to-back calls that
+ends with one `block_until_ready`:
 
 - device time: each call is one jitted program with the pass written out once per input set, so
   JAX's cost of a call is spread over the sets and hidden behind the work before it. Command buffers
   are off (see run.py), so the passes run one after the other on one stream, as in a training step;
-- call time: each call is the jitted pass alone, with what JAX adds to it. On a CPU the two are one;
-- burst time, if asked for: device time in the first 15 ms after a pause. Longer batches run at what
-  the power limit leaves of the clock, as training does, a burst at a higher one; see the last part
-  of the forward's measurements in cuda/sm90/NOTES.md for how the best peers were recorded.
+- call time: each call is the jitted pass alone, with what JAX adds to it. On a CPU the two are one.
 
 forward is the output alone, from (q, k, v). backward is the pullback of `jax.vjp` as a program of
 its own, from what the forward pass saved and a cotangent of the output. gradient is both in one
@@ -42,7 +39,6 @@ PEERS = {
 
 _SETS = 4  # input sets; each exceeds an H200's L2 cache of 60 MB in every case but the CPU's
 _MAX_INPUT_BYTES = 24e9  # of all sets together
-_PAUSE, _BURST = 0.7, 0.015  # seconds: until a chip has cooled, and before it slows down again
 _MAX_DENSE_SHARE = 0.25  # of the GPU's memory, for a peer that stores logits
 # Largest relative difference between two peers: bfloat16 rounds to 4e-3, TF32 to 5e-4.
 _TOLERANCE = {"bfloat16": 2e-2, "float16": 4e-3, "float32": 3e-3}
@@ -165,14 +161,7 @@ def why_not(peer: str, case: Case) -> str | None:
 
 
 def measure(
-    case: Case,
-    pass_name: str,
-    peers: Sequence[str],
-    sets,
-    *,
-    repeats: int,
-    seconds: float,
-    bursts: int = 0,
+    case: Case, pass_name: str, peers: Sequence[str], sets, *, repeats: int, seconds: float
 ) -> dict[str, Any]:
     """{peer: times or the reason why there are none} and how far the results are apart."""
     kinds = ("device", "call") if case.platform == "gpu" else ("device",)
@@ -199,15 +188,8 @@ def measure(
         for kind in kinds:
             for peer, program in programs.items():
                 samples[peer, kind].append(program.sample(kind, calls[peer, kind]))
-    for peer, program in programs.items():
+    for peer in programs:
         outcome[peer] = {kind: summary(samples[peer, kind]) for kind in kinds}
-        if bursts:
-            count = program.calls_for("device", _BURST)
-            times = []
-            for _ in range(bursts):
-                time.sleep(_PAUSE)
-                times.append(program.sample("device", count))
-            outcome[peer]["burst"] = summary(times)
 
     ours = next((peer for peer in programs if peer in OURS), None)
     other = next((peer for peer in programs if peer not in OURS), None)
