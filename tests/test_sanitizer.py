@@ -31,7 +31,7 @@ _NOT_RACES = (
     # between the store and the load.
     ("::load_shared_f32x4(",),
     # What a loading warp clears of a tile of keys: all lanes, then a __syncwarp, then one of them
-    # arrives at the mbarrier that readers wait for. racecheck sees what that lane has stored.
+    # arrives at the mbarrier that readers wait for.
     ("::store_shared_zero(", "::ldmatrix_x4("),
 )
 

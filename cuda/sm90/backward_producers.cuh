@@ -413,7 +413,7 @@ struct BackwardProducers {
         __syncwarp();
         named_barrier_sync(kDqFull, Traits::kConsumerThreads + 32);
         if (adds) {
-          fence_proxy_async();  // as above
+          fence_proxy_async();  // on this side of the barrier as in add_dq
           // Panels that the problem's head size does not reach do not exist in the workspace.
           if (col < args.workspace.dims) {
             bulk_reduce_add(args.workspace.dq_of(args.workspace_data, head_index) +

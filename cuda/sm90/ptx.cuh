@@ -345,6 +345,7 @@ __device__ __forceinline__ void ldmatrix_x4(uint32_t address, uint32_t (&words)[
                : "memory");
 }
 
+// Volatile, unlike a load by pointer: it stays ahead of the products that it is written ahead of.
 __device__ __forceinline__ float2 load_shared_f32x2(uint32_t address) {
   float2 values;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
