@@ -63,6 +63,24 @@ struct Problem {
   Band band;
 };
 
+// An array that a score program reads: (*B, *own axes), dense in its own axes.
+inline constexpr int kMaxCaptures = 8;
+inline constexpr int kMaxCaptureRank = 6;
+struct Capture {
+  const void* data;
+  int64_t batch_stride[kMaxBatchAxes];  // in elements, 0 where it broadcasts
+  int32_t extent[kMaxCaptureRank];      // of its own axes
+};
+
+// What a score program reads beside the scores. Numbers differ from indices where a call is part of
+// a larger one: a shard of it, or mapped.
+struct Captures {
+  Capture of[kMaxCaptures];
+  const int32_t* batch_numbers;  // of the batch elements; nullptr: 0 ... B - 1
+  int64_t batch_numbers_stride[kMaxBatchAxes];
+  const int32_t* head_numbers;  // (N), of the query heads; nullptr: 0 ... N - 1
+};
+
 struct ForwardParams {
   Problem problem;
   Tensor q;    // (*B, T, N, H)
@@ -70,6 +88,7 @@ struct ForwardParams {
   Tensor v;    // (*B, S, K, h)
   Tensor out;  // (*B, T, N, h)
   float* lse;  // (*B, T, N) dense; natural logarithm, -inf for a row that sees no key
+  Captures captures;
 };
 
 struct BackwardParams {
@@ -86,6 +105,7 @@ struct BackwardParams {
   Tensor dv;           // (*B, S, K, h), every batch axis of full extent
   void* workspace;     // backward_workspace_bytes(problem) bytes, 256-byte aligned, any contents
   bool deterministic;  // bitwise the same gradients from run to run
+  Captures captures;
 };
 
 // The result of a call: an empty message, or what went wrong and what to do about it.

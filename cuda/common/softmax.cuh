@@ -3,18 +3,10 @@
 // g + 8 (elements 2, 3) of every 8 columns.
 #pragma once
 
+#include "common/approx.cuh"
 #include "common/mask.cuh"
 
 namespace jaxflash {
-
-inline constexpr float kLog2E = 1.4426950408889634f;
-inline constexpr float kLn2 = 0.6931471805599453f;
-
-__device__ __forceinline__ float exp2_approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 
 // The step from a product q.k to its logit: today the scale. What comes later (bias, soft cap,
 // slopes) is another type with the same members.

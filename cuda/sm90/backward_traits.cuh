@@ -46,6 +46,7 @@ struct BackwardArgs {
   float scale_log2;  // scale * log2(e)
   BackwardWorkspace workspace;
   void* workspace_data;
+  Captures captures;
 
   __device__ __forceinline__ bool ordered() const { return deterministic && !direct_dq; }
 };
