@@ -7,33 +7,15 @@
 // to pass through shared memory, for dq += ds k.
 #pragma once
 
-#include "attention.h"
 #include "common/mask.cuh"
 #include "common/softmax.cuh"
 #include "common/tensor.cuh"
 #include "common/workspace.h"
+#include "problem.h"
 #include "sm80/dq_accumulator.cuh"
 #include "sm80/tile.cuh"
 
 namespace jaxflash::sm80 {
-
-// How a block divides its work. kKeyWarps x kColWarps warps: a warp owns kKeys / kKeyWarps keys and
-// kHeadDim / kColWarps columns of dk and dv.
-template <int kRows_, int kKeys_, int kKeyWarps_, int kColWarps_, bool kExchange_, int kPassRows_,
-          int kStages_, int kDqRowWarps_, int kBlocksPerSm_>
-struct BackwardTile {
-  static constexpr int kRows = kRows_;  // queries of a step
-  static constexpr int kKeys = kKeys_;
-  static constexpr int kKeyWarps = kKeyWarps_;
-  static constexpr int kColWarps = kColWarps_;
-  // The warps that share keys: each computes the scores of its part of the rows, and they exchange
-  // p and ds through shared memory (true), or each computes the scores of all rows (false).
-  static constexpr bool kExchange = kExchange_;
-  static constexpr int kPassRows = kPassRows_;        // rows whose scores a warp has in registers
-  static constexpr int kStages = kStages_;            // buffers of q and dout
-  static constexpr int kDqRowWarps = kDqRowWarps_;    // dq's rows are divided by these, its columns
-  static constexpr int kBlocksPerSm = kBlocksPerSm_;  // by the other warps
-};
 
 template <Math kMath_, int kHeadDim_, class Tile_>
 struct BackwardTraits {

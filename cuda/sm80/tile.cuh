@@ -11,8 +11,8 @@
 // the two families must not be multiplied with each other.
 #pragma once
 
-#include "attention.h"
 #include "common/tensor.cuh"
+#include "problem.h"
 #include "sm80/ptx.cuh"
 
 namespace jaxflash::sm80 {

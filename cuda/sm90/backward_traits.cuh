@@ -2,11 +2,10 @@
 // dq.
 #pragma once
 
-#include <type_traits>
-
-#include "attention.h"
+#include "common/conditional.h"
 #include "common/divisor.h"
 #include "common/workspace.h"
+#include "problem.h"
 #include "sm90/backward_schedule.cuh"
 #include "sm90/pipeline.cuh"
 #include "sm90/ptx.cuh"
@@ -177,7 +176,7 @@ struct BackwardTraits {
                              2 * kScoreBytes == 4 * kDqWarpBytes),
                 "dq fits where p and ds were");
 
-  struct SharedMemory : std::conditional_t<kPaired, PairBuffers, SingleBuffers> {
+  struct SharedMemory : Conditional<kPaired, PairBuffers, SingleBuffers> {
     alignas(128) float lse[Tile::kQStages][kRows];  // base 2
     alignas(128) float delta[Tile::kDoutStages][kRows];
     Barrier k_full[Tile::kKeyStages];

@@ -1,8 +1,8 @@
 // The forward kernel's arguments, and what it lays out in shared memory.
 #pragma once
 
-#include "attention.h"
 #include "common/divisor.h"
+#include "problem.h"
 #include "sm90/pipeline.cuh"
 #include "sm90/ptx.cuh"
 #include "sm90/scheduler.cuh"
