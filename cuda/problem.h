@@ -60,6 +60,30 @@ struct Problem {
   Band band;
 };
 
+// Arrays beside q, k and v that a score program reads, at most so many and of at most so many axes
+// of their own.
+inline constexpr int kMaxCaptures = 8;
+inline constexpr int kMaxCaptureRank = 6;
+
+// A dense array (*B, *own axes).
+struct Capture {
+  const void* data;
+  int64_t batch_stride[kMaxBatchAxes];  // in elements, 0 where it broadcasts; axes as in Problem
+  int32_t extent[kMaxCaptureRank];      // of its own axes
+};
+
+// What a score program gets beside the score. Numbers say which batch element and head of the whole
+// call one of this device's is.
+struct Captures {
+  Capture of[kMaxCaptures];
+  const int32_t* batch_numbers;                 // (*B), or nullptr: 0 ... B - 1
+  int64_t batch_numbers_stride[kMaxBatchAxes];  // 0 where they broadcast
+  const int32_t* head_numbers;                  // (N), or nullptr: 0 ... N - 1
+};
+
+// Kernels that were compiled for a score program, see attention.h.
+struct ScoreKernels;
+
 struct ForwardParams {
   Problem problem;
   Tensor q;    // (*B, T, N, H)
@@ -67,6 +91,8 @@ struct ForwardParams {
   Tensor v;    // (*B, S, K, h)
   Tensor out;  // (*B, T, N, h)
   float* lse;  // (*B, T, N) dense; natural logarithm, -inf for a row that sees no key
+  const ScoreKernels* program;  // nullptr: logits are the scaled products, `captures` is not read
+  Captures captures;
 };
 
 struct BackwardParams {
@@ -83,6 +109,8 @@ struct BackwardParams {
   Tensor dv;           // (*B, S, K, h), every batch axis of full extent
   void* workspace;     // backward_workspace_bytes(problem) bytes, 256-byte aligned, any contents
   bool deterministic;  // bitwise the same gradients from run to run
+  const ScoreKernels* program;  // as in ForwardParams
+  Captures captures;
 };
 
 }  // namespace jaxflash

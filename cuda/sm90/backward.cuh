@@ -170,6 +170,7 @@ Status launch_backward(const BackwardParams& params, const BackwardWorkspace& wo
   args.order = key_tile_order<Tile>(params, workspace);
   args.problem = problem;
   args.scale_log2 = problem.scale * kLog2E;
+  args.captures = params.captures;
   args.workspace = workspace;
   args.workspace_data = params.workspace;
 

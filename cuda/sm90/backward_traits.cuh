@@ -45,6 +45,7 @@ struct BackwardArgs {
   float scale_log2;  // scale * log2(e)
   BackwardWorkspace workspace;
   void* workspace_data;
+  Captures captures;  // of a score program; plain kernels do not look
 
   __device__ __forceinline__ bool ordered() const { return deterministic && !direct_dq; }
 };

@@ -38,6 +38,7 @@ struct ForwardArgs {
   int64_t out_seq_stride;
   int64_t out_head_stride;
   float scale_log2;
+  Captures captures;  // of a score program; plain kernels do not look
 };
 
 template <class Tile_, Math kMath_, class Mask_>
