@@ -1,16 +1,25 @@
 // Host code that the launchers of all families share.
 #pragma once
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <type_traits>
 
 #include "attention.h"
 #include "common/workspace.h"
 
 namespace jaxflash {
+
+// The element types by the names that CUDA's headers give them.
+template <Math kMath>
+using StorageType =
+    std::conditional_t<kMath == Math::kFloat16, __half,
+                       std::conditional_t<kMath == Math::kBFloat16, __nv_bfloat16, float>>;
 
 // Lets a kernel use Traits::kSharedBytes on the current device, once for each device.
 template <class Traits>

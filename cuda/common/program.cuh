@@ -13,13 +13,10 @@
 // `distance` is the query's position minus the key's. Any q and kv are safe: loads are clamped.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-#include <cstdint>
-
-#include "attention.h"
 #include "common/approx.cuh"
+#include "common/element.cuh"
+#include "common/integers.h"
+#include "problem.h"
 
 namespace jaxflash {
 
@@ -62,12 +59,11 @@ __device__ __forceinline__ int head_number(const Captures& captures, int head) {
 __device__ __forceinline__ float load_capture(const float* data, int64_t i) {
   return __ldg(data + i);
 }
-__device__ __forceinline__ float load_capture(const __nv_bfloat16* data, int64_t i) {
-  const uint32_t bits = __ldg(reinterpret_cast<const uint16_t*>(data) + i);
-  return __uint_as_float(bits << 16);
+__device__ __forceinline__ float load_capture(const BFloat16* data, int64_t i) {
+  return to_float(BFloat16{__ldg(&data[i].bits)});
 }
-__device__ __forceinline__ float load_capture(const __half* data, int64_t i) {
-  return __half2float(__ldg(data + i));
+__device__ __forceinline__ float load_capture(const Float16* data, int64_t i) {
+  return to_float(Float16{__ldg(&data[i].bits)});
 }
 __device__ __forceinline__ int32_t load_capture(const int32_t* data, int64_t i) {
   return __ldg(data + i);
@@ -76,7 +72,7 @@ __device__ __forceinline__ uint32_t load_capture(const uint32_t* data, int64_t i
   return __ldg(data + i);
 }
 __device__ __forceinline__ bool load_capture(const bool* data, int64_t i) {
-  return __ldg(reinterpret_cast<const uint8_t*>(data) + i) != 0;
+  return __ldg(reinterpret_cast<const unsigned char*>(data) + i) != 0;
 }
 
 __device__ __forceinline__ int64_t clamp_index(int i, int extent) {

@@ -2,10 +2,7 @@
 // must not depend on the GPU that the program later runs on.
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
-
-#include "attention.h"
+#include "problem.h"
 
 #ifdef __CUDACC__
 #define JAXFLASH_HOST_DEVICE __host__ __device__

@@ -1,8 +1,7 @@
 // The float32 accumulator of dq in global memory, and turns of the blocks that add to it.
 #pragma once
 
-#include <cstdint>
-
+#include "common/integers.h"
 #include "common/memory_order.cuh"
 #include "sm80/ptx.cuh"
 

@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <type_traits>
 
 #include "attention.h"
 #include "common/convert_dq.cuh"
@@ -171,6 +170,7 @@ Status launch_backward(const BackwardParams& params, const BackwardWorkspace& wo
   args.order = key_tile_order<Tile>(params, workspace);
   args.problem = problem;
   args.scale_log2 = problem.scale * kLog2E;
+  args.captures = params.captures;
   args.workspace = workspace;
   args.workspace_data = params.workspace;
 
@@ -214,7 +214,6 @@ inline bool takes(const BackwardParams& params) {
 // Runs one tile configuration; `backward` below chooses it.
 template <Math kMath, class Tile>
 Status backward_with(const BackwardParams& params, cudaStream_t stream) {
-  using Storage = std::conditional_t<kMath == Math::kFloat16, __half, __nv_bfloat16>;
   const Problem& problem = params.problem;
   if (batch_size(problem) == 0 || problem.q_heads == 0) return Status{};
   const BackwardWorkspace workspace = backward_workspace(problem);
@@ -224,10 +223,8 @@ Status backward_with(const BackwardParams& params, cudaStream_t stream) {
   BackwardWorkspace cleared = workspace;
   if (direct) cleared.dims = 0;  // no accumulator
 
-  Status status = cuda_status(
-      launch_blocks(delta_kernel<Storage>, Start::kAfter, delta_blocks(problem, workspace),
-                    kDeltaThreads, 0, params, cleared, stream),
-      "launching the delta kernel");
+  Status status =
+      cuda_status(launch_delta<kMath>(params, cleared, stream), "launching the delta kernel");
   if (status.ok() && problem.kv_len > 0) {
     status =
         detail::launch_backward<kMath, Tile>(params, workspace, direct ? &dq : nullptr, stream);
@@ -236,8 +233,7 @@ Status backward_with(const BackwardParams& params, cudaStream_t stream) {
   const uint32_t adds =
       detail::key_tiles_of<Tile>(problem) * BackwardTraits<Tile, kMath>::kAddingWarps;
   return cuda_status(
-      launch_blocks(convert_dq_kernel<Storage, DqOrder>, Start::kBeside, convert_dq_blocks(problem),
-                    kConvertThreads, 0, params, workspace, stream, adds),
+      launch_convert_dq<kMath, DqOrder>(Start::kBeside, params, workspace, adds, stream),
       "launching the conversion of dq");
 }
 

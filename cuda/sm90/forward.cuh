@@ -162,6 +162,7 @@ Status forward_with(const ForwardParams& params, cudaStream_t stream) {
   args.out_head_stride = params.out.head_stride;
   constexpr float kLog2E = 1.44269504088896341f;
   args.scale_log2 = problem.scale * kLog2E;
+  args.captures = params.captures;
 
   const auto kernel = forward_kernel<Traits, ScaledScores>;
   error = allow_shared_memory<Traits>(reinterpret_cast<const void*>(kernel), device);

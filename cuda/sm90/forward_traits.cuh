@@ -1,8 +1,8 @@
 // The forward kernel's arguments, and what it lays out in shared memory.
 #pragma once
 
-#include "attention.h"
 #include "common/divisor.h"
+#include "problem.h"
 #include "sm90/pipeline.cuh"
 #include "sm90/ptx.cuh"
 #include "sm90/scheduler.cuh"
@@ -38,7 +38,7 @@ struct ForwardArgs {
   int64_t out_seq_stride;
   int64_t out_head_stride;
   float scale_log2;
-  Captures captures;
+  Captures captures;  // of a score program; plain kernels do not look
 };
 
 template <class Tile_, Math kMath_, class Mask_>

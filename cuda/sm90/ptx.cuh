@@ -2,9 +2,7 @@
 // matrix products in wgmma.cuh. Shared-memory addresses are 32-bit addresses of the shared window.
 #pragma once
 
-#include <cstdint>
-
-#include "attention.h"
+#include "problem.h"
 
 namespace jaxflash::sm90 {
 

@@ -3,9 +3,8 @@
 // of the next took longer than the epilogue.
 #pragma once
 
-#include <cstdint>
-
 #include "common/divisor.h"
+#include "common/integers.h"
 #include "common/mask.cuh"
 
 namespace jaxflash::sm90 {

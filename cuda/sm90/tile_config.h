@@ -1,7 +1,7 @@
 // Tiles of the forward kernel: one row for each pair of head sizes, with its reason.
 #pragma once
 
-#include "attention.h"
+#include "problem.h"
 
 namespace jaxflash::sm90 {
 
