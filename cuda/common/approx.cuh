@@ -24,10 +24,27 @@ __device__ __forceinline__ float rcp_approx(float x) {
   return y;
 }
 
-// Relative error 2^-11.
+// Relative error 2^-11: for logits of products that are no more accurate. Programs beside
+// float32-accurate products are compiled with JAXFLASH_PRECISE_MATH.
 __device__ __forceinline__ float tanh_approx(float x) {
+#ifdef JAXFLASH_PRECISE_MATH
+  return tanhf(x);
+#else
   float y;
   asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#endif
+}
+
+// The larger and the smaller; NaN if one of them is.
+__device__ __forceinline__ float max_nan(float a, float b) {
+  float y;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+}
+__device__ __forceinline__ float min_nan(float a, float b) {
+  float y;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
   return y;
 }
 

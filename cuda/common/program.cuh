@@ -8,6 +8,8 @@
 //   float logit_and_slope(..., s, &slope)          slope: d logit / d score in natural units
 //   float sink(head)                               with kHasSink: a logit without a value, in log 2
 //   bool kUnitSlope                                slope is 1 everywhere, and not asked for
+//   float addend(head, row, column, q, kv, distance)   with kUnitSlope: logit - scale * s, in log 2
+//   bool kAdds                                     the addend is not 0 everywhere
 //
 // `b` and `h` are the numbers that the program means, `batch` counts the elements of this call.
 // `distance` is the query's position minus the key's. Any q and kv are safe: loads are clamped.

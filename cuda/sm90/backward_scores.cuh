@@ -59,7 +59,8 @@ class ProgramLogits {
  public:
   static constexpr bool kWeightsAreProbabilities = Program::kUnitSlope;
 
-  __device__ __forceinline__ explicit ProgramLogits(const BackwardArgs&) {}
+  __device__ __forceinline__ explicit ProgramLogits(const BackwardArgs& args)
+      : scale_log2_(args.scale_log2) {}
 
   // `head`: of the group; `key`: of the warpgroup's first row.
   template <class Block>
@@ -114,17 +115,23 @@ class ProgramLogits {
     const int first_key = key + Fragment::row(thread);
     const float distance[2] = {static_cast<float>(first_row + diagonal_ - first_key),
                                static_cast<float>(first_row + diagonal_ - first_key - 8)};
-    const auto element = [&](int i, float& slope) {
+    // What exp2 takes. What does not depend on the score is added up before it is there.
+    const auto relative = [&](int i, float lse_of_row, float& slope) {
       const int lower = Fragment::lower(i);
       const int column = Fragment::column_of(i);
       const int q = first_row + column;
       const int kv = first_key + 8 * lower;
       const float at = distance[lower] + column;
-      const typename Program::Row of_row = Program::row(head_, q);
-      if constexpr (Program::kUnitSlope) {
-        return Program::logit(head_, of_row, columns_[lower], q, kv, at, s[i]);
+      if constexpr (!Program::kAdds) {
+        return fmaf(s[i], scale_log2_, -lse_of_row);
+      } else if constexpr (Program::kUnitSlope) {
+        const float addend =
+            Program::addend(head_, Program::row(head_, q), columns_[lower], q, kv, at);
+        return fmaf(s[i], scale_log2_, addend - lse_of_row);
       } else {
-        return Program::logit_and_slope(head_, of_row, columns_[lower], q, kv, at, s[i], &slope);
+        return Program::logit_and_slope(head_, Program::row(head_, q), columns_[lower], q, kv, at,
+                                        s[i], &slope) -
+               lse_of_row;
       }
     };
     // Selected, not multiplied: what is masked may have any logit and any slope.
@@ -133,21 +140,22 @@ class ProgramLogits {
                                    rows_that_see(block.mask, first_row, first_key, 1)};
       for_columns<kElements>(first_lse, lse, [&](int i, float lse_of_row) {
         float slope = 1.f;
-        const float logit = element(i, slope);
+        const float logit = relative(i, lse_of_row, slope);
         const Interval& rows = visible[Fragment::lower(i)];
         const int column = Fragment::column_of(i);
         const bool shown = rows.begin <= column && column < rows.end;
-        use(i, exp2_approx(shown ? logit - lse_of_row : -INFINITY), shown ? slope : 0.f);
+        use(i, exp2_approx(shown ? logit : -INFINITY), shown ? slope : 0.f);
       });
     } else {
       for_columns<kElements>(first_lse, lse, [&](int i, float lse_of_row) {
         float slope = 1.f;
-        const float logit = element(i, slope);
-        use(i, exp2_approx(logit - lse_of_row), slope);
+        const float logit = relative(i, lse_of_row, slope);
+        use(i, exp2_approx(logit), slope);
       });
     }
   }
 
+  float scale_log2_;
   typename Program::Head head_;
   typename Program::Column columns_[2];
   int diagonal_;  // from a row number to its position among the keys

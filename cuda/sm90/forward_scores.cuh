@@ -37,10 +37,11 @@ class ScaledScores {
 template <class Program>
 class ProgramScores {
  public:
-  static constexpr bool kRewrites = true;
+  static constexpr bool kRewrites = Program::kAdds;
   static constexpr bool kHasSink = Program::kHasSink;
 
-  __device__ __forceinline__ explicit ProgramScores(const ForwardArgs&) {}
+  __device__ __forceinline__ explicit ProgramScores(const ForwardArgs& args)
+      : scale_log2_(args.scale_log2) {}
 
   template <class Mask>
   __device__ __forceinline__ void begin_rows(const ForwardArgs& args, const Mask& mask, int batch,
@@ -62,23 +63,53 @@ class ProgramScores {
     for (int r = 0; r < 2; ++r) distance_[r] = static_cast<float>(row_[r] + diagonal_ - key);
   }
 
-  __device__ __forceinline__ float logit(int i, float s) const {
-    const int r = Fragment::lower(i);
-    const int column = Fragment::column_of(i);
-    return Program::logit(head_, rows_[r], Program::column(head_, key_ + column), row_[r],
-                          key_ + column, distance_[r] - column, s);
-  }
+  // Where nothing is added.
+  __device__ __forceinline__ float factor() const { return scale_log2_; }
+
+  // What does not depend on the score is added up before it is there.
   __device__ __forceinline__ float relative(int i, float s, float offset) const {
-    return logit(i, s) + offset;
+    if constexpr (!Program::kAdds) {
+      return fmaf(s, scale_log2_, offset);
+    } else if constexpr (Program::kUnitSlope) {
+      return fmaf(s, scale_log2_, addend(i) + offset);
+    } else {
+      return logit(i, s) + offset;
+    }
   }
   template <int kElements>
   __device__ __forceinline__ void rewrite(float (&s)[kElements]) const {
 #pragma unroll
-    for (int i = 0; i < kElements; ++i) s[i] = logit(i, s[i]);
+    for (int i = 0; i < kElements; ++i) {
+      if constexpr (Program::kUnitSlope) {
+        s[i] = fmaf(s[i], scale_log2_, addend(i));
+      } else {
+        s[i] = logit(i, s[i]);
+      }
+    }
   }
   __device__ __forceinline__ float sink() const { return Program::sink(head_); }
 
  private:
+  // Calls of(row, column, q, kv, distance) for element i.
+  template <class Of>
+  __device__ __forceinline__ float element(int i, const Of& of) const {
+    const int r = Fragment::lower(i);
+    const int column = Fragment::column_of(i);
+    return of(rows_[r], Program::column(head_, key_ + column), row_[r], key_ + column,
+              distance_[r] - column);
+  }
+  __device__ __forceinline__ float logit(int i, float s) const {
+    return element(i, [&](const auto& row, const auto& column, int q, int kv, float distance) {
+      return Program::logit(head_, row, column, q, kv, distance, s);
+    });
+  }
+  __device__ __forceinline__ float addend(int i) const {
+    return element(i, [&](const auto& row, const auto& column, int q, int kv, float distance) {
+      return Program::addend(head_, row, column, q, kv, distance);
+    });
+  }
+
+  float scale_log2_;
   typename Program::Head head_;
   typename Program::Row rows_[2];
   int row_[2];
