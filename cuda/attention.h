@@ -70,6 +70,7 @@ struct ForwardParams {
   Tensor v;    // (*B, S, K, h)
   Tensor out;  // (*B, T, N, h)
   float* lse;  // (*B, T, N) dense; natural logarithm, -inf for a row that sees no key
+  void* workspace;  // forward_workspace_bytes(problem) bytes, 256-byte aligned, any contents
 };
 
 struct BackwardParams {
@@ -127,7 +128,8 @@ JAXFLASH_API const jaxflash::Variant* jaxflash_forward_variant(
 JAXFLASH_API const jaxflash::Variant* jaxflash_backward_variant(
     const jaxflash::BackwardParams* params);
 
-// Bytes that BackwardParams::workspace needs on any GPU. Reads sizes only, no pointers.
+// Bytes that a workspace needs on any GPU. Reads sizes and the band's sides, no pointers.
+JAXFLASH_API size_t jaxflash_forward_workspace_bytes(const jaxflash::Problem* problem);
 JAXFLASH_API size_t jaxflash_backward_workspace_bytes(const jaxflash::Problem* problem);
 
 // The variants in the library; returns their number.
