@@ -336,7 +336,7 @@ struct Call {
 
   static size_t workspace_bytes(const Problem& problem) {
 #if SWEEP_FORWARD
-    return 0;
+    return SweptTile::kShares ? jaxflash::forward_workspace(problem).bytes : 0;
 #else
     return jaxflash::backward_workspace_bytes(problem);
 #endif
@@ -382,6 +382,7 @@ struct Call {
     params.v = dense(v.get(), shape.kv_len, shape.kv_heads, shape.value_dim);
     params.out = dense(out.get(), shape.q_len, shape.q_heads, shape.value_dim);
     params.lse = lse.get();
+    params.workspace = workspace.get();
     return jaxflash::sm90::forward_with<jaxflash::Math::kBFloat16, SweptTile>(params, stream);
 #else
     jaxflash::BackwardParams params{};

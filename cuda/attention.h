@@ -65,11 +65,11 @@ struct Problem {
 
 struct ForwardParams {
   Problem problem;
-  Tensor q;    // (*B, T, N, H)
-  Tensor k;    // (*B, S, K, H)
-  Tensor v;    // (*B, S, K, h)
-  Tensor out;  // (*B, T, N, h)
-  float* lse;  // (*B, T, N) dense; natural logarithm, -inf for a row that sees no key
+  Tensor q;         // (*B, T, N, H)
+  Tensor k;         // (*B, S, K, H)
+  Tensor v;         // (*B, S, K, h)
+  Tensor out;       // (*B, T, N, h)
+  float* lse;       // (*B, T, N) dense; natural logarithm, -inf for a row that sees no key
   void* workspace;  // forward_workspace_bytes(problem) bytes, 256-byte aligned, any contents
 };
 

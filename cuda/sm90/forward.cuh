@@ -186,7 +186,8 @@ Status forward_with(const ForwardParams& params, cudaStream_t stream) {
   if constexpr (Tile::kShares) {
     const unsigned merges = (args.order.blocks - 1) * merges_of_tile(args.sharing.rows);
     if (merges > 0) {
-      error = launch(merge_kernel<Traits>, Start::kBeside, {merges}, kMergeThreads, 0, stream, args);
+      error =
+          launch(merge_kernel<Traits>, Start::kBeside, {merges}, kMergeThreads, 0, stream, args);
     }
   }
   return cuda_status(error, "launching the merge of the forward pass");

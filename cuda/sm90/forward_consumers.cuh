@@ -106,8 +106,8 @@ struct ForwardConsumers {
     }
   }
 
-  // A part of the output from registers to its rows in the workspace: whole sectors of 32 bytes from
-  // four lanes.
+  // A part of the output from registers to its rows in the workspace: whole sectors of 32 bytes
+  // from four lanes.
   __device__ __forceinline__ static void store_part(const float (&o)[Tile::kValueDim / 2],
                                                     const float (&inverse)[2],
                                                     float* const (&target)[2], int value_dim,

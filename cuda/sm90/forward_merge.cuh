@@ -2,8 +2,8 @@
 // workspace: out = sum of e^(lse_j - lse) out_j over the parts j, in the order of their keys.
 //
 // A tile is in parts where the end of a block's run lies inside it. Thread blocks are made for each
-// such end, `kMergeRows` rows each: the first end inside a tile merges it, the others have nothing to
-// do.
+// such end, `kMergeRows` rows each: the first end inside a tile merges it, the others have nothing
+// to do.
 #pragma once
 
 #include "common/dependency.cuh"
@@ -44,7 +44,8 @@ __global__ void __launch_bounds__(kMergeThreads)
   int parts = 2;
   while (ending + parts < shares.blocks() && shares.begin(ending + parts) < tile_end) ++parts;
   const auto slot = [&](int part) {
-    return static_cast<int64_t>(part == 0 ? first_slot : ShareWalk<Slices>::slot_of(ending + part, 1));
+    return static_cast<int64_t>(part == 0 ? first_slot
+                                          : ShareWalk<Slices>::slot_of(ending + part, 1));
   };
 
   const Problem& problem = args.problem;
@@ -59,10 +60,10 @@ __global__ void __launch_bounds__(kMergeThreads)
     if (tile_row >= args.sharing.rows) return;
     const int unit = first_unit + tile_row / args.unit.rows();
     const int row = tile_row % args.unit.rows();
-    const int position = (args.by_units.quotient(unit) << args.unit.log2_positions) +
-                         args.unit.position(row);
-    const int head = tile.kv_head * args.group +
-                     args.by_units.remainder(unit) * args.unit.heads + args.unit.head(row);
+    const int position =
+        (args.by_units.quotient(unit) << args.unit.log2_positions) + args.unit.position(row);
+    const int head = tile.kv_head * args.group + args.by_units.remainder(unit) * args.unit.heads +
+                     args.unit.head(row);
     if (tile_row >= Traits::kWarpGroups * args.unit.rows() || position >= problem.q_len) continue;
 
     float top = -INFINITY;

@@ -53,8 +53,9 @@ struct Choices {};
 // keys (common/key_shares.h), for as many units of 64 rows as the queries of a kv head fill. One
 // unit takes what the memory delivers, 16.4 bytes a clock, from the first: 64 keys of head size 128
 // are 32 KB in about 800 clocks. So all the shared memory is stages, to keep loads in flight across
-// the ends of tiles. Output is direct: Q of the next tile does not wait for it. Figures are TFLOP/s at 16,384 tokens under
-// sustained load, compared in one call of the sweep each; more are in NOTES.md.
+// the ends of tiles. Output is direct: Q of the next tile does not wait for it. Figures are TFLOP/s
+// at 16,384 tokens under sustained load, compared in one call of the sweep each; more are in
+// NOTES.md.
 template <int kHeadDim, int kValueDim>
 struct ForwardTileFor;
 
