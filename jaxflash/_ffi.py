@@ -169,17 +169,15 @@ class _Forward(_Pass):
         batch = math.prod(self.full_batch(operands))
         sides = _attributes(self.spec, self.lengths)
 
-        def known(size, *largest):
-            return (size,) if isinstance(size, int) else largest
-
         # Where a size is symbolic, what is enough for every value: one sequence needs as much as
         # any number, all rows of a tile are in use from 64 or, without groups, 128 queries on.
+        q_lens = (q_len,) if isinstance(q_len, int) else (64, 128)
         return max(
             extension.forward_workspace_bytes(
                 dtype=query.dtype.name,
-                batch=known(batch, 1)[0],
+                batch=batch if isinstance(batch, int) else 1,
                 q_len=rows,
-                kv_len=known(kv_len, _UNLIMITED)[0],
+                kv_len=kv_len if isinstance(kv_len, int) else _UNLIMITED,
                 q_heads=q_heads,
                 kv_heads=kv_heads,
                 head_dim=head_dim,
@@ -187,7 +185,7 @@ class _Forward(_Pass):
                 left=int(sides["left"]),
                 right=int(sides["right"]),
             )
-            for rows in known(q_len, 64, 128)
+            for rows in q_lens
         )
 
 
