@@ -50,7 +50,8 @@ JAXFLASH_API const jaxflash::Variant* jaxflash_forward_variant(
 JAXFLASH_API const jaxflash::Variant* jaxflash_backward_variant(
     const jaxflash::BackwardParams* params);
 
-// Bytes that BackwardParams::workspace needs on any GPU. Reads sizes only, no pointers.
+// Bytes that a workspace needs on any GPU. Reads sizes and the band's sides, no pointers.
+JAXFLASH_API size_t jaxflash_forward_workspace_bytes(const jaxflash::Problem* problem);
 JAXFLASH_API size_t jaxflash_backward_workspace_bytes(const jaxflash::Problem* problem);
 
 // The variants in the library; returns their number.

@@ -8,6 +8,7 @@
 #include <iterator>
 
 #include "attention.h"
+#include "common/key_shares.h"
 #include "common/status.h"
 #include "common/workspace.h"
 #include "variants.h"
@@ -143,6 +144,10 @@ const Variant* jaxflash_forward_variant(const ForwardParams* params) {
 
 const Variant* jaxflash_backward_variant(const BackwardParams* params) {
   return jaxflash::variant(jaxflash::kBackward, "backward", *params);
+}
+
+size_t jaxflash_forward_workspace_bytes(const Problem* problem) {
+  return jaxflash::forward_workspace_bytes(*problem);
 }
 
 size_t jaxflash_backward_workspace_bytes(const Problem* problem) {

@@ -212,7 +212,8 @@ ffi::Error describe(const Attributes& attributes, ffi::AnyBuffer q, ffi::AnyBuff
 
 ffi::Error forward(CUstream_st* stream, Attributes attributes, ffi::AnyBuffer q, ffi::AnyBuffer k,
                    ffi::AnyBuffer v, ffi::RemainingArgs optional, ffi::Result<ffi::AnyBuffer> out,
-                   ffi::Result<ffi::Buffer<ffi::F32>> lse) {
+                   ffi::Result<ffi::Buffer<ffi::F32>> lse,
+                   ffi::Result<ffi::Buffer<ffi::U8>> workspace) {
   const Shape full{out->dimensions()};
   ForwardParams params = {};
   if (ffi::Error error = describe(attributes, q, k, v, full, optional, &params.problem);
@@ -228,6 +229,10 @@ ffi::Error forward(CUstream_st* stream, Attributes attributes, ffi::AnyBuffer q,
   params.v = axes.tensor(v.untyped_data(), v_shape);
   params.out = axes.tensor(out->untyped_data(), full);
   params.lse = lse->typed_data();
+  params.workspace = workspace->untyped_data();
+  if (workspace->size_bytes() < jaxflash_forward_workspace_bytes(&params.problem)) {
+    return invalid("the forward workspace is too small");
+  }
   return to_error(jaxflash_forward(&params, stream));
 }
 
@@ -277,6 +282,14 @@ ffi::Error backward(CUstream_st* stream, Attributes attributes, bool has_dlse, b
   return to_error(jaxflash_backward(&params, stream));
 }
 
+// Of the dtypes that the kernels take.
+Math math_of(const std::string& dtype, bool highest_precision) {
+  return dtype == "float16"    ? Math::kFloat16
+         : dtype == "bfloat16" ? Math::kBFloat16
+         : highest_precision   ? Math::kFloat32
+                               : Math::kTF32;
+}
+
 // Family, query/key and value head size.
 using VariantKey = std::tuple<std::string, int32_t, int32_t>;
 
@@ -296,10 +309,7 @@ std::optional<VariantKey> variant_for(bool forward, const std::string& dtype,
   const BatchAxes axes(out_shape, {q_shape, k_shape, v_shape});
 
   Problem problem = {};
-  problem.math = dtype == "float16"    ? Math::kFloat16
-                 : dtype == "bfloat16" ? Math::kBFloat16
-                 : highest_precision   ? Math::kFloat32
-                                       : Math::kTF32;
+  problem.math = math_of(dtype, highest_precision);
   problem.q_len = static_cast<int32_t>(q_shape.length());
   problem.kv_len = static_cast<int32_t>(k_shape.length());
   problem.q_heads = static_cast<int32_t>(q_shape.heads());
@@ -359,7 +369,8 @@ XLA_FFI_DEFINE_HANDLER(kForward, jaxflash::forward,
                            .Arg<ffi::AnyBuffer>()  // v (*B, S, K, h), likewise
                            .RemainingArgs()        // q_lengths (*B), kv_lengths (*B), where given
                            .Ret<ffi::AnyBuffer>()  // out (*B, T, N, h)
-                           .Ret<ffi::Buffer<ffi::F32>>(),  // lse (*B, T, N)
+                           .Ret<ffi::Buffer<ffi::F32>>()  // lse (*B, T, N)
+                           .Ret<ffi::Buffer<ffi::U8>>(),  // workspace
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER(kBackward, jaxflash::backward,
@@ -414,6 +425,28 @@ NB_MODULE(_extension, m) {
         return handlers;
       },
       "Handlers for the CUDA platform, by pass.");
+  m.def(
+      "forward_workspace_bytes",
+      [](const std::string& dtype, int64_t batch, int64_t q_len, int64_t kv_len, int64_t q_heads,
+         int64_t kv_heads, int64_t head_dim, int64_t value_dim, int64_t left, int64_t right) {
+        jaxflash::Problem problem = {};
+        problem.math = jaxflash::math_of(dtype, false);
+        problem.num_batch_axes = 1;
+        problem.batch_extent[0] = batch;
+        problem.q_len = static_cast<int32_t>(q_len);
+        problem.kv_len = static_cast<int32_t>(kv_len);
+        problem.q_heads = static_cast<int32_t>(q_heads);
+        problem.kv_heads = static_cast<int32_t>(kv_heads);
+        problem.head_dim = static_cast<int32_t>(head_dim);
+        problem.value_dim = static_cast<int32_t>(value_dim);
+        problem.band.left = jaxflash::clamp_side(left);
+        problem.band.right = jaxflash::clamp_side(right);
+        return jaxflash_forward_workspace_bytes(&problem);
+      },
+      nb::kw_only(), nb::arg("dtype"), nb::arg("batch"), nb::arg("q_len"), nb::arg("kv_len"),
+      nb::arg("q_heads"), nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("value_dim"),
+      nb::arg("left"), nb::arg("right"),
+      "Bytes of workspace that the forward pass of one problem needs; no more for more sequences.");
   m.def(
       "backward_workspace_bytes",
       [](int64_t batch, int64_t q_len, int64_t kv_len, int64_t q_heads, int64_t kv_heads,

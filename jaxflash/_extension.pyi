@@ -10,6 +10,19 @@ def wrong_platform_handler() -> CapsuleType: ...
 # Without kernels the functions below do not exist.
 
 def cuda_handlers() -> dict[str, CapsuleType]: ...
+def forward_workspace_bytes(
+    *,
+    dtype: str,
+    batch: int,
+    q_len: int,
+    kv_len: int,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    value_dim: int,
+    left: int,
+    right: int,
+) -> int: ...
 def backward_workspace_bytes(
     *,
     batch: int,
