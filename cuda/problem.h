@@ -46,6 +46,22 @@ struct Band {
   const int32_t* kv_lengths;  // (prod B) valid keys of a sequence, or nullptr for S
 };
 
+// Rows (keys) whose intervals are summarised together.
+inline constexpr int kRangeBlock = 64;
+
+// Of each row the interval of keys that it sees, and of each key that of its rows: pairs (begin,
+// end), 8-byte aligned. Of each block the hull of the intervals, and what all of them share:
+// (begin, end, begin, end), 16-byte aligned. Empty intervals count in what is shared alone.
+struct Ranges {
+  const int32_t* keys_of_row;  // (prod B, T, 2)
+  const int32_t* rows_of_key;  // (prod B, S, 2)
+  const int32_t* row_blocks;   // (prod B, ceil(T / kRangeBlock), 4)
+  const int32_t* key_blocks;   // (prod B, ceil(S / kRangeBlock), 4)
+  const int32_t* seen_keys;    // (prod B, 2), the hull of all rows' intervals
+  const int32_t* q_ids;        // (prod B, T), or nullptr: all see each other
+  const int32_t* kv_ids;       // (prod B, S)
+};
+
 struct Problem {
   Math math;
   int32_t num_batch_axes;
@@ -58,6 +74,7 @@ struct Problem {
   int32_t value_dim;  // h
   float scale;        // multiplies the logits
   Band band;
+  Ranges ranges;  // of a RangeMask; plain kernels do not look
 };
 
 // Arrays beside q, k and v that a score program reads, at most so many and of at most so many axes

@@ -15,6 +15,9 @@ struct Interval {
 // i + lo ... i + hi (both included) that lie in [0, kv_len), if i < q_len.
 class BandMask {
  public:
+  // Whether what lies in an element's intervals may still be hidden.
+  static constexpr bool kTestsElements = false;
+
   // `batch` is the flat index over the batch axes.
   __device__ __forceinline__ BandMask(const Problem& problem, int64_t batch)
       : q_len_(length(problem.band.q_lengths, batch, problem.q_len)),
@@ -29,6 +32,12 @@ class BandMask {
 
   __device__ __forceinline__ int q_len() const { return q_len_; }
   __device__ __forceinline__ int kv_len() const { return kv_len_; }
+
+  // The keys that some row of the sequence sees lie in this interval.
+  __device__ __forceinline__ Interval seen_keys() const { return keys({0, q_len_}); }
+
+  // The keys that this row sees.
+  __device__ __forceinline__ Interval keys_of_row(int row) const { return keys({row, row + 1}); }
 
   // The keys that some row of `rows` sees lie in this interval.
   __device__ __forceinline__ Interval keys(Interval rows) const {

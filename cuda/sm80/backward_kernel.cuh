@@ -218,7 +218,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::Tile::kBlocksPerSm)
     Work& mine = *reinterpret_cast<Work*>(smem + Traits::kWork);
     mine.mask = Mask(problem, batch);
     mine.rows = mine.mask.rows({first_key, first_key + Tile::kKeys});
-    mine.seen_keys = mine.mask.keys({0, mine.mask.q_len()});
+    mine.seen_keys = mine.mask.seen_keys();
     mine.row_tiles = {mine.rows.begin / kRows, (mine.rows.end + kRows - 1) / kRows};
     mine.heads = mine.rows.begin < mine.rows.end ? group : 0;
     mine.first_key = first_key;

@@ -121,7 +121,7 @@ struct PairConsumers {
       // Stages dv in v's place, dk in k's.
       const auto stage_sum = [&] {
         hold(sum);
-        const Interval seen_keys = block.mask.keys({0, block.mask.q_len()});
+        const Interval seen_keys = block.mask.seen_keys();
         const int key = first_key + Fragment::row(late_thread());
         const bool seen[2] = {key >= seen_keys.begin && key < seen_keys.end,
                               key + 8 >= seen_keys.begin && key + 8 < seen_keys.end};

@@ -149,7 +149,7 @@ struct BackwardProducers {
   __device__ __forceinline__ static Keys keys_at(const BackwardArgs& args, uint32_t position) {
     const Block block(args.problem, args.order.at(position));
     return {Traits::first_key(block), block.kv_head, inner_batch(args, block.batch),
-            outer_batch(args, block.batch), block.mask.keys({0, block.mask.q_len()})};
+            outer_batch(args, block.batch), block.mask.seen_keys()};
   }
 
   template <int kPanels>

@@ -43,6 +43,15 @@ class ScaledLogits {
           s[i] = rows.begin <= column && column < rows.end ? s[i] : -INFINITY;
         }
       }
+      if constexpr (decltype(block.mask)::kTestsElements) {
+#pragma unroll
+        for (int i = 0; i < kElements; ++i) {
+          if (!block.mask.same_id(row + Fragment::column(thread) + Fragment::column_of(i),
+                                  key + Fragment::row(thread) + 8 * Fragment::lower(i))) {
+            s[i] = -INFINITY;
+          }
+        }
+      }
     }
     for_columns<kElements>(first_lse, lse, [&](int i, float lse_of_row) {
       s[i] = exp2_approx(s[i] * scale_log2_ - lse_of_row);
@@ -143,7 +152,10 @@ class ProgramLogits {
         const float logit = relative(i, lse_of_row, slope);
         const Interval& rows = visible[Fragment::lower(i)];
         const int column = Fragment::column_of(i);
-        const bool shown = rows.begin <= column && column < rows.end;
+        bool shown = rows.begin <= column && column < rows.end;
+        if constexpr (decltype(block.mask)::kTestsElements) {
+          shown &= block.mask.same_id(first_row + column, first_key + 8 * Fragment::lower(i));
+        }
         use(i, exp2_approx(shown ? logit : -INFINITY), shown ? slope : 0.f);
       });
     } else {

@@ -216,7 +216,7 @@ struct SingleConsumers {
         arrive_warp(smem.k_empty[keys.stage]);
       }
       keys.advance();
-      const Interval seen_keys = block.mask.keys({0, block.mask.q_len()});
+      const Interval seen_keys = block.mask.seen_keys();
       const int key = own_key + Fragment::row(late_thread());
       const bool seen[2] = {key >= seen_keys.begin && key < seen_keys.end,
                             key + 8 >= seen_keys.begin && key + 8 < seen_keys.end};

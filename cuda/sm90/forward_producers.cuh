@@ -46,7 +46,7 @@ struct ForwardProducers {
       plan.inner = inner;
       plan.outer = outer;
       plan.mask = mask;
-      plan.seen = mask.keys({0, mask.q_len()});
+      plan.seen = mask.seen_keys();
       plan.tiles = tiles;
     }
     if (lane < kWarpGroups) {

@@ -44,7 +44,7 @@ __device__ __forceinline__ void apply_mask(float (&s)[kElements], const Mask& ma
   Interval visible[2];  // relative to the thread's first column
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const Interval keys = mask.keys({rows.of[r], rows.of[r] + 1});
+    const Interval keys = mask.keys_of_row(rows.of[r]);
     visible[r] = {keys.begin - key, keys.end - key};
   }
   if (__any_sync(~0u, visible[0].end < kColumns || visible[1].end < kColumns)) {
@@ -57,6 +57,14 @@ __device__ __forceinline__ void apply_mask(float (&s)[kElements], const Mask& ma
 #pragma unroll
     for (int i = 0; i < kElements; ++i) {
       if (Fragment::column_of(i) < visible[Fragment::lower(i)].begin) s[i] = -INFINITY;
+    }
+  }
+  if constexpr (Mask::kTestsElements) {
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) {
+      if (!mask.same_id(rows.of[Fragment::lower(i)], key + Fragment::column_of(i))) {
+        s[i] = -INFINITY;
+      }
     }
   }
 }

@@ -1,0 +1,107 @@
+// A mask whose rows see intervals of keys, and keys intervals of rows: segments, packed sequences.
+#pragma once
+
+#include "common/mask.cuh"
+
+namespace jaxflash {
+
+// A band, and within it the intervals of problem.ranges. With kIds only equal ids see each other,
+// too; a row with other ids inside its interval is then summarised as one that shares no key, so
+// that its tiles are tested by element.
+//
+// Answers about many rows or keys come from summaries of blocks of kRangeBlock, and may be too wide
+// ("some") or too narrow ("every"), by what lies between the intervals of a block.
+template <bool kIds>
+class RangeMask {
+ public:
+  static constexpr bool kTestsElements = kIds;
+
+  __device__ __forceinline__ RangeMask(const Problem& problem, int64_t batch)
+      : band_(problem, batch), problem_(&problem), batch_(static_cast<int>(batch)) {}
+
+  __device__ __forceinline__ int q_len() const { return band_.q_len(); }
+  __device__ __forceinline__ int kv_len() const { return band_.kv_len(); }
+
+  __device__ __forceinline__ Interval keys(Interval rows) const {
+    return both(band_.keys(rows), some(ranges().row_blocks, problem_->q_len, rows));
+  }
+  __device__ __forceinline__ Interval common_keys(Interval rows) const {
+    return both(band_.common_keys(rows), every(ranges().row_blocks, problem_->q_len, rows));
+  }
+  __device__ __forceinline__ Interval rows(Interval keys) const {
+    return both(band_.rows(keys), some(ranges().key_blocks, problem_->kv_len, keys));
+  }
+  __device__ __forceinline__ Interval common_rows(Interval keys) const {
+    return both(band_.common_rows(keys), every(ranges().key_blocks, problem_->kv_len, keys));
+  }
+  __device__ __forceinline__ Interval keys_of_row(int row) const {
+    return both(band_.keys_of_row(row),
+                one(ranges().keys_of_row, problem_->q_len, min(row, problem_->q_len - 1)));
+  }
+  __device__ __forceinline__ Interval rows_of_key(int key) const {
+    return both(band_.rows_of_key(key),
+                one(ranges().rows_of_key, problem_->kv_len, min(key, problem_->kv_len - 1)));
+  }
+  __device__ __forceinline__ Interval seen_keys() const {
+    return both(band_.seen_keys(), one(ranges().seen_keys, 1, 0));
+  }
+  __device__ __forceinline__ bool full(Interval rows, Interval keys) const {
+    const Interval common = common_keys(rows);
+    return rows.end <= q_len() && common.begin <= keys.begin && keys.end <= common.end;
+  }
+  __device__ __forceinline__ bool visible(int row, int key) const {
+    const Interval keys = keys_of_row(row);
+    return row < q_len() && key >= keys.begin && key < keys.end && same_id(row, key);
+  }
+  // Whether two of the arrays' positions have one id.
+  __device__ __forceinline__ bool same_id(int row, int key) const {
+    if constexpr (!kIds) {
+      return true;
+    } else {
+      const int32_t q_id = __ldg(ranges().q_ids + element(problem_->q_len, row));
+      return q_id == __ldg(ranges().kv_ids + element(problem_->kv_len, key));
+    }
+  }
+
+ private:
+  __device__ __forceinline__ const Ranges& ranges() const { return problem_->ranges; }
+  __device__ __forceinline__ int64_t element(int length, int i) const {
+    return int64_t{batch_} * length + min(i, length - 1);
+  }
+  __device__ __forceinline__ static Interval both(Interval a, Interval b) {
+    return {max(a.begin, b.begin), min(a.end, b.end)};
+  }
+  __device__ __forceinline__ Interval one(const int32_t* intervals, int length, int i) const {
+    const int2 interval = __ldg(reinterpret_cast<const int2*>(intervals) + element(length, i));
+    return {interval.x, interval.y};
+  }
+  // Of the blocks that meet `part`, all of them inside `length`: the hull, or what they share.
+  template <class Merge>
+  __device__ __forceinline__ Interval summary(const int32_t* blocks, int length, Interval part,
+                                              Interval neutral, const Merge& merge) const {
+    const int count = (length + kRangeBlock - 1) / kRangeBlock;
+    const int last = (min(part.end, length) - 1) / kRangeBlock;
+    for (int block = part.begin / kRangeBlock; block <= last; ++block) {
+      neutral = merge(
+          neutral, __ldg(reinterpret_cast<const int4*>(blocks) + int64_t{batch_} * count + block));
+    }
+    return neutral;
+  }
+  __device__ __forceinline__ Interval some(const int32_t* blocks, int length, Interval part) const {
+    return summary(blocks, length, part, {kMaxLength, 0}, [](Interval hull, int4 block) {
+      return Interval{min(hull.begin, block.x), max(hull.end, block.y)};
+    });
+  }
+  __device__ __forceinline__ Interval every(const int32_t* blocks, int length,
+                                            Interval part) const {
+    return summary(blocks, length, part, {0, kMaxLength}, [](Interval shared, int4 block) {
+      return Interval{max(shared.begin, block.z), min(shared.end, block.w)};
+    });
+  }
+
+  BandMask band_;
+  const Problem* problem_;
+  int batch_;
+};
+
+}  // namespace jaxflash
