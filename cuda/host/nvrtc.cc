@@ -2,6 +2,7 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstring>
 #include <mutex>
@@ -189,7 +190,7 @@ KernelCosts costs_of(const std::string& log) {
                     "%d bytes stack frame, %d bytes spill stores, %d bytes spill loads", &stack,
                     &stores, &loads) == 3) {
       costs.stack += stack;
-      costs.spilled += stores + loads;
+      costs.spilled += std::max(stores, loads);
     }
   }
   return costs;

@@ -13,11 +13,9 @@ namespace jaxflash {
 // What ptxas says of a kernel.
 struct KernelCosts {
   int registers = 0;        // that a thread is launched with
-  int spilled = 0;          // bytes, stores and loads of a thread
+  int spilled = 0;          // bytes of a thread: of stores or of loads, whichever are more
   int stack = 0;            // bytes
   bool serialised = false;  // warpgroup instructions wait for one another: slow on Hopper
-
-  bool spills() const { return spilled > 0; }
 };
 
 struct Compilation {

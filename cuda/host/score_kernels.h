@@ -27,8 +27,8 @@ struct ScoreKernels {
   // As the launchers' lists are searched; no lengths or strides are known.
   const Problem& problem() const { return problem_; }
 
-  // The kernel of the first tile of the variant that neither spills nor serialises its warpgroup
-  // instructions; where there is none, of the one that does so least.
+  // The kernel of the first tile of the variant that hardly spills and does not serialise its
+  // warpgroup instructions; where there is none, of the one that does so least.
   Status compile(const CompiledVariant& variant, const GpuTraits& gpu,
                  std::shared_ptr<RuntimeKernel>* kernel, ProgramKernel* tile) const;
 

@@ -53,7 +53,7 @@ Status launch_backward(MainKernel kernel, const BackwardParams& params, cudaStre
 template <Math kMath, int kHeadDim, class Tile>
 Status backward_with(const BackwardParams& params, cudaStream_t stream) {
   using Traits = BackwardTraits<kMath, kHeadDim, Tile>;
-  const MainKernel kernel = backward_kernel<Traits, BandMask, ScaleScore>;
+  const MainKernel kernel = backward_kernel<Traits, BandMask, ScaledScores>;
   Status status = allow_shared_memory<Traits>(kernel.handle, Traits::kSharedBytes);
   return status.ok() ? launch_backward<kMath, kHeadDim, Tile>(kernel, params, stream) : status;
 }
@@ -87,7 +87,7 @@ int backward_program_kernels(const ProgramTraits& program,
                   const TypeName name = type_name<Traits>();
                   list.add<Tile>(number, "sm80/backward_kernel.cuh", Traits::kSharedBytes,
                                  "jaxflash::sm80::backward_kernel<%.*s, jaxflash::BandMask, "
-                                 "jaxflash::sm80::ProgramLogits<jaxflash::Program>>",
+                                 "jaxflash::sm80::ProgramScores<jaxflash::Program>>",
                                  name.length, name.begin);
                 });
   return list.count();

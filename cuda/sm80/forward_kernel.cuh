@@ -7,6 +7,7 @@
 #include "common/softmax.cuh"
 #include "common/tensor.cuh"
 #include "problem.h"
+#include "sm80/scores.cuh"
 #include "sm80/tile.cuh"
 
 namespace jaxflash::sm80 {
@@ -51,7 +52,7 @@ struct ForwardWork {
   }
 };
 
-template <Math kMath, int kHeadDim, class Tile, class Mask = BandMask, class Score = ScaleScore>
+template <Math kMath, int kHeadDim, class Tile, class Mask = BandMask, class Scores = ScaledScores>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSM)
     forward_kernel(const __grid_constant__ ForwardParams params, uint64_t first_head) {
   using Smem = ForwardSmem<kMath, kHeadDim, Tile>;
@@ -78,9 +79,10 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSM)
                        rows_are_aligned(v_gmem, params.v.seq_stride, problem.value_dim);
 
   const Mask mask(problem, work.batch);
-  const Score score(problem);
-  const bool rewrites = score.factor() == 0.f;
-  const float factor = rewrites ? 1.f : score.factor();
+  Scores scores(problem);
+  scores.begin_head(params.captures, problem, mask, work.batch, work.head);
+  const bool rewrites = scores.factor() == 0.f;
+  const float factor = rewrites ? 1.f : scores.factor();
 
   // Rows past the sequence's end are computed like any other and dropped at the end: cutting them
   // off here keeps their tile off the path of element tests.
@@ -153,27 +155,27 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSM)
     stage = next_stage;
     if (!sees) continue;
 
+    // The thread's first element, and all of them by their distance from it.
+    const int s_lane = static_cast<int>(laneid());
+    const int s_row = warp_rows.begin + s_lane / 4;
+    const int s_key = first_key + s_lane % 4 * 2;
     const auto for_each_score = [&](auto change) {
-      const int s_lane = static_cast<int>(laneid());
-      const int s_row = warp_rows.begin + s_lane / 4;
-      const int s_key = first_key + s_lane % 4 * 2;
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
         for (int n = 0; n < kKeyBlocks; ++n) {
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            change(s[m][n][i], s_row + 16 * m + i / 2 * 8, s_key + 8 * n + i % 2);
-          }
+          for (int i = 0; i < 4; ++i) change(s[m][n][i], 16 * m + i / 2 * 8, 8 * n + i % 2);
         }
       }
     };
     if (rewrites) {
-      for_each_score([&](float& x, int row, int key) { x = score.logit(x, row, key); });
+      scores.begin_tile(s_row, s_key);
+      for_each_score([&](float& x, int row, int key) { x = scores.logit(x, row, key); });
     }
     if (!mask.full(warp_rows, tile_keys)) {
       for_each_score([&](float& x, int row, int key) {
-        if (!mask.visible(row, key)) x = -INFINITY;
+        if (!mask.visible(s_row + row, s_key + key)) x = -INFINITY;
       });
     }
 
@@ -208,9 +210,13 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSM)
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = done_row + static_cast<int>(lane_index() / 4) + 16 * m + 8 * r;
-      const float sum = softmax.row_sum(m, r);
+      float sum = softmax.row_sum(m, r);
       empty[r] = sum == 0.f || row >= mask.q_len();
-      inverse[r] = 1.f / sum;
+      if constexpr (Scores::kHasSink) {
+        inverse[r] = softmax.add_sink(scores.sink(), sum, m, r);
+      } else {
+        inverse[r] = 1.f / sum;
+      }
       if (lane_index() % 4 == 0 && row < problem.q_len) {
         params.lse[(done.batch * problem.q_len + row) * problem.q_heads + done.head] =
             empty[r] ? -INFINITY : softmax.lse(sum, m, r);

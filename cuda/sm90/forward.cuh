@@ -43,12 +43,12 @@ inline bool map_forward(const ForwardParams& params, ForwardMaps& maps) {
 // Tiles of one call: their indices, and the rounds beyond the last, stay within 31 bits.
 inline constexpr int64_t kMaxTiles = int64_t{1} << 30;
 
-// What the 64 rows of a warpgroup hold. See UnitShape.
-inline UnitShape unit_shape(const Problem& problem) {
+// What the 64 rows of a warpgroup hold. See UnitShape. A score program wants rows of one head.
+inline UnitShape unit_shape(const Problem& problem, bool one_head) {
   UnitShape unit{};
   while ((1 << unit.log2_positions) < std::min(problem.q_len, 64)) ++unit.log2_positions;
   const int group = problem.q_heads / problem.kv_heads;
-  unit.heads = std::min(group, 64 >> unit.log2_positions);
+  unit.heads = one_head ? 1 : std::min(group, 64 >> unit.log2_positions);
   while (group % unit.heads != 0) --unit.heads;
   return unit;
 }
@@ -129,7 +129,7 @@ Status launch_forward(Kernel<ForwardArgs> kernel, const ForwardParams& params,
   if (Status status = cuda_status(error, kDoing); !status.ok()) return status;
 
   ForwardArgs args{};
-  args.unit = unit_shape(problem);
+  args.unit = unit_shape(problem, params.program != nullptr);
   const int positions = 1 << args.unit.log2_positions;
   CUresult encoded = encode(args.q, maps.q, kMath, positions, args.unit.heads);
   if (encoded == CUDA_SUCCESS) encoded = encode(args.k, maps.k, kMath, Tile::kKeys);
@@ -219,16 +219,17 @@ template <Math kMath, int kHeadDim, int kValueDim = kHeadDim>
 int forward_program_kernels(const ProgramTraits& program,
                             ProgramKernel (&kernels)[kMaxProgramTiles]) {
   ProgramKernelList list(program, kernels);
-  for_each_tile(typename ForwardProgramTiles<kHeadDim, kValueDim>::Tiles{},
-                [&](int number, auto tile) {
-                  using Tile = decltype(tile);
-                  using Traits = ForwardTraits<Tile, kMath, BandMask>;
-                  const TypeName name = type_name<Traits>();
-                  list.add<Tile>(number, "sm90/forward_kernel.cuh", Traits::kSharedBytes,
-                                 "jaxflash::sm90::forward_kernel<%.*s, "
-                                 "jaxflash::sm90::ProgramScores<jaxflash::Program>>",
-                                 name.length, name.begin);
-                });
+  using Choice = ForwardProgramTiles<kHeadDim, kValueDim>;
+  for_each_tile(typename Choice::Tiles{}, [&](int number, auto tile) {
+    if (!program.unit_slope && number < Choice::kWithSlope) return;
+    using Tile = decltype(tile);
+    using Traits = ForwardTraits<Tile, kMath, BandMask>;
+    const TypeName name = type_name<Traits>();
+    list.add<Tile>(number, "sm90/forward_kernel.cuh", Traits::kSharedBytes,
+                   "jaxflash::sm90::forward_kernel<%.*s, "
+                   "jaxflash::sm90::ProgramScores<jaxflash::Program>>",
+                   name.length, name.begin);
+  });
   return list.count();
 }
 

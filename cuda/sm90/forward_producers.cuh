@@ -37,6 +37,7 @@ struct ForwardProducers {
         {position_of(first_unit), position_of(first_unit + kWarpGroups - 1) + positions}));
     if (lane == 0) {
       plan.kv_head = kv_head;
+      plan.batch = batch;
       plan.inner = inner;
       plan.outer = outer;
       plan.mask = mask;

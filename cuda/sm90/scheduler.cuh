@@ -117,7 +117,8 @@ struct TilePlan {
 
   bool exists;  // false: the walk is over
   int kv_head;
-  int inner;  // coordinates of the batch axes
+  int batch;
+  int inner;  // its coordinates along the batch axes
   int outer;
   Mask mask;
   Interval seen;   // keys that some row of the sequence sees

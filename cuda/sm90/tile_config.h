@@ -128,7 +128,8 @@ struct ForwardTileFor<256, 256> {
 };
 
 // Tiles for score programs, to be tried in this order: a program takes registers, and the next tile
-// leaves more of them. A longer softmax also wants more warps or products beside it.
+// leaves more of them. kWithSlope: the number of the first tile for programs that do more with a
+// score than adding to it; their softmax is longer.
 template <int kHeadDim, int kValueDim>
 struct ForwardProgramTiles;
 
@@ -137,6 +138,7 @@ struct ForwardProgramTiles<64, 64> {
   using Tiles =
       ProgramTiles<ForwardTile<64, 64, 4, 64, 8, 2, Overlap::kNone, Output::kStaged, false>,
                    ForwardTile<64, 64, 3, 64, 8, 2, Overlap::kNone, Output::kStaged, false>>;
+  static constexpr int kWithSlope = 0;
 };
 
 template <>
@@ -144,13 +146,16 @@ struct ForwardProgramTiles<96, 96> {
   using Tiles =
       ProgramTiles<ForwardTile<96, 96, 3, 64, 4, 2, Overlap::kNone, Output::kStaged, true>,
                    ForwardTile<96, 96, 2, 128, 2, 2, Overlap::kValues, Output::kStaged, false>>;
+  static constexpr int kWithSlope = 0;
 };
 
 template <>
 struct ForwardProgramTiles<128, 128> {
   using Tiles =
-      ProgramTiles<ForwardTile<128, 128, 3, 64, 4, 2, Overlap::kNone, Output::kStaged, true>,
+      ProgramTiles<ForwardTile<128, 128, 3, 80, 3, 2, Overlap::kNone, Output::kStaged, true>,
+                   ForwardTile<128, 128, 3, 64, 4, 2, Overlap::kNone, Output::kStaged, true>,
                    ForwardTile<128, 128, 2, 128, 2, 2, Overlap::kValues, Output::kStaged, false>>;
+  static constexpr int kWithSlope = 1;
 };
 
 template <>
@@ -158,6 +163,7 @@ struct ForwardProgramTiles<192, 128> {
   using Tiles =
       ProgramTiles<ForwardTile<192, 128, 3, 64, 3, 1, Overlap::kNone, Output::kDirect, true>,
                    ForwardTile<192, 128, 2, 128, 2, 1, Overlap::kValues, Output::kDirect, true>>;
+  static constexpr int kWithSlope = 0;
 };
 
 template <>
@@ -165,6 +171,7 @@ struct ForwardProgramTiles<192, 192> {
   using Tiles =
       ProgramTiles<ForwardTile<192, 192, 2, 96, 2, 1, Overlap::kValues, Output::kDirect, true>,
                    ForwardTile<192, 192, 2, 64, 2, 1, Overlap::kValues, Output::kDirect, true>>;
+  static constexpr int kWithSlope = 0;
 };
 
 template <>
@@ -172,6 +179,7 @@ struct ForwardProgramTiles<256, 256> {
   using Tiles =
       ProgramTiles<ForwardTile<256, 256, 2, 64, 2, 1, Overlap::kValues, Output::kDirect, true>,
                    ForwardTile<256, 256, 2, 48, 2, 1, Overlap::kValues, Output::kDirect, true>>;
+  static constexpr int kWithSlope = 0;
 };
 
 // --- backward -----------------------------------------------------------------------------------
@@ -230,7 +238,7 @@ struct BackwardTileFor<256, 256> {
   using Type = BackwardTile<256, 256, 64, 64, 2, 1, KeyOwners::kPair>;
 };
 
-// As ForwardProgramTiles. kWithSlope: the number of the first tile that has registers for slopes.
+// As ForwardProgramTiles.
 template <int kHeadDim, int kValueDim>
 struct BackwardProgramTiles;
 
