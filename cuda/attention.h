@@ -103,7 +103,12 @@ JAXFLASH_API jaxflash::Status jaxflash_compile_program(
     const jaxflash::ProgramDescription* description, int32_t arch, int32_t shared_bytes,
     jaxflash::KernelReport* report);
 
-// The kernels compiled for programs so far, those that a later tile replaced included; fills in at
+// Any kernel: `source` may include this library's headers, `kernel` is its name expression.
+JAXFLASH_API jaxflash::Status jaxflash_compile_kernel(const char* source, const char* kernel,
+                                                      const char* architecture,
+                                                      jaxflash::KernelReport* report);
+
+// The kernels compiled so far, those that a later tile replaced included; fills in at
 // most `capacity` and returns their number.
 JAXFLASH_API int32_t jaxflash_kernel_reports(jaxflash::KernelReport* reports, int32_t capacity);
 

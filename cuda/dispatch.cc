@@ -304,6 +304,19 @@ Status jaxflash_compile_program(const jaxflash::ProgramDescription* description,
   return status;
 }
 
+Status jaxflash_compile_kernel(const char* source, const char* kernel, const char* architecture,
+                               jaxflash::KernelReport* report) {
+  jaxflash::KernelRequest request;
+  request.label = kernel;
+  request.source = source;
+  request.kernel = kernel;
+  request.architecture = architecture;
+  std::shared_ptr<jaxflash::RuntimeKernel> compiled;
+  Status status = jaxflash::RuntimeKernel::get(request, &compiled);
+  if (status.ok()) *report = compiled->report();
+  return status;
+}
+
 int32_t jaxflash_kernel_reports(jaxflash::KernelReport* reports, int32_t capacity) {
   return jaxflash::RuntimeKernel::reports(reports, capacity);
 }

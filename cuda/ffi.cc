@@ -747,6 +747,21 @@ NB_MODULE(_extension, m) {
       "Compiles a score program as for a GPU of compute capability `arch` / 10 whose blocks may "
       "have that many bytes of shared memory; needs no GPU. Returns a row of kernel_reports().");
   m.def(
+      "compile_kernel",
+      [](const std::string& source, const std::string& kernel, const std::string& architecture) {
+        jaxflash::KernelReport report;
+        jaxflash::Status status;
+        {
+          const nb::gil_scoped_release unlocked;
+          status = jaxflash_compile_kernel(source.c_str(), kernel.c_str(), architecture.c_str(),
+                                           &report);
+        }
+        if (!status.ok()) throw std::runtime_error(status.message);
+        return row_of(report);
+      },
+      nb::arg("source"), nb::arg("kernel"), nb::arg("architecture"),
+      "Compiles a kernel of a source that may include the kernels' headers.");
+  m.def(
       "kernel_reports",
       [] {
         std::vector<jaxflash::KernelReport> reports(256);
@@ -760,7 +775,7 @@ NB_MODULE(_extension, m) {
         for (const jaxflash::KernelReport& report : reports) rows.push_back(row_of(report));
         return rows;
       },
-      "What this process compiled for score programs: (kernel, tile, architecture, registers, "
+      "What this process has compiled: (kernel, tile, architecture, registers, "
       "bytes spilled, serialised, seconds, from disk).");
   m.def(
       "cache_folder",

@@ -144,8 +144,8 @@ def show_config() -> None:
     """Prints what this installation was built with, the GPUs that its kernels see, the compiler of
     score functions with the folder of its cache, and what this process has compiled.
 
-    The folder is ``$JAXFLASH_CACHE_DIR`` (empty: no folder), else ``$XDG_CACHE_HOME/jaxflash``, else
+    The folder is ``$JAXFLASH_CACHE_DIR`` (empty: none), else ``$XDG_CACHE_HOME/jaxflash``, else
     ``~/.cache/jaxflash``. With ``JAXFLASH_KEEP_SOURCES=<folder>`` the source of every kernel that is
-    compiled or read from the cache is written to that folder.
+    compiled or read from the cache goes to that folder.
     """
     print(config())

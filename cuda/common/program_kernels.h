@@ -8,6 +8,16 @@
 #include "common/program_tiles.h"
 #include "launcher.h"
 
+// A namespace beside the library's, or compilers leave `jaxflash::` out of names.
+namespace jaxflash_names {
+
+template <class Type>
+const char* signature() {
+  return __PRETTY_FUNCTION__;  // "... [with Type = NAME]"
+}
+
+}  // namespace jaxflash_names
+
 namespace jaxflash {
 
 // A type's name as C++ source, from the compiler: a tile is written once, as a type.
@@ -18,7 +28,7 @@ struct TypeName {
 
 template <class Type>
 TypeName type_name() {
-  const char* const signature = __PRETTY_FUNCTION__;  // "... [with Type = NAME]"
+  const char* const signature = jaxflash_names::signature<Type>();
   const char* const begin = std::strstr(signature, "Type = ") + std::strlen("Type = ");
   return {begin, static_cast<int>(std::strrchr(signature, ']') - begin)};
 }
