@@ -115,7 +115,8 @@ JAXFLASH_API int32_t jaxflash_kernel_reports(jaxflash::KernelReport* reports, in
 // The folder of the cache on disk, or an empty text; returns the length of the whole path.
 JAXFLASH_API int32_t jaxflash_cache_folder(char* path, int32_t capacity);
 
-// Bytes that BackwardParams::workspace needs on any GPU. Reads sizes only, no pointers.
+// Bytes that a workspace needs on any GPU. Reads sizes and the band's sides, no pointers.
+JAXFLASH_API size_t jaxflash_forward_workspace_bytes(const jaxflash::Problem* problem);
 JAXFLASH_API size_t jaxflash_backward_workspace_bytes(const jaxflash::Problem* problem);
 
 // The variants in the library; returns their number.

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "common/key_shares.h"
 #include "common/status.h"
 #include "common/workspace.h"
 #include "host/disk_cache.h"
@@ -323,6 +324,10 @@ int32_t jaxflash_kernel_reports(jaxflash::KernelReport* reports, int32_t capacit
 
 int32_t jaxflash_cache_folder(char* path, int32_t capacity) {
   return std::snprintf(path, static_cast<size_t>(capacity), "%s", jaxflash::cache_folder().c_str());
+}
+
+size_t jaxflash_forward_workspace_bytes(const Problem* problem) {
+  return jaxflash::forward_workspace_bytes(*problem);
 }
 
 size_t jaxflash_backward_workspace_bytes(const Problem* problem) {

@@ -402,7 +402,8 @@ ffi::Error forward(CUstream_st* stream, ProgramState* state, Attributes attribut
                    std::string_view source, bool unit_slope, int64_t head_dim, int64_t value_dim,
                    std::string_view dtype, ffi::Span<const int64_t> capture_ranks, ffi::AnyBuffer q,
                    ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::RemainingArgs optional,
-                   ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::Buffer<ffi::F32>> lse) {
+                   ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::Buffer<ffi::F32>> lse,
+                   ffi::Result<ffi::Buffer<ffi::U8>> workspace) {
   const Shape full{out->dimensions()};
   ForwardParams params = {};
   if (ffi::Error error = describe(attributes, q, k, v, full, optional, &params.problem);
@@ -429,6 +430,10 @@ ffi::Error forward(CUstream_st* stream, ProgramState* state, Attributes attribut
   params.v = axes.tensor(v.untyped_data(), v_shape);
   params.out = axes.tensor(out->untyped_data(), full);
   params.lse = lse->typed_data();
+  params.workspace = workspace->untyped_data();
+  if (workspace->size_bytes() < jaxflash_forward_workspace_bytes(&params.problem)) {
+    return invalid("the forward workspace is too small");
+  }
   return to_error(jaxflash_forward(&params, stream));
 }
 
@@ -607,7 +612,8 @@ XLA_FFI_DEFINE_HANDLER(kForward, jaxflash::forward,
                                                    // of a program: numbers of batch elements (*B)
                                                    // and heads (N), captures (*B, ...)
                            .Ret<ffi::AnyBuffer>()  // out (*B, T, N, h)
-                           .Ret<ffi::Buffer<ffi::F32>>(),  // lse (*B, T, N)
+                           .Ret<ffi::Buffer<ffi::F32>>()  // lse (*B, T, N)
+                           .Ret<ffi::Buffer<ffi::U8>>(),  // workspace
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER(kBackward, jaxflash::backward,
@@ -785,6 +791,28 @@ NB_MODULE(_extension, m) {
         return path;
       },
       "Folder of the cache on disk; empty if there is none.");
+  m.def(
+      "forward_workspace_bytes",
+      [](const std::string& dtype, int64_t batch, int64_t q_len, int64_t kv_len, int64_t q_heads,
+         int64_t kv_heads, int64_t head_dim, int64_t value_dim, int64_t left, int64_t right) {
+        jaxflash::Problem problem = {};
+        problem.math = jaxflash::math_of(dtype, false).value_or(jaxflash::Math::kTF32);
+        problem.num_batch_axes = 1;
+        problem.batch_extent[0] = batch;
+        problem.q_len = static_cast<int32_t>(q_len);
+        problem.kv_len = static_cast<int32_t>(kv_len);
+        problem.q_heads = static_cast<int32_t>(q_heads);
+        problem.kv_heads = static_cast<int32_t>(kv_heads);
+        problem.head_dim = static_cast<int32_t>(head_dim);
+        problem.value_dim = static_cast<int32_t>(value_dim);
+        problem.band.left = jaxflash::clamp_side(left);
+        problem.band.right = jaxflash::clamp_side(right);
+        return jaxflash_forward_workspace_bytes(&problem);
+      },
+      nb::kw_only(), nb::arg("dtype"), nb::arg("batch"), nb::arg("q_len"), nb::arg("kv_len"),
+      nb::arg("q_heads"), nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("value_dim"),
+      nb::arg("left"), nb::arg("right"),
+      "Bytes of workspace that the forward pass of one problem needs; no more for more sequences.");
   m.def(
       "backward_workspace_bytes",
       [](int64_t batch, int64_t q_len, int64_t kv_len, int64_t q_heads, int64_t kv_heads,

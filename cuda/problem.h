@@ -86,11 +86,12 @@ struct ScoreKernels;
 
 struct ForwardParams {
   Problem problem;
-  Tensor q;    // (*B, T, N, H)
-  Tensor k;    // (*B, S, K, H)
-  Tensor v;    // (*B, S, K, h)
-  Tensor out;  // (*B, T, N, h)
-  float* lse;  // (*B, T, N) dense; natural logarithm, -inf for a row that sees no key
+  Tensor q;         // (*B, T, N, H)
+  Tensor k;         // (*B, S, K, H)
+  Tensor v;         // (*B, S, K, h)
+  Tensor out;       // (*B, T, N, h)
+  float* lse;       // (*B, T, N) dense; natural logarithm, -inf for a row that sees no key
+  void* workspace;  // forward_workspace_bytes(problem) bytes, 256-byte aligned, any contents
   const ScoreKernels* program;  // nullptr: logits are the scaled products, `captures` is not read
   Captures captures;
 };

@@ -31,6 +31,19 @@ def compile_kernel(
 ) -> tuple[str, str, str, int, int, bool, float, bool]: ...
 def kernel_reports() -> list[tuple[str, str, str, int, int, bool, float, bool]]: ...
 def cache_folder() -> str: ...
+def forward_workspace_bytes(
+    *,
+    dtype: str,
+    batch: int,
+    q_len: int,
+    kv_len: int,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    value_dim: int,
+    left: int,
+    right: int,
+) -> int: ...
 def backward_workspace_bytes(
     *,
     batch: int,

@@ -173,11 +173,39 @@ class _Forward(_Pass):
         results = (
             self.result(operands, query, (*rows, value.shape[-1]), query.dtype),
             self.result(operands, query, rows, jnp.float32),
+            _result_type(query, (self._workspace_bytes(operands),), jnp.uint8, [None]),
         )
-        return jax.ffi.ffi_call(FORWARD_TARGET, results)(
+        out, lse, _ = jax.ffi.ffi_call(FORWARD_TARGET, results)(
             *operands,
             problem=_attributes(self.spec, self.lengths),
             **_plain_call(query, value),
+        )
+        return out, lse
+
+    def _workspace_bytes(self, operands) -> int:
+        query, _, value = operands[:3]
+        q_len, q_heads, head_dim = query.shape[-3:]
+        kv_len, kv_heads, value_dim = value.shape[-3:]
+        batch = math.prod(self.full_batch(operands))
+        sides = _attributes(self.spec, self.lengths)
+
+        # Where a size is symbolic, what is enough for every value: one sequence needs as much as
+        # any number, all rows of a tile are in use from 64 or, without groups, 128 queries on.
+        q_lens = (q_len,) if isinstance(q_len, int) else (64, 128)
+        return max(
+            extension.forward_workspace_bytes(
+                dtype=query.dtype.name,
+                batch=batch if isinstance(batch, int) else 1,
+                q_len=rows,
+                kv_len=kv_len if isinstance(kv_len, int) else _UNLIMITED,
+                q_heads=q_heads,
+                kv_heads=kv_heads,
+                head_dim=head_dim,
+                value_dim=value_dim,
+                left=int(sides["left"]),
+                right=int(sides["right"]),
+            )
+            for rows in q_lens
         )
 
 

@@ -7,10 +7,12 @@
 #include <cmath>
 
 #include "attention.h"
+#include "common/key_shares.h"
 #include "common/launch.h"
 #include "common/program_kernels.h"
 #include "common/status.h"
 #include "sm90/forward_kernel.cuh"
+#include "sm90/forward_merge.cuh"
 #include "sm90/tensor_map.h"
 #include "sm90/tile_config.h"
 
@@ -163,9 +165,29 @@ Status launch_forward(Kernel<ForwardArgs> kernel, const ForwardParams& params,
   args.scale_log2 = problem.scale * kLog2E;
   args.captures = params.captures;
 
+  if constexpr (Tile::kShares) {
+    const ForwardWorkspace layout = forward_workspace(problem);
+    char* const workspace = static_cast<char*>(params.workspace);
+    args.order.blocks = std::min(multiprocessors, kMaxSharingBlocks);
+    args.sharing.slices = static_cast<int32_t>(batch * args.order.head_tiles);
+    args.sharing.rows = static_cast<int32_t>(layout.rows);
+    args.sharing.out = reinterpret_cast<float*>(workspace + layout.out);
+    args.sharing.lse = reinterpret_cast<float*>(workspace + layout.lse);
+  }
+
   error = launch(kernel, Start::kAfter, {args.order.blocks}, Traits::kThreads, Traits::kSharedBytes,
                  stream, args);
-  return cuda_status(error, "launching the forward kernel");
+  if (Status status = cuda_status(error, "launching the forward kernel"); !status.ok()) {
+    return status;
+  }
+  if constexpr (Tile::kShares) {
+    const unsigned merges = (args.order.blocks - 1) * merges_of_tile(args.sharing.rows);
+    if (merges > 0) {
+      error = launch(Kernel(merge_kernel<Traits>), Start::kBeside, {merges}, kMergeThreads, 0,
+                     stream, args);
+    }
+  }
+  return cuda_status(error, "launching the merge of the forward pass");
 }
 
 }  // namespace detail
@@ -210,7 +232,13 @@ Status forward_in(Choices<First, Rest...>, const ForwardParams& params, int64_t 
 // kHeadDim and kValueDim: a row of tile_config.h at least as large as the problem's head sizes.
 template <Math kMath, int kHeadDim, int kValueDim = kHeadDim>
 Status forward(const ForwardParams& params, cudaStream_t stream) {
-  using Tiles = typename ForwardTileFor<kHeadDim, kValueDim>::Tiles;
+  using For = ForwardTileFor<kHeadDim, kValueDim>;
+  if (shares_keys(params.problem)) {
+    return fits_one_unit(params.problem)
+               ? forward_with<kMath, typename For::OneUnit>(params, stream)
+               : forward_with<kMath, typename For::TwoUnits>(params, stream);
+  }
+  using Tiles = typename For::Tiles;
   return detail::forward_in<kMath>(Tiles{}, params, detail::mean_keys(params.problem), stream);
 }
 

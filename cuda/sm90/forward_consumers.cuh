@@ -107,6 +107,22 @@ struct ForwardConsumers {
     }
   }
 
+  // A part of the output from registers to its rows in the workspace: whole sectors of 32 bytes
+  // from four lanes.
+  __device__ __forceinline__ static void store_part(const float (&o)[Tile::kValueDim / 2],
+                                                    const float (&inverse)[2],
+                                                    float* const (&target)[2], int value_dim,
+                                                    int lane) {
+#pragma unroll
+    for (int i = 0; i < Tile::kValueDim / 2; i += 2) {
+      const int r = Fragment::lower(i);
+      const int column = Fragment::column_of(i) + lane % 4 * 2;
+      if (target[r] == nullptr || column >= value_dim) continue;
+      *reinterpret_cast<float2*>(target[r] + column) =
+          make_float2(o[i] * inverse[r], o[i + 1] * inverse[r]);
+    }
+  }
+
   // Rows of the output to where the warpgroup's Q was, for the storing warp. All four warps are
   // through with Q.
   __device__ __forceinline__ static void stage_output(const float (&o)[Tile::kValueDim / 2],
@@ -364,6 +380,20 @@ struct ForwardConsumers {
         // ptxas moves arithmetic up between the products, where it would hold the turn, but not
         // across a branch: this one has to come first.
         if (has_empty_rows) clear_rows(o, inverse, sum);
+        if constexpr (Traits::kShares) {
+          if (float* const part = plan.part[group]; part != nullptr) {
+            float* target[2];
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+              const int row = Fragment::row(thread) + 8 * r;
+              target[r] = stored(r) ? part + row * args.problem.value_dim : nullptr;
+              if (stored(r) && lane % 4 == 0) {
+                unit.lse[row] = sum[r] == 0.f ? -INFINITY : softmax.lse(sum[r], r);
+              }
+            }
+            return store_part(o, inverse, target, args.problem.value_dim, lane);
+          }
+        }
         if constexpr (Traits::kDirect) {
           uint16_t* target[2];
 #pragma unroll
