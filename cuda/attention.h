@@ -43,6 +43,8 @@ struct ProgramDescription {
   int32_t head_dim;
   int32_t value_dim;
   float scale;
+  MaskKind mask;
+  bool one_sided;  // the band limits one side of the diagonal only
 };
 
 // A kernel that this process has compiled for a score program, or read from the cache.

@@ -37,6 +37,7 @@ struct Attributes {
   bool highest_precision;
   bool has_q_lengths;  // the optional operands follow in this order
   bool has_kv_lengths;
+  int64_t mask;  // MaskKind
 };
 
 // What both passes are told of the score program, attributes of their own.
@@ -51,13 +52,11 @@ struct ProgramAttributes {
 
 }  // namespace jaxflash
 
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jaxflash::Attributes, ffi::StructMember<float>("scale"),
-                                      ffi::StructMember<int64_t>("left"),
-                                      ffi::StructMember<int64_t>("right"),
-                                      ffi::StructMember<bool>("bottom_right"),
-                                      ffi::StructMember<bool>("highest_precision"),
-                                      ffi::StructMember<bool>("has_q_lengths"),
-                                      ffi::StructMember<bool>("has_kv_lengths"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
+    jaxflash::Attributes, ffi::StructMember<float>("scale"), ffi::StructMember<int64_t>("left"),
+    ffi::StructMember<int64_t>("right"), ffi::StructMember<bool>("bottom_right"),
+    ffi::StructMember<bool>("highest_precision"), ffi::StructMember<bool>("has_q_lengths"),
+    ffi::StructMember<bool>("has_kv_lengths"), ffi::StructMember<int64_t>("mask"));
 
 namespace jaxflash {
 namespace {
@@ -66,6 +65,17 @@ namespace {
 
 int32_t clamp_side(int64_t side) {
   return static_cast<int32_t>(std::min<int64_t>(std::max<int64_t>(side, -kMaxLength), kUnlimited));
+}
+
+std::optional<MaskKind> mask_of(const Attributes& attributes) {
+  const auto mask = static_cast<MaskKind>(attributes.mask);
+  switch (mask) {
+    case MaskKind::kBand:
+    case MaskKind::kRanges:
+    case MaskKind::kSegments:
+      return mask;
+  }
+  return std::nullopt;
 }
 
 // ---- Shapes -------------------------------------------------------------------------------------
@@ -216,6 +226,7 @@ ffi::Error describe(const Attributes& attributes, ffi::AnyBuffer q, ffi::AnyBuff
   problem->band.left = clamp_side(attributes.left);
   problem->band.right = clamp_side(attributes.right);
   problem->band.bottom_right = attributes.bottom_right;
+  if (!mask_of(attributes)) return invalid("unknown kind of mask");
 
   size_t next = 0;
   const int64_t batch = batch_count(out);
@@ -273,6 +284,10 @@ ffi::ErrorOr<std::unique_ptr<ProgramState>> instantiate(bool forward, const Attr
   description.head_dim = static_cast<int32_t>(program.head_dim);
   description.value_dim = static_cast<int32_t>(program.value_dim);
   description.scale = attributes.scale;
+  const std::optional<MaskKind> mask = mask_of(attributes);
+  if (!mask) return ffi::Unexpected(invalid("unknown kind of mask"));
+  description.mask = *mask;
+  description.one_sided = (attributes.left >= kUnlimited) != (attributes.right >= kUnlimited);
   const Status status = jaxflash_create_program(&description, &state->kernels);
   if (!status.ok()) return ffi::Unexpected(to_error(status));
   return state;
@@ -284,14 +299,51 @@ ffi::Error initialize(ProgramState* state) {
   return to_error(jaxflash_load_program(state->kernels));
 }
 
+// Arrays of Ranges.
+size_t number_of_ranges(MaskKind mask) {
+  return mask == MaskKind::kBand ? 0 : mask == MaskKind::kRanges ? 5 : 7;
+}
+
+// Fills them in from the operands, of which they are the last. All have full batch axes.
+ffi::Error take_ranges(MaskKind mask, int64_t batch, ffi::RemainingArgs optional,
+                       Problem* problem) {
+  const size_t count = number_of_ranges(mask);
+  if (count == 0) return ffi::Error::Success();
+  const auto blocks = [](int64_t length) { return (length + kRangeBlock - 1) / kRangeBlock; };
+  Ranges& ranges = problem->ranges;
+  const struct {
+    const int32_t** data;
+    int64_t size;
+  } arrays[7] = {{&ranges.keys_of_row, 2 * problem->q_len},
+                 {&ranges.rows_of_key, 2 * problem->kv_len},
+                 {&ranges.row_blocks, 4 * blocks(problem->q_len)},
+                 {&ranges.key_blocks, 4 * blocks(problem->kv_len)},
+                 {&ranges.seen_keys, 2},
+                 {&ranges.q_ids, problem->q_len},
+                 {&ranges.kv_ids, problem->kv_len}};
+  if (optional.size() < count) return invalid("ranges are missing");
+  for (size_t i = 0; i < count; ++i) {
+    auto buffer = optional.get<ffi::Buffer<ffi::S32>>(optional.size() - count + i);
+    if (!buffer.has_value() ||
+        static_cast<int64_t>(buffer->element_count()) != batch * arrays[i].size) {
+      return invalid("ranges must be int32, of the sizes of the call");
+    }
+    *arrays[i].data = buffer->typed_data();
+  }
+  return ffi::Error::Success();
+}
+
 // A program's operands, from the one of that index on: numbers of batch elements and heads, then
-// the captured arrays, whose leading axes are the batch axes or 1.
+// the captured arrays, whose leading axes are the batch axes or 1; ranges follow.
 class ProgramOperands {
  public:
   // Reads the shapes.
-  ffi::Error take(const ProgramAttributes& program, Shape full, ffi::RemainingArgs optional,
-                  size_t first) {
-    if (program.source.empty()) return ffi::Error::Success();
+  ffi::Error take(const ProgramAttributes& program, MaskKind mask, Shape full,
+                  ffi::RemainingArgs optional, size_t first) {
+    if (program.source.empty()) {
+      if (mask != MaskKind::kBand) return invalid("ranges need a score program");
+      return ffi::Error::Success();
+    }
     present_ = true;
     ranks_ = program.capture_ranks;
     const size_t batch_rank = full.batch_rank();
@@ -307,7 +359,8 @@ class ProgramOperands {
     }
     batch_numbers_ = *numbers;
     head_numbers_ = *heads;
-    if (ranks_.size() > kMaxCaptures || optional.size() != first + 2 + ranks_.size()) {
+    if (ranks_.size() > kMaxCaptures ||
+        optional.size() != first + 2 + ranks_.size() + number_of_ranges(mask)) {
       return invalid("the number of captured arrays is not that of capture_ranks");
     }
     for (size_t i = 0; i < ranks_.size(); ++i) {
@@ -412,9 +465,14 @@ ffi::Error forward(CUstream_st* stream, ProgramState* state, Attributes attribut
   }
   const Shape q_shape{q.dimensions()}, k_shape{k.dimensions()}, v_shape{v.dimensions()};
   ProgramOperands program;
+  const auto mask = static_cast<MaskKind>(attributes.mask);
   if (ffi::Error error =
-          program.take({source, unit_slope, head_dim, value_dim, dtype, capture_ranks}, full,
+          program.take({source, unit_slope, head_dim, value_dim, dtype, capture_ranks}, mask, full,
                        optional, attributes.has_q_lengths + attributes.has_kv_lengths);
+      error.failure()) {
+    return error;
+  }
+  if (ffi::Error error = take_ranges(mask, batch_count(full), optional, &params.problem);
       error.failure()) {
     return error;
   }
@@ -460,11 +518,21 @@ ffi::Error backward(CUstream_st* stream, ProgramState* state, Attributes attribu
   }
   const size_t lengths = attributes.has_q_lengths + attributes.has_kv_lengths;
   ProgramOperands program;
+  const auto mask = static_cast<MaskKind>(attributes.mask);
   if (ffi::Error error =
-          program.take({source, unit_slope, head_dim, value_dim, dtype, capture_ranks}, full,
+          program.take({source, unit_slope, head_dim, value_dim, dtype, capture_ranks}, mask, full,
                        optional, lengths + has_dlse);
       error.failure()) {
     return error;
+  }
+  if (ffi::Error error = take_ranges(mask, batch_count(full), optional, &params.problem);
+      error.failure()) {
+    return error;
+  }
+  // Row tiles between the first and the last that see a key tile may not see it, and a turn that
+  // nobody takes would be waited for.
+  if (mask != MaskKind::kBand && deterministic) {
+    return invalid("deterministic_backward does not go with segments and packed sequences");
   }
   std::vector<Shape> shapes = {q_shape, k_shape, v_shape, out_shape, dout_shape};
   program.add_shapes(&shapes);

@@ -28,6 +28,8 @@ struct ProgramKernel {
 // What the choice of a tile for a score program depends on.
 struct ProgramTraits {
   bool unit_slope;
+  bool ranges;       // the mask is one of ranges
+  bool one_sided;    // its band limits one side only
   int shared_bytes;  // that a block may have on the GPU
 };
 

@@ -46,6 +46,13 @@ struct Band {
   const int32_t* kv_lengths;  // (prod B) valid keys of a sequence, or nullptr for S
 };
 
+// What hides keys from a row, beside the lengths.
+enum class MaskKind : int32_t {
+  kBand = 0,      // Band
+  kRanges = 1,    // Band, and Ranges without ids
+  kSegments = 2,  // Band, and Ranges with ids
+};
+
 // Rows (keys) whose intervals are summarised together.
 inline constexpr int kRangeBlock = 64;
 

@@ -10,6 +10,8 @@ ScoreKernels::ScoreKernels(const ProgramDescription& description)
     : forward_(description.forward),
       source_(description.source),
       unit_slope_(description.unit_slope),
+      mask_(description.mask),
+      one_sided_(description.one_sided),
       problem_{} {
   problem_.math = description.math;
   problem_.head_dim = description.head_dim;
@@ -17,10 +19,27 @@ ScoreKernels::ScoreKernels(const ProgramDescription& description)
   problem_.scale = description.scale;
 }
 
+namespace {
+
+// The name of a kernel with another mask than that of plain calls.
+std::string with_mask(std::string name, MaskKind mask) {
+  constexpr char kBand[] = "jaxflash::BandMask";
+  if (mask == MaskKind::kBand) return name;
+  const char* const ranges =
+      mask == MaskKind::kSegments ? "jaxflash::RangeMask<true>" : "jaxflash::RangeMask<false>";
+  for (size_t at = name.find(kBand); at != std::string::npos; at = name.find(kBand, at + 1)) {
+    name.replace(at, sizeof(kBand) - 1, ranges);
+  }
+  return name;
+}
+
+}  // namespace
+
 Status ScoreKernels::compile(const CompiledVariant& variant, const GpuTraits& gpu,
                              std::shared_ptr<RuntimeKernel>* kernel, ProgramKernel* tile) const {
   ProgramKernel tiles[kMaxProgramTiles];
-  const int count = variant.program_kernels({unit_slope_, gpu.shared_bytes}, tiles);
+  const int count = variant.program_kernels(
+      {unit_slope_, mask_ != MaskKind::kBand, one_sided_, gpu.shared_bytes}, tiles);
   const Variant& name = variant.variant;
   KernelRequest request;
   request.label = std::string(name.family) + " " + name.pass + " " + name.math + " " +
@@ -47,9 +66,9 @@ Status ScoreKernels::compile(const CompiledVariant& variant, const GpuTraits& gp
   *kernel = nullptr;
   for (int i = 0; i < count; ++i) {
     request.tile = tiles[i].tile_name;
-    request.kernel = tiles[i].name;
-    request.source =
-        "#include \"common/program.cuh\"\n" + source_ + "\n#include \"" + tiles[i].header + "\"\n";
+    request.kernel = with_mask(tiles[i].name, mask_);
+    request.source = "#include \"common/program.cuh\"\n#include \"common/range_mask.cuh\"\n" +
+                     source_ + "\n#include \"" + tiles[i].header + "\"\n";
     std::shared_ptr<RuntimeKernel> compiled;
     if (Status status = RuntimeKernel::get(request, &compiled); !status.ok()) return status;
     if (*kernel == nullptr || badness(compiled->costs()) < badness((*kernel)->costs())) {

@@ -61,6 +61,8 @@ struct ScoreKernels {
   bool forward_;
   std::string source_;
   bool unit_slope_;
+  MaskKind mask_;
+  bool one_sided_;
   Problem problem_;
   mutable std::mutex mutex_;  // of what follows: where the kernels are
   mutable std::vector<Loaded> loaded_;

@@ -52,6 +52,7 @@ inline bool map_backward(const BackwardParams& params, BackwardMaps& maps) {
 inline bool map_direct_dq(const BackwardParams& params, int keys, MappedTensor& dq) {
   const Problem& problem = params.problem;
   const Band& band = problem.band;
+  if (problem.ranges.keys_of_row != nullptr) return false;
   if (problem.q_len == 0 || problem.kv_len == 0 || problem.kv_len > keys) return false;
   if (band.q_lengths != nullptr || band.kv_lengths != nullptr) return false;
   // Every row sees a key, or else nobody would write its dq.

@@ -250,6 +250,8 @@ int forward_program_kernels(const ProgramTraits& program,
   using Choice = ForwardProgramTiles<kHeadDim, kValueDim>;
   for_each_tile(typename Choice::Tiles{}, [&](int number, auto tile) {
     if (!program.unit_slope && number < Choice::kWithSlope) return;
+    if (program.ranges && !program.one_sided && number < Choice::kWithRanges) return;
+    if (program.ranges && program.one_sided && number < Choice::kWithSlope) return;
     using Tile = decltype(tile);
     using Traits = ForwardTraits<Tile, kMath, BandMask>;
     const TypeName name = type_name<Traits>();

@@ -294,7 +294,13 @@ struct TilePlan : PartTargets<kShares, kWarpGroups> {
   int batch;
   int inner;  // its coordinates along the batch axes
   int outer;
-  Mask mask;
+  // As large as any mask: the host knows one layout for all of them.
+  static constexpr int kMaskBytes = 32;
+  static_assert(sizeof(Mask) <= kMaskBytes);
+  union {
+    Mask mask;
+    uint8_t mask_bytes[kMaskBytes];
+  };
   Interval seen;   // keys that some row of the sequence sees
   Interval tiles;  // of which some row of the block sees a key
   Unit units[kWarpGroups];

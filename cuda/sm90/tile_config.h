@@ -157,7 +157,9 @@ struct ForwardTileFor<256, 256> {
 
 // Tiles for score programs, to be tried in this order: a program takes registers, and the next tile
 // leaves more of them. kWithSlope: the number of the first tile for programs that do more with a
-// score than adding to it; their softmax is longer.
+// score than adding to it; their softmax is longer. kWithRanges: of the first for masks of ranges,
+// whose rows see few keys and begin anywhere: 8 documents of 512 take 0.128 ms with two warpgroups
+// at head size 128, 0.173 with three; with a causal band 0.148 and 0.126.
 template <int kHeadDim, int kValueDim>
 struct ForwardProgramTiles;
 
@@ -167,6 +169,7 @@ struct ForwardProgramTiles<64, 64> {
       ProgramTiles<ForwardTile<64, 64, 4, 64, 8, 2, Overlap::kNone, Output::kStaged, false>,
                    ForwardTile<64, 64, 3, 64, 8, 2, Overlap::kNone, Output::kStaged, false>>;
   static constexpr int kWithSlope = 0;
+  static constexpr int kWithRanges = 0;
 };
 
 template <>
@@ -175,6 +178,7 @@ struct ForwardProgramTiles<96, 96> {
       ProgramTiles<ForwardTile<96, 96, 3, 64, 4, 2, Overlap::kNone, Output::kStaged, true>,
                    ForwardTile<96, 96, 2, 128, 2, 2, Overlap::kValues, Output::kStaged, false>>;
   static constexpr int kWithSlope = 0;
+  static constexpr int kWithRanges = 0;
 };
 
 template <>
@@ -184,6 +188,7 @@ struct ForwardProgramTiles<128, 128> {
                    ForwardTile<128, 128, 3, 64, 4, 2, Overlap::kNone, Output::kStaged, true>,
                    ForwardTile<128, 128, 2, 128, 2, 2, Overlap::kValues, Output::kStaged, false>>;
   static constexpr int kWithSlope = 1;
+  static constexpr int kWithRanges = 2;
 };
 
 template <>
@@ -192,6 +197,7 @@ struct ForwardProgramTiles<192, 128> {
       ProgramTiles<ForwardTile<192, 128, 3, 64, 3, 1, Overlap::kNone, Output::kDirect, true>,
                    ForwardTile<192, 128, 2, 128, 2, 1, Overlap::kValues, Output::kDirect, true>>;
   static constexpr int kWithSlope = 0;
+  static constexpr int kWithRanges = 0;
 };
 
 template <>
@@ -200,6 +206,7 @@ struct ForwardProgramTiles<192, 192> {
       ProgramTiles<ForwardTile<192, 192, 2, 96, 2, 1, Overlap::kValues, Output::kDirect, true>,
                    ForwardTile<192, 192, 2, 64, 2, 1, Overlap::kValues, Output::kDirect, true>>;
   static constexpr int kWithSlope = 0;
+  static constexpr int kWithRanges = 0;
 };
 
 template <>
@@ -208,6 +215,7 @@ struct ForwardProgramTiles<256, 256> {
       ProgramTiles<ForwardTile<256, 256, 2, 64, 2, 1, Overlap::kValues, Output::kDirect, true>,
                    ForwardTile<256, 256, 2, 48, 2, 1, Overlap::kValues, Output::kDirect, true>>;
   static constexpr int kWithSlope = 0;
+  static constexpr int kWithRanges = 0;
 };
 
 // --- backward -----------------------------------------------------------------------------------
