@@ -1,0 +1,147 @@
+"""Masks as intervals, for the kernels: the keys that each row sees lie in one interval, and so do
+the rows that see a key. Segments and packed sequences are such masks; what lies in an interval may
+still be of another segment, where ids are not sorted.
+
+Everything is linear in the lengths; the layout is that of `Ranges` in cuda/problem.h.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxflash._spec import AttentionSpec, Operands
+
+# cuda/problem.h: kRangeBlock, kMaxLength.
+_BLOCK = 64
+_FAR = 1 << 30
+
+
+class Ranges(NamedTuple):
+    """Of a call with lengths T and S; int32. Intervals are pairs (begin, end)."""
+
+    keys_of_row: Any  # (*B, T, 2)
+    rows_of_key: Any  # (*B, S, 2)
+    row_blocks: Any  # (*B, ceil(T / 64), 4), hull and common part of the intervals of 64 rows
+    key_blocks: Any  # (*B, ceil(S / 64), 4), likewise of 64 keys
+    seen_keys: Any  # (*B, 2), the hull of all rows
+    query_ids: Any = None  # (*B, T); with ids, equal ones see each other
+    key_ids: Any = None  # (*B, S)
+
+
+def of_call(spec: AttentionSpec, operands: Operands) -> Ranges | None:
+    """Those of a call's segments or packed sequences, or None. In packed ones the band of the spec
+    (causal, window) is part of the intervals."""
+    if operands.query_segment_ids is None:
+        return None
+    for_one = _of_segments
+    arguments = [operands.query_segment_ids, operands.key_segment_ids]
+    if operands.query_boundaries is not None:
+        arguments += [
+            operands.query_positions,
+            operands.key_positions,
+            operands.query_boundaries,
+            operands.key_boundaries,
+        ]
+
+        def for_one(*arrays):
+            return _of_packed(spec, *arrays)
+
+    for _ in range(operands.query_segment_ids.ndim - 1):
+        for_one = jax.vmap(for_one)
+    return for_one(*arguments)
+
+
+def _of_segments(query_ids, key_ids) -> Ranges:
+    keys, keys_solid = _matches(query_ids, key_ids)
+    rows, rows_solid = _matches(key_ids, query_ids)
+    # Ids of 64 bits as their rank among the keys: -1 for those that no key has.
+    if query_ids.dtype != jnp.int32:
+        order = jnp.sort(key_ids)
+        key_ids = jnp.searchsorted(order, key_ids, method="scan_unrolled").astype(jnp.int32)
+        ranks = jnp.searchsorted(order, query_ids, method="scan_unrolled").astype(jnp.int32)
+        query_ids = jnp.where(keys[:, 0] < keys[:, 1], ranks, -1)
+    return _summarised(keys, keys_solid, rows, rows_solid, query_ids, key_ids)
+
+
+def _matches(ids, others):
+    """Of each id the interval of `others` that holds its equals, (n, 2), and whether all in it are
+    such."""
+    order = jnp.argsort(others, stable=True)
+    ordered = others[order]
+    first, end = (
+        jnp.searchsorted(ordered, ids, side=side, method="scan_unrolled")
+        for side in ("left", "right")
+    )
+    last = others.shape[0] - 1
+    begin = order[jnp.minimum(first, last)]
+    stop = order[jnp.maximum(end - 1, 0)] + 1
+    found = end > first
+    interval = jnp.stack((jnp.where(found, begin, 0), jnp.where(found, stop, 0)), axis=-1)
+    return interval.astype(jnp.int32), ~found | (stop - begin == end - first)
+
+
+def _of_packed(
+    spec: AttentionSpec, query_ids, key_ids, query_positions, key_positions, *boundaries
+) -> Ranges:
+    query_boundaries, key_boundaries = boundaries
+    left, right = (_FAR if side is None else min(side, _FAR) for side in (spec.left, spec.right))
+    # Row i of a sequence has the position of its first row plus i, which may be shifted.
+    first_rows = jnp.clip(query_boundaries[:-1], 0, max(query_ids.shape[0] - 1, 0))
+    shift = query_positions[first_rows]
+    keys = _within(query_ids, key_boundaries, query_positions, left, right, key_ids.shape[0])
+    rows = _within(
+        key_ids,
+        query_boundaries,
+        key_positions - shift[jnp.maximum(key_ids, 0)],
+        right,
+        left,
+        query_ids.shape[0],
+    )
+    solid = jnp.ones((), jnp.bool_)
+    return _summarised(keys, solid, rows, solid)
+
+
+def _within(ids, boundaries, positions, before: int, after: int, length: int):
+    """The interval of a sequence's elements at positions - before ... positions + after."""
+    sequence = jnp.maximum(ids, 0)
+    begin, end = (jnp.clip(x[sequence], 0, length) for x in (boundaries[:-1], boundaries[1:]))
+    # No sum leaves int32: positions and sides are below 2^30 in size.
+    first = jnp.clip(positions - before, 0, _FAR)
+    last = jnp.clip(positions + after, -1, _FAR)
+    begin, end = begin + jnp.minimum(first, end - begin), jnp.minimum(begin + last + 1, end)
+    sees = (ids >= 0) & (begin < end)
+    return jnp.stack((jnp.where(sees, begin, 0), jnp.where(sees, end, 0)), axis=-1)
+
+
+def _summarised(keys, keys_solid, rows, rows_solid, query_ids=None, key_ids=None) -> Ranges:
+    row_blocks, key_blocks = _blocks(keys, keys_solid), _blocks(rows, rows_solid)
+    seen = jnp.stack((jnp.min(row_blocks[:, 0]), jnp.max(row_blocks[:, 1])))
+    return Ranges(keys, rows, row_blocks, key_blocks, seen, query_ids, key_ids)
+
+
+def _blocks(intervals, solid):
+    """(hull begin, hull end, common begin, common end) of blocks of intervals, (ceil(n / 64), 4).
+    An empty interval is not part of the hull and has nothing in common with others, and nor has one
+    that is not solid."""
+    begin, end = intervals[:, 0], intervals[:, 1]
+    empty = begin >= end
+    shared = ~empty & solid
+
+    def reduced(values, neutral, reduce):
+        count = -(-values.shape[0] // _BLOCK)
+        padding = (0, count * _BLOCK - values.shape[0])
+        padded = jnp.pad(values, padding, constant_values=neutral)
+        return reduce(padded.reshape(count, _BLOCK), axis=1)
+
+    return jnp.stack(
+        (
+            reduced(jnp.where(empty, _FAR, begin), _FAR, jnp.min),
+            reduced(jnp.where(empty, 0, end), 0, jnp.max),
+            reduced(jnp.where(shared, begin, _FAR), 0, jnp.max),
+            reduced(jnp.where(shared, end, 0), _FAR, jnp.min),
+        ),
+        axis=-1,
+    )
