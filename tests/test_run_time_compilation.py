@@ -423,6 +423,7 @@ _STAGES = """if True:
     import jax, numpy as np
     from jaxflash import _ffi
     # The CPU runs instantiation as a GPU does; there is no GPU to compile for.
+    jax.devices()  # the CPU's registers kept handlers before kept types, the CUDA platform's after
     type_id, type_info = _ffi.extension.program_state_type()
     jax.ffi.register_ffi_type("state", dict(type_id=type_id, type_info=type_info), platform="cpu")
     handlers = _ffi.extension.cuda_handlers()
