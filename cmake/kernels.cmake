@@ -162,7 +162,8 @@ target_compile_options(jaxflash_cuda PRIVATE
                              -Xptxas=-v>)
 # At run time the library needs the C library alone: any CUDA runtime beside it is its own.
 target_link_options(jaxflash_cuda PRIVATE
-  -static-libstdc++ -static-libgcc -Wl,--exclude-libs,ALL -Wl,--no-undefined)
+  -static-libstdc++ -static-libgcc -Wl,--exclude-libs,ALL -Wl,--no-undefined
+  -Wl,--version-script=${PROJECT_SOURCE_DIR}/cmake/exports.map)
 install(TARGETS jaxflash_cuda LIBRARY DESTINATION jaxflash)
 
 list(LENGTH sources count)

@@ -767,12 +767,10 @@ NB_MODULE(_extension, m) {
       "program_state_type",
       [] {
         static ffi::TypeInfo info = ffi::MakeTypeInfo<jaxflash::ProgramState>();
-        nb::dict type;
-        type["type_id"] = nb::capsule(static_cast<void*>(&jaxflash::ProgramState::id));
-        type["type_info"] = nb::capsule(static_cast<void*>(&info));
-        return type;
+        return nb::make_tuple(nb::capsule(static_cast<void*>(&jaxflash::ProgramState::id)),
+                              nb::capsule(static_cast<void*>(&info)));
       },
-      "The type of the state that a call keeps, for jax.ffi.register_ffi_type.");
+      "(type id, type info) of the state that a call keeps, for jax.ffi.register_ffi_type.");
   m.def(
       "set_compiler",
       [](const std::vector<std::pair<std::string, std::optional<std::string>>>& locations,

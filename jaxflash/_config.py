@@ -145,7 +145,7 @@ def show_config() -> None:
     score functions with the folder of its cache, and what this process has compiled.
 
     The folder is ``$JAXFLASH_CACHE_DIR`` (empty: none), else ``$XDG_CACHE_HOME/jaxflash``, else
-    ``~/.cache/jaxflash``. With ``JAXFLASH_KEEP_SOURCES=<folder>`` the source of every kernel that is
-    compiled or read from the cache goes to that folder.
+    ``~/.cache/jaxflash``. With ``JAXFLASH_KEEP_SOURCES=<folder>`` the source of every kernel that
+    is compiled or read from the cache goes to that folder.
     """
     print(config())

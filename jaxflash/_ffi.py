@@ -39,7 +39,9 @@ def _register() -> None:
     if extension.kernels:
         _nvrtc.register()
         handlers = extension.cuda_handlers()
-        jax.ffi.register_ffi_type(_STATE_TYPE, extension.program_state_type(), platform="CUDA")
+        type_id, type_info = extension.program_state_type()
+        state = {"type_id": type_id, "type_info": type_info}
+        jax.ffi.register_ffi_type(_STATE_TYPE, state, platform="CUDA")
     for target, pass_name in ((FORWARD_TARGET, "forward"), (BACKWARD_TARGET, "backward")):
         # On other platforms the target exists to say that it needs CUDA.
         jax.ffi.register_ffi_target(target, extension.wrong_platform_handler(), platform="cpu")

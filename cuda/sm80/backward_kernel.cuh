@@ -15,6 +15,7 @@
 #include "sm80/dq_accumulator.cuh"
 #include "sm80/scores.cuh"
 #include "sm80/tile.cuh"
+#include "sm80/tile_config.h"
 
 namespace jaxflash::sm80 {
 

@@ -11,7 +11,6 @@
 #include "common/status.h"
 #include "common/workspace.h"
 #include "sm80/forward_kernel.cuh"
-#include "sm80/tile_config.h"
 
 namespace jaxflash::sm80 {
 

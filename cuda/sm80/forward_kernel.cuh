@@ -9,6 +9,7 @@
 #include "problem.h"
 #include "sm80/scores.cuh"
 #include "sm80/tile.cuh"
+#include "sm80/tile_config.h"
 
 namespace jaxflash::sm80 {
 
