@@ -1,0 +1,219 @@
+"""Score programs: what happens to a logit between the product of query and key and the mask.
+
+A program is a scalar function of (score, b, h, q, kv, distance) and of the arrays that it captures,
+traced once to a jaxpr. `compose` builds the one of a call: bias, ALiBi and soft cap are written
+here as such functions, the caller's `score_mod` follows them. The blockwise path evaluates the
+program over tiles, `_printer` prints it for the kernels; derivatives are JAX's own.
+
+The score is scale * q k^T. b is the batch element (row-major over the batch axes), h the query
+head, q and kv are row and column number, and distance is query position minus key position as
+causal, window and ALiBi compare them; all int32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+ScoreMod = Callable[..., Any]
+
+# Arguments of a program; its captures follow them.
+ARGUMENTS = ("score", "b", "h", "q", "kv", "distance")
+
+# Equations that call a jaxpr, and the parameter that holds it.
+_CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+}
+# Those with a derivative of their own, which stays with them until they have been differentiated.
+_CUSTOM_DERIVATIVES = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A traced score program. Equal programs are equal values, whichever functions they came from.
+
+    Attributes:
+        text: value and derivative, printed; two programs with one text are the same program.
+        jaxpr: of `ARGUMENTS` and the captures, without constants. Calls are inlined, but for those
+            with derivatives of their own.
+    """
+
+    text: str
+    jaxpr: core.ClosedJaxpr = dataclasses.field(compare=False, repr=False)
+
+    @property
+    def capture_types(self) -> tuple[Any, ...]:
+        """Type of each capture: the shape that the program indexes, without batch axes."""
+        return tuple(self.jaxpr.in_avals[len(ARGUMENTS) :])
+
+    def value_and_slope(self) -> core.ClosedJaxpr:
+        """(logit, d logit / d score) of the same arguments, every call inlined."""
+        return _differentiated(self.jaxpr, (0,))
+
+
+def trace(function: Callable, captures: Sequence[Any], dtype) -> tuple[Program, tuple[Any, ...]]:
+    """The program of ``function(score, b, h, q, kv, distance, *captures)``, and all its captures:
+    the given ones, then the arrays that the function closes over.
+
+    Args:
+        function: of scalars, and of captures of the given types.
+        captures: arrays that the function takes as arguments, or their types.
+        dtype: of the score and of the result.
+    """
+    closed = _traced(function, (*_argument_types(dtype), *captures))
+    closed_over = []
+    # Constants become arguments after the given captures; those of an inner call come to light
+    # when the call is inlined.
+    while True:
+        closed_over += closed.consts
+        closed = _inlined(closed, _CALLS)
+        if not closed.consts:
+            break
+    return Program(_text(closed), closed), (*captures, *closed_over)
+
+
+def _argument_types(dtype) -> tuple[jax.ShapeDtypeStruct, ...]:
+    integers = (jax.ShapeDtypeStruct((), jnp.int32),) * (len(ARGUMENTS) - 1)
+    return jax.ShapeDtypeStruct((), dtype), *integers
+
+
+def _traced(function: Callable, types) -> core.ClosedJaxpr:
+    return jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(t.shape, t.dtype) for t in types))
+
+
+def _inlined(closed: core.ClosedJaxpr, calls: dict[str, str]) -> core.ClosedJaxpr:
+    """The same jaxpr without equations of the given kinds of calls; its constants are its last
+    arguments, and its own constants are those of the calls.
+    """
+    jaxpr = closed.jaxpr
+
+    def evaluate(jaxpr, constants, arguments):
+        values = dict(zip(jaxpr.constvars, constants, strict=True))
+        values.update(zip(jaxpr.invars, arguments, strict=True))
+
+        def read(atom):
+            return atom.val if isinstance(atom, core.Literal) else values[atom]
+
+        for eqn in jaxpr.eqns:
+            inputs = [read(atom) for atom in eqn.invars]
+            if eqn.primitive.name in calls:
+                inner = eqn.params[calls[eqn.primitive.name]]
+                constants = inner.consts if isinstance(inner, core.ClosedJaxpr) else ()
+                results = evaluate(getattr(inner, "jaxpr", inner), constants, inputs)
+            else:
+                params = eqn.primitive.get_bind_params(eqn.params)
+                results = eqn.primitive.bind(*inputs, **params)
+                results = results if eqn.primitive.multiple_results else [results]
+            values.update(zip(eqn.outvars, results, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def function(*arguments):
+        count = len(jaxpr.invars)
+        return evaluate(jaxpr, arguments[count:], arguments[:count])
+
+    return _traced(function, [v.aval for v in (*jaxpr.invars, *jaxpr.constvars)])
+
+
+def _differentiated(closed: core.ClosedJaxpr, positions: tuple[int, ...]) -> core.ClosedJaxpr:
+    """The value and its derivatives by the arguments at some positions, every call inlined."""
+    function = core.jaxpr_as_fun(closed)
+    both = jax.value_and_grad(lambda *arguments: function(*arguments)[0], argnums=positions)
+    flat = _traced(lambda *arguments: jax.tree.leaves(both(*arguments)), closed.in_avals)
+    return _inlined(flat, {**_CALLS, **_CUSTOM_DERIVATIVES})
+
+
+_unique = itertools.count()
+
+
+def _text(closed: core.ClosedJaxpr) -> str:
+    """Equal for programs of equal value and derivative."""
+    text = str(closed)
+    if not re.search("|".join(_CUSTOM_DERIVATIVES) + "|0x[0-9a-f]{6}", text):
+        return text
+    # Rules of custom derivatives are objects, new ones for every trace. What they do counts.
+    types: list[Any] = closed.in_avals
+    floats = tuple(i for i, t in enumerate(types) if jnp.issubdtype(t.dtype, jnp.floating))
+    try:
+        derivatives = _differentiated(closed, floats)
+    except (TypeError, ValueError, NotImplementedError):  # it has no reverse mode
+        return f"{text}\n{next(_unique)}"
+    text = str(derivatives)
+    for constant in derivatives.consts:
+        text += f"\n{np.asarray(constant).tobytes().hex()}"
+    # An address says nothing about what lies there.
+    return f"{text}\n{next(_unique)}" if re.search("0x[0-9a-f]{6}", text) else text
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """A part of a capture in which axes are fixed by scalar indices, on the way to one element."""
+
+    capture: int
+    shape: tuple[int, ...]  # of the capture
+    index: tuple[Any, ...]  # for each axis of the capture; None while it is whole
+    axes: tuple[int | None, ...]  # for each axis of the view, that of the capture; None: of size 1
+    casts: tuple[Any, ...] = ()  # dtypes it is converted to, one after the other
+
+    @classmethod
+    def whole(cls, capture: int, shape: tuple[int, ...]) -> View:
+        return cls(capture, shape, (None,) * len(shape), tuple(range(len(shape))))
+
+    def after(self, eqn, scalars: Sequence[Any]) -> View | None:
+        """The view that an equation makes of this one (its first operand) and of scalar operands;
+        None if it makes something else.
+        """
+        name, params, out = eqn.primitive.name, eqn.params, eqn.outvars[0].aval
+        if name in ("convert_element_type", "stop_gradient", "copy", "copy_p", "pvary"):
+            casts = (*self.casts, out.dtype) if name == "convert_element_type" else self.casts
+            return dataclasses.replace(self, casts=casts)
+        if name == "dynamic_slice":
+            return self._cut(scalars, params["slice_sizes"])
+        if name == "slice" and params["strides"] is None:
+            starts, limits = params["start_indices"], params["limit_indices"]
+            sizes = tuple(end - start for start, end in zip(starts, limits, strict=True))
+            return self._cut(starts, sizes)
+        if name == "squeeze":
+            rank = len(self.axes)
+            return self._keeping(
+                d for d in range(rank) if d not in {n % rank for n in params["dimensions"]}
+            )
+        if name == "reshape" and params["dimensions"] is None and math.prod(out.shape) == 1:
+            return self._keeping(())._padded(len(out.shape))
+        return None
+
+    def _cut(self, starts, sizes) -> View | None:
+        index, axes = list(self.index), list(self.axes)
+        for d, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+            axis = self.axes[d]
+            if axis is None or size == self.shape[axis]:
+                continue
+            if size != 1:
+                return None
+            index[axis], axes[d] = start, None
+        return dataclasses.replace(self, index=tuple(index), axes=tuple(axes))
+
+    def _keeping(self, kept) -> View:
+        """Without the other axes, which are of size 1."""
+        kept = tuple(kept)
+        index = list(self.index)
+        for d, axis in enumerate(self.axes):
+            if d not in kept and axis is not None:
+                index[axis] = 0
+        return dataclasses.replace(self, index=tuple(index), axes=tuple(self.axes[d] for d in kept))
+
+    def _padded(self, rank: int) -> View:
+        return dataclasses.replace(self, axes=(None,) * (rank - len(self.axes)) + self.axes)
