@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxflash import _dropout
 from jaxflash._spec import AttentionSpec, Operands
-from jaxflash._tile import Tiles, blocks, cut, put
+from jaxflash._tile import Tile, Tiles, blocks, cut, put
 
 
 def forward(spec: AttentionSpec, operands: Operands):
@@ -37,6 +37,7 @@ def forward(spec: AttentionSpec, operands: Operands):
     rows, columns = _tiling(q, kv_len)
     tiles = Tiles(spec, operands, rows, columns)
     product = _Products(spec, dtype, len(batch) + 1)
+    captures = tiles.captures(operands)
     sink = None if operands.sink is None else _sink(operands.sink, kv_heads, len(batch), dtype)
     k_all, v_all = _keys_major(k), _keys_major(v)
 
@@ -48,8 +49,10 @@ def forward(spec: AttentionSpec, operands: Operands):
         def key_block(j, state):
             column_block = columns[j]
             k_block, v_block = (cut(x, column_block, -2) for x in (k_all, v_all))
-            tile = tiles(product.qk(q_block, k_block), row_block, column_block, fresh_rows=False)
-            logits = tile.hide(tile.logits, -jnp.inf)
+            tile = tiles.at(row_block, column_block, fresh_rows=False)
+            scores = product.qk(q_block, k_block) * spec.scale
+            logits = tiles.logits(scores, tiles.captured(captures, tile), tile)
+            logits = tile.hide(logits, -jnp.inf)
             maximum = jnp.maximum(state.maximum, jnp.max(logits, axis=-1, keepdims=True))
             shift = jnp.where(maximum == -jnp.inf, 0.0, maximum)
             p = jnp.exp(logits - shift)
@@ -104,6 +107,9 @@ def backward(
     rows, columns = _tiling(q, kv_len)
     tiles = Tiles(spec, operands, rows, columns)
     product = _Products(spec, dtype, len(batch) + 1)
+    captures = tiles.captures(operands)
+    fixed = {name: x for name, x in captures.items() if name not in wanted}
+    moving = {name: x for name, x in captures.items() if name in wanted}
 
     # Rows that see no key, all at once: p = exp(logits - inf) = 0, and no NaN of theirs remains.
     alive = lse != -jnp.inf
@@ -130,8 +136,14 @@ def backward(
             q_block, dout_block, lse_block, delta_block = (
                 cut(x, row_block, -2) for x in (q_all, dout_all, lse_all, delta)
             )
-            tile = tiles(product.qk(q_block, k_block), row_block, column_block, fresh_rows=True)
-            p = tile.hide(jnp.exp(tile.logits - lse_block), 0.0)
+            tile = tiles.at(row_block, column_block, fresh_rows=True)
+            constants = tiles.captured(fixed, tile)
+            logits, pull = jax.vjp(
+                lambda scores, captured: tiles.logits(scores, captured | constants, tile),
+                product.qk(q_block, k_block) * spec.scale,
+                tiles.captured(moving, tile),
+            )
+            p = tile.hide(jnp.exp(logits - lse_block), 0.0)
             dp = tile.drop(product.qk(dout_block, v_block))
             dv, dk, dq = sums.value, sums.key, sums.query
             if dv is not None:
@@ -141,20 +153,17 @@ def backward(
             if spec.dropout_rate > 0.0:
                 dp = dp * kept_scale
             ds = tile.hide(p * (dp - delta_block), 0.0)
-            if tile.cap_slope is not None:
-                ds = tile.hide(ds * tile.cap_slope, 0.0)
-            bias, slopes = sums.bias, sums.alibi_slopes
-            if bias is not None:
-                bias = _add_tile(bias, row_block, column_block, ds)
-            if slopes is not None:
-                slopes = slopes - _sum_to(ds * tile.distance, slopes.shape)
+            ds, dcaptured = pull(ds)
+            dcaptures = {
+                name: _add_tile(sums.captures[name], tile, dcaptured[name]) for name in moving
+            }
             ds = ds.astype(q.dtype)
             if dk is not None:
                 dk = dk + product.over_rows(cut(q_turned, row_block, -1), ds)
             if dq is not None:
                 dq_block = product.pv(ds, tile.hide_keys(k_block))
                 dq = put(dq, row_block, -2, cut(dq, row_block, -2) + dq_block)
-            return sums._replace(query=dq, key=dk, value=dv, bias=bias, alibi_slopes=slopes)
+            return _Sums(dq, dk, dv, dcaptures)
 
         def turned_zeros(x_block):
             turned = jnp.swapaxes(x_block, -1, -2)
@@ -173,19 +182,16 @@ def backward(
             dv = put(dv, column_block, -3, _keys_unturned(sums.value * scale))
         return sums._replace(key=dk, value=dv)
 
-    def summed(name, like):
-        return _filled(0, like, like.shape, dtype) if name in wanted else None
-
-    gradients = Operands(
-        query=summed("query", q_all),
+    sums = _Sums(
+        query=_filled(0, q_all, q_all.shape, dtype) if "query" in wanted else None,
         key=zeros("key"),
         value=zeros("value"),
-        bias=summed("bias", tiles.bias) if operands.bias is not None else None,
-        alibi_slopes=summed("alibi_slopes", tiles.slopes) if tiles.slopes is not None else None,
+        captures={name: _filled(0, x, x.shape, dtype) for name, x in moving.items()},
     )
-    gradients = _loop(0, columns.count, key_block, gradients)
+    sums = _loop(0, columns.count, key_block, sums)
+    gradients = Operands(query=None, key=sums.key, value=sums.value, **sums.captures)
     if "query" in wanted:
-        gradients = gradients._replace(query=_ungrouped(gradients.query * spec.scale))
+        gradients = gradients._replace(query=_ungrouped(sums.query * spec.scale))
     if "sink" in wanted:
         sink = _sink(operands.sink, kv_heads, len(batch), dtype)
         # The sink's value is 0, so its dP is 0.
@@ -197,6 +203,15 @@ def backward(
             for x, of in zip(gradients, operands, strict=True)
         )
     )
+
+
+class _Sums(NamedTuple):
+    """Gradients while they are summed up; None for those that nobody wants."""
+
+    query: Any  # (*B, K, G, T, H)
+    key: Any  # of all keys (*B, S, K, H); inside the loop over rows of a block (*B, K, H, columns)
+    value: Any  # likewise
+    captures: dict[str, Any]
 
 
 class _Softmax(NamedTuple):
@@ -322,14 +337,14 @@ def _sink(sink, kv_heads: int, num_batch_axes: int, dtype):
     return sink.astype(dtype).reshape(shape)
 
 
-def _add_tile(total, rows, columns, tile):
-    """`total`, (*#B, #K, #G, #T, #S), plus a tile in its place, summed where it broadcasts."""
-    place = cut(cut(total, rows, -2), columns, -1)
+def _add_tile(total, tile: Tile, x):
+    """`total`, (*#B, #K, #G, #T, #S), plus `x` in the place of a tile."""
     starts = [jnp.int32(0)] * total.ndim
-    for axis, block in ((-2, rows), (-1, columns)):
+    for axis, block in ((-2, tile.rows), (-1, tile.columns)):
         if total.shape[axis] != 1:
             starts[axis] = block.start
-    return jax.lax.dynamic_update_slice(total, place + _sum_to(tile, place.shape), starts)
+    place = cut(cut(total, tile.rows, -2), tile.columns, -1)
+    return jax.lax.dynamic_update_slice(total, place + x, starts)
 
 
 def _sum_to(x, shape):
