@@ -110,7 +110,7 @@ class Tiles:
         self._rank = len(self._batch) + 4
         self.dtype = jnp.float64 if operands.query.dtype == jnp.float64 else jnp.float32
 
-        self._mask = self._grouped(operands.mask)
+        self._mask = None if operands.mask is None else _grouped(operands.mask, operands)
         self._q_len = self._per_batch(operands.query_seq_lengths)
         self._kv_len = self._per_batch(operands.key_value_seq_lengths)
         self._q_ids = self._per_row(operands.query_segment_ids)
@@ -166,21 +166,8 @@ class Tiles:
         kept = self._kept(rows, columns) if self._spec.dropout_rate > 0.0 else None
         return Tile(rows, columns, difference, visible, kept)
 
-    def captures(self, operands: Operands) -> dict[str, Any]:
-        """The arrays that `logits` reads, by the names of their operands, brought to the rank of
-        the grouped logits: (*#B, #K, #G, #T, #S), # meaning "or 1".
-        """
-        captures = {}
-        if operands.bias is not None:
-            captures["bias"] = self._grouped(operands.bias)
-        if operands.alibi_slopes is not None:
-            slopes = operands.alibi_slopes.astype(self.dtype)
-            ones = (1,) * (self._rank - 3 - slopes.ndim)
-            captures["alibi_slopes"] = self._grouped(slopes.reshape(*ones, *slopes.shape, 1, 1))
-        return captures
-
     def captured(self, captures: dict[str, Any], tile: Tile) -> dict[str, Any]:
-        """What a tile reads of `captures`, or of arrays of their shapes."""
+        """What a tile reads of the arrays of `captures_of`, or of tangents of theirs."""
         return {
             name: cut(cut(x, tile.rows, -2), tile.columns, -1).astype(self.dtype)
             for name, x in captures.items()
@@ -191,7 +178,7 @@ class Tiles:
 
         Args:
             scores: scale * q k^T, (*B, K, G, rows, columns).
-            captured: what `captured` returns.
+            captured: what the method `captured` returns.
             tile: where the tile lies.
         """
         logits = scores
@@ -275,14 +262,6 @@ class Tiles:
         shape[axis] = extent
         return jax.lax.broadcasted_iota(jnp.int32, shape, axis)
 
-    def _grouped(self, x):
-        """(*#B, #N, #T, #S) with N split into (K, G)."""
-        if x is None:
-            return None
-        *batch, heads, q_len, kv_len = x.shape
-        split = (1, 1) if heads == 1 else (self._kv_heads, self._group)
-        return x.reshape(*batch, *split, q_len, kv_len)
-
     def _per_batch(self, x):
         return None if x is None else x[..., None, None, None, None]
 
@@ -291,6 +270,29 @@ class Tiles:
 
     def _per_column(self, x):
         return None if x is None else x[..., None, None, None, :]
+
+
+def captures_of(operands: Operands) -> dict[str, Any]:
+    """The arrays that `Tiles.logits` reads, by the names of their operands, brought to the rank of
+    the grouped logits: (*#B, #K, #G, #T, #S), # meaning "or 1".
+    """
+    captures = {}
+    if operands.bias is not None:
+        captures["bias"] = _grouped(operands.bias, operands)
+    if operands.alibi_slopes is not None:
+        slopes = operands.alibi_slopes
+        ones = (1,) * (operands.query.ndim - 2 - slopes.ndim)
+        slopes = slopes.reshape(*ones, *slopes.shape, 1, 1)
+        captures["alibi_slopes"] = _grouped(slopes, operands)
+    return captures
+
+
+def _grouped(x, operands: Operands):
+    """(*#B, #N, #T, #S) with N split into (K, G)."""
+    *batch, heads, q_len, kv_len = x.shape
+    kv_heads = operands.key.shape[-2]
+    split = (1, 1) if heads == 1 else (kv_heads, heads // kv_heads)
+    return x.reshape(*batch, *split, q_len, kv_len)
 
 
 def _blocks_met(block: Block, offset: int, before, after, others: Blocks):
