@@ -1,4 +1,4 @@
-"""The public operation: arguments in, checked and sorted by `_spec`, computed by `_vjp`."""
+"""The public operation: arguments in, checked and sorted by `_spec`, computed by `_derivatives`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal, overload
 import jax
 from jax.typing import ArrayLike
 
-from jaxflash import _spec, _support, _vjp
+from jaxflash import _derivatives, _spec, _support
 
 Implementation = _spec.Implementation
 CausalAlignment = _spec.CausalAlignment
@@ -175,7 +175,7 @@ def dot_product_attention(
         precision=precision,
         deterministic_backward=deterministic_backward,
     )
-    out, lse = _vjp.attention(spec, choose_path(spec, operands, implementation), operands)
+    out, lse = _derivatives.attention(spec, choose_path(spec, operands, implementation), operands)
     return (out, lse) if return_residual else out
 
 
@@ -226,7 +226,7 @@ _DEFAULTS = {
 
 def choose_path(
     spec: _spec.AttentionSpec, operands: _spec.Operands, implementation: Implementation | None
-) -> _vjp.Path:
+) -> _derivatives.Path:
     """Where the call runs; raises what the caller must know when it asked for the kernels."""
     implementation = _spec.check_implementation(implementation)
     if implementation == "xla":

@@ -1,4 +1,4 @@
-"""One tile of the logits for the blockwise path: where it lies, what it contains, who sees whom.
+"""One tile of the logits for the blockwise path: where it lies, who sees whom, what it contains.
 
 Arrays are brought to the rank of the grouped logits (*B, K, G, T, S), G = N // K query heads per
 key head, with size 1 where an axis does not matter; no leading axis is ever merged with another,
@@ -69,12 +69,12 @@ def put(x, block: Block, axis: int, update):
 
 
 class Tile(NamedTuple):
-    """A tile (*B, K, G, rows, columns) and what its gradient needs."""
+    """Where a tile (*B, K, G, rows, columns) lies, and who sees whom in it."""
 
-    logits: Any  # capped; meaningless where not visible
+    rows: Block
+    columns: Block
+    difference: Any  # query position - key position, int32, or None where nothing asks for it
     visible: Any  # bool, broadcastable to the tile, or None: everything is
-    cap_slope: Any  # d capped / d uncapped, or None: 1
-    distance: Any  # |query position - key position| as a float, or None without slopes
     kept: Any  # bool, what dropout keeps, or None: everything
 
     def hide(self, x, value):
@@ -96,6 +96,9 @@ class Tile(NamedTuple):
 class Tiles:
     """Computes tiles. Everything here is one pass over O(T) or O(S) data, or a slice of what the
     caller passed.
+
+    The step from scores (scaled products) to logits is `logits`, a function of JAX: the passes let
+    JAX differentiate it tile by tile, any number of times, and know nothing of its content.
     """
 
     def __init__(self, spec: AttentionSpec, operands: Operands, rows: Blocks, columns: Blocks):
@@ -107,19 +110,14 @@ class Tiles:
         self._rank = len(self._batch) + 4
         self.dtype = jnp.float64 if operands.query.dtype == jnp.float64 else jnp.float32
 
-        self.bias = self._grouped(operands.bias)
-        self._mask = self._grouped(operands.mask)
-        self.slopes = None
-        if operands.alibi_slopes is not None:
-            slopes = operands.alibi_slopes.astype(self.dtype)
-            self.slopes = self._grouped(
-                slopes.reshape((1,) * (self._rank - 3 - slopes.ndim) + (*slopes.shape, 1, 1))
-            )
+        self._mask = None if operands.mask is None else _grouped(operands.mask, operands)
         self._q_len = self._per_batch(operands.query_seq_lengths)
         self._kv_len = self._per_batch(operands.key_value_seq_lengths)
         self._q_ids = self._per_row(operands.query_segment_ids)
         self._kv_ids = self._per_column(operands.key_segment_ids)
         self._seed = operands.dropout_seed
+
+        self._has_slopes = operands.alibi_slopes is not None
 
         # Sides beyond int32 limit nothing.
         self._left, self._right = (
@@ -155,39 +153,49 @@ class Tiles:
             return 0, self._rows.count
         return _blocks_met(columns, -self._offset, self._right, self._left, self._rows)
 
-    def __call__(self, products, rows: Block, columns: Block, *, fresh_rows: bool) -> Tile:
-        """The tile whose products q k^T are given.
+    def at(self, rows: Block, columns: Block, *, fresh_rows: bool) -> Tile:
+        """The tile of these rows and columns.
 
         Args:
-            products: (*B, K, G, rows, columns).
             rows: where it lies.
             columns: where it lies; columns before its `fresh` are invisible.
             fresh_rows: whether the rows before `rows.fresh` are invisible too.
         """
-        spec = self._spec
         difference = self._position_difference(rows, columns)
-
-        logits = products * spec.scale
-        if self.bias is not None:
-            logits = logits + cut(cut(self.bias, rows, -2), columns, -1).astype(self.dtype)
-        distance = None
-        if self.slopes is not None and difference is not None:
-            distance = jnp.abs(difference).astype(self.dtype)
-            logits = logits - self.slopes * distance
-        cap_slope = None
-        if spec.logits_soft_cap is not None:
-            bent = jnp.tanh(logits / spec.logits_soft_cap)
-            logits = spec.logits_soft_cap * bent
-            cap_slope = 1.0 - bent * bent
-        kept = None
-        if spec.dropout_rate > 0.0:
-            kept = self._kept(rows, columns)
         visible = self._visible(rows, columns, difference, fresh_rows)
-        return Tile(logits, visible, cap_slope, distance, kept)
+        kept = self._kept(rows, columns) if self._spec.dropout_rate > 0.0 else None
+        return Tile(rows, columns, difference, visible, kept)
+
+    def captured(self, captures: dict[str, Any], tile: Tile) -> dict[str, Any]:
+        """What a tile reads of the arrays of `captures_of`, or of tangents of theirs."""
+        return {
+            name: cut(cut(x, tile.rows, -2), tile.columns, -1).astype(self.dtype)
+            for name, x in captures.items()
+        }
+
+    def logits(self, scores, captured: dict[str, Any], tile: Tile):
+        """The logits of a tile, meaningless where not visible; no derivative there is NaN.
+
+        Args:
+            scores: scale * q k^T, (*B, K, G, rows, columns).
+            captured: what the method `captured` returns.
+            tile: where the tile lies.
+        """
+        logits = scores
+        if "bias" in captured:
+            logits = logits + captured["bias"]
+        if "alibi_slopes" in captured:
+            distance = jnp.abs(tile.difference).astype(self.dtype)
+            logits = logits - captured["alibi_slopes"] * distance
+        cap = self._spec.logits_soft_cap
+        if cap is not None:
+            # The slope of what is hidden would be multiplied by 0, and may be NaN.
+            logits = cap * jnp.tanh(tile.hide(logits, 0.0) / cap)
+        return logits
 
     def _position_difference(self, rows: Block, columns: Block):
         """Query position minus key position, int32. It overflows for invisible elements only."""
-        if self._left is None and self._right is None and self.slopes is None:
+        if self._left is None and self._right is None and not self._has_slopes:
             return None
         if self._q_positions is None:
             row = self._row_numbers(rows) + self._offset
@@ -254,14 +262,6 @@ class Tiles:
         shape[axis] = extent
         return jax.lax.broadcasted_iota(jnp.int32, shape, axis)
 
-    def _grouped(self, x):
-        """(*#B, #N, #T, #S) with N split into (K, G)."""
-        if x is None:
-            return None
-        *batch, heads, q_len, kv_len = x.shape
-        split = (1, 1) if heads == 1 else (self._kv_heads, self._group)
-        return x.reshape(*batch, *split, q_len, kv_len)
-
     def _per_batch(self, x):
         return None if x is None else x[..., None, None, None, None]
 
@@ -270,6 +270,29 @@ class Tiles:
 
     def _per_column(self, x):
         return None if x is None else x[..., None, None, None, :]
+
+
+def captures_of(operands: Operands) -> dict[str, Any]:
+    """The arrays that `Tiles.logits` reads, by the names of their operands, brought to the rank of
+    the grouped logits: (*#B, #K, #G, #T, #S), # meaning "or 1".
+    """
+    captures = {}
+    if operands.bias is not None:
+        captures["bias"] = _grouped(operands.bias, operands)
+    if operands.alibi_slopes is not None:
+        slopes = operands.alibi_slopes
+        ones = (1,) * (operands.query.ndim - 2 - slopes.ndim)
+        slopes = slopes.reshape(*ones, *slopes.shape, 1, 1)
+        captures["alibi_slopes"] = _grouped(slopes, operands)
+    return captures
+
+
+def _grouped(x, operands: Operands):
+    """(*#B, #N, #T, #S) with N split into (K, G)."""
+    *batch, heads, q_len, kv_len = x.shape
+    kv_heads = operands.key.shape[-2]
+    split = (1, 1) if heads == 1 else (kv_heads, heads // kv_heads)
+    return x.reshape(*batch, *split, q_len, kv_len)
 
 
 def _blocks_met(block: Block, offset: int, before, after, others: Blocks):

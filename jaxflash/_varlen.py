@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxflash import _spec, _vjp
+from jaxflash import _derivatives, _spec
 from jaxflash._api import choose_path
 
 
@@ -110,7 +110,7 @@ def varlen_attention(
         shift = jnp.diff(cu_seqlens_kv) - jnp.diff(cu_seqlens_q)
         query_positions = query_positions + shift[jnp.maximum(query_ids, 0)]
     operands = operands._replace(query_positions=query_positions, key_positions=key_positions)
-    out, lse = _vjp.attention(spec, choose_path(spec, operands, implementation), operands)
+    out, lse = _derivatives.attention(spec, choose_path(spec, operands, implementation), operands)
     return (out, lse) if return_residual else out
 
 
