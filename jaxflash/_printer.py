@@ -270,6 +270,8 @@ class _Graph:
         other_constant, other_terms = _linear(y)
         for term, coefficient in other_terms.items():
             terms[term] = terms.get(term, 0.0) + coefficient
+            if terms[term] == 0.0 and _finite(term):
+                del terms[term]
         return self._sum(constant + other_constant, terms)
 
     def scaled(self, x: _Node, factor: float) -> _Node:
@@ -653,7 +655,8 @@ class _Builder:
         if isinstance(atom, core.Literal):
             if np.size(atom.val) != 1:
                 _refuse(eqn, "works on a constant array")
-            dtype = str(np.asarray(atom.val).dtype)
+            aval: Any = atom.aval
+            dtype = str(aval.dtype)
             if dtype not in _COMPUTED and dtype not in _FLOATS:
                 _refuse(eqn, f"has an operand of dtype {dtype}")
             return graph.constant(
