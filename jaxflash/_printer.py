@@ -32,8 +32,8 @@ _INTEGERS = ("int32", "uint32")
 # As the kernels store a capture, and as they compute with it.
 _STORED = {
     "float32": "float",
-    "bfloat16": "__nv_bfloat16",
-    "float16": "__half",
+    "bfloat16": "BFloat16",
+    "float16": "Float16",
     "int32": "int32_t",
     "uint32": "uint32_t",
     "bool": "bool",
@@ -54,7 +54,7 @@ class Printed:
 
     Attributes:
         source: the C++ struct.
-        unit_slope: d logit / d score is 1 wherever the logit is not -inf.
+        unit_slope: the logit is the score plus what does not depend on it (-inf included).
         exact_length: number of rows and columns up to which differences of their numbers are
             computed exactly, or None without a limit.
     """
@@ -86,10 +86,12 @@ def print_cuda(
         head = graph.input("h", "int32", 0)
         sink = graph.load(len(program.capture_types), sink_dtype, (head,))
         sink = graph.scaled(sink, _LOG2_E)
-    writer = _Writer(graph, graph.scaled(logit, _LOG2_E), slope, sink)
+    logit = graph.scaled(logit, _LOG2_E)
+    addend = graph.without_score(logit) if slope is graph.constant(1.0) else None
+    writer = _Writer(graph, _Roots(logit, slope, addend, sink))
     return Printed(
         writer.struct(),
-        unit_slope=writer.unit_slope,
+        unit_slope=addend is not None,
         exact_length=1 << 24 if graph.subtracts_positions else None,
     )
 
@@ -384,6 +386,23 @@ class _Graph:
         half = self.power(x, exponent // 2)
         result = self.atom("times", half, half)
         return self.atom("times", result, x) if exponent % 2 else result
+
+    def without_score(self, x: _Node) -> _Node | None:
+        """`x` less its term in the score, if the rest does not depend on the score."""
+        if not x.deps & _SCORE:
+            return x if x is self.constant(-math.inf) else None
+        if x.op == "select":
+            condition, yes, no = x.args
+            yes, no = self.without_score(yes), self.without_score(no)
+            if condition.deps & _SCORE or yes is None or no is None:
+                return None
+            return self.select(condition, yes, no)
+        constant, terms = _linear(x)
+        terms = {term: c for term, c in terms.items() if not term.deps & _SCORE}
+        in_score = [term for term in _linear(x)[1] if term.deps & _SCORE]
+        scale = self.input("scale", "float32", 0)
+        score = self.multiply(self.input("score", "float32", _SCORE), scale)
+        return self._sum(constant, terms) if in_score == [score] else None
 
     def given(self, x: _Node, condition: _Node) -> _Node:
         """`x` where a condition holds."""
@@ -927,6 +946,8 @@ _SIGNATURES = {
     "column": "Column column(const Head& head, int kv)",
     "logit": "float logit(const Head& head, const Row& row, const Column& column, int q, int kv,"
     " float distance, float s)",
+    "addend": "float addend(const Head& head, const Row& row, const Column& column, int q, int kv,"
+    " float distance)",
     "logit_and_slope": "float logit_and_slope(const Head& head, const Row& row,"
     " const Column& column, int q, int kv, float distance, float s, float* slope)",
     "sink": "float sink(const Head& head)",
@@ -937,20 +958,31 @@ def _place(x: _Node) -> str:
     return {0: "head", _ROW: "row", _COLUMN: "column"}.get(x.deps, "element")
 
 
+@dataclasses.dataclass(frozen=True)
+class _Roots:
+    """What the struct computes; the addend with a slope of 1 alone, the sink where there is one."""
+
+    logit: _Node
+    slope: _Node
+    addend: _Node | None
+    sink: _Node | None
+
+
 class _Writer:
     """Chooses instructions for the nodes and writes them where they belong."""
 
-    def __init__(self, graph: _Graph, logit: _Node, slope: _Node, sink: _Node | None):
+    def __init__(self, graph: _Graph, roots: _Roots):
         self._graph = graph
         self._instructions: dict[_Node, _Node] = {}
         self._names: dict[_Node, str] = {}
-        self.unit_slope = slope is graph.constant(1.0)
-        self._guards_slope = not _finite(slope)
-        self._logit, self._slope = self._lowered(logit), self._lowered(slope)
-        self._sink = None if sink is None else self._lowered(sink)
+        self._adds = roots.addend is not graph.constant(0.0)
+        self._guards_slope = not _finite(roots.slope)
+        self._logit, self._slope = self._lowered(roots.logit), self._lowered(roots.slope)
+        self._addend = None if roots.addend is None else self._lowered(roots.addend)
+        self._sink = None if roots.sink is None else self._lowered(roots.sink)
         self._members: dict[str, list[_Node]] = {place: [] for place in _PLACES}
         seen: set[_Node] = set()
-        for root in (self._logit, self._slope, self._sink):
+        for root in (self._logit, self._slope, self._addend, self._sink):
             if root is not None:
                 self._need(root, "end" if root is self._sink else "element")
                 self._visit(root, seen)
@@ -958,7 +990,11 @@ class _Writer:
     def struct(self) -> str:
         members, sink = self._members, self._sink
         lines = ["namespace jaxflash {", "struct Program {"]
-        for name, value in (("kUnitSlope", self.unit_slope), ("kHasSink", sink is not None)):
+        for name, value in (
+            ("kUnitSlope", self._addend is not None),
+            ("kAdds", self._adds),
+            ("kHasSink", sink is not None),
+        ):
             lines.append(f"  static constexpr bool {name} = {'true' if value else 'false'};")
         for place in _PLACES[:3]:
             fields = [f"    {self._field(x)};" for x in members[place]]
@@ -968,7 +1004,9 @@ class _Writer:
             lines += self._function(place, place, members[place], f"{{{results}}}")
         logit = self._text(self._logit, "element")
         lines += self._function("logit", "element", [self._logit], logit)
-        if self.unit_slope:
+        if self._addend is not None:
+            addend = self._text(self._addend, "element")
+            lines += self._function("addend", "element", [self._addend], addend)
             lines += self._function(
                 "logit_and_slope",
                 "element",

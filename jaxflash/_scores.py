@@ -13,6 +13,7 @@ causal, window and ALiBi compare them; all int32.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import re
@@ -23,6 +24,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
+
+from jaxflash._spec import AttentionSpec, Operands
 
 ScoreMod = Callable[..., Any]
 
@@ -50,10 +53,12 @@ class Program:
         text: value and derivative, printed; two programs with one text are the same program.
         jaxpr: of `ARGUMENTS` and the captures, without constants. Calls are inlined, but for those
             with derivatives of their own.
+        parts: the arguments of the call that it is made of.
     """
 
     text: str
     jaxpr: core.ClosedJaxpr = dataclasses.field(compare=False, repr=False)
+    parts: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
     @property
     def capture_types(self) -> tuple[Any, ...]:
@@ -63,6 +68,137 @@ class Program:
     def value_and_slope(self) -> core.ClosedJaxpr:
         """(logit, d logit / d score) of the same arguments, every call inlined."""
         return _differentiated(self.jaxpr, (0,))
+
+
+def compose(
+    spec: AttentionSpec, operands: Operands, score_mod: ScoreMod | None
+) -> tuple[AttentionSpec, Operands]:
+    """The same call, with all that changes its scores as one program and its captures.
+
+    The only place where the order is written down: scale, bias, ALiBi, soft cap, `score_mod`. The
+    mask comes after it.
+
+    Args:
+        spec: as the caller's arguments say.
+        operands: likewise.
+        score_mod: ``(score, b, h, q, kv) -> score`` of scalars, or None.
+
+    Returns:
+        A spec with `program` instead of `logits_soft_cap`, and operands with `captures` instead of
+        `bias` and `alibi_slopes`. Each capture is (*#B, *its own shape), # meaning "or 1": the batch
+        axes of the call, then what the program indexes.
+
+    Raises:
+        ValueError: score_mod is not a function from scalars to a floating scalar.
+    """
+    batch_rank = len(operands.query.shape) - 3
+    dtype = jnp.float64 if operands.query.dtype == jnp.float64 else jnp.float32
+    built_in, own = _BuiltIn(None, False, spec.logits_soft_cap), []
+    if operands.bias is not None:
+        shape = operands.bias.shape
+        axes = tuple(i for i, size in enumerate(shape[batch_rank:]) if size != 1)
+        built_in = dataclasses.replace(built_in, bias_axes=axes)
+        sizes = tuple(shape[batch_rank + i] for i in axes)
+        own.append((operands.bias, shape[:batch_rank], sizes))
+    if operands.alibi_slopes is not None:
+        *batch, heads = operands.alibi_slopes.shape
+        built_in = dataclasses.replace(built_in, slopes=True)
+        own.append((operands.alibi_slopes, batch or (1,) * batch_rank, (heads,)))
+    types = tuple(jax.ShapeDtypeStruct(sizes, x.dtype) for x, _, sizes in own)
+    if score_mod is not None:
+        program, closed_over = _with_score_mod(built_in, types, score_mod, dtype)
+    elif built_in.parts:
+        program, closed_over = _built_in_program(built_in, types, dtype), ()
+    else:
+        return spec, operands
+    captures = [_reshaped(x, (*batch, *sizes)) for x, batch, sizes in own]
+    captures += [_reshaped(x, (1,) * batch_rank + x.shape) for x in closed_over]
+    spec = dataclasses.replace(spec, logits_soft_cap=None, program=program)
+    return spec, operands._replace(bias=None, alibi_slopes=None, captures=tuple(captures))
+
+
+def _reshaped(x, shape):
+    shape = tuple(shape)
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(shape, x.dtype)
+    return x if x.shape == shape else x.reshape(shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class _BuiltIn:
+    """The built-in part of a program, a function of (score, h, q, kv, distance, *captures).
+
+    Attributes:
+        bias_axes: which of (h, q, kv) index the bias, the first capture; None without a bias.
+        slopes: whether slopes (heads) are the next capture.
+        soft_cap: or None.
+    """
+
+    bias_axes: tuple[int, ...] | None
+    slopes: bool
+    soft_cap: float | None
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        used = {
+            "bias": self.bias_axes is not None,
+            "alibi_slopes": self.slopes,
+            "logits_soft_cap": self.soft_cap is not None,
+        }
+        return tuple(name for name, is_used in used.items() if is_used)
+
+    def __call__(self, score, h, q, kv, distance, *captures):
+        rest = iter(captures)
+        if self.bias_axes is not None:
+            index = tuple((h, q, kv)[axis] for axis in self.bias_axes)
+            score = score + next(rest)[index].astype(score.dtype)
+        if self.slopes:
+            slope = next(rest)[h].astype(score.dtype)
+            score = score - slope * jnp.abs(distance).astype(score.dtype)
+        if self.soft_cap is not None:
+            score = self.soft_cap * jnp.tanh(score / self.soft_cap)
+        return score
+
+
+# Programs of built-in features depend on types alone: an eager call traces nothing.
+@functools.lru_cache(maxsize=256)
+def _built_in_program(built_in: _BuiltIn, types, dtype) -> Program:
+    def function(score, b, h, q, kv, distance, *captures):
+        return built_in(score, h, q, kv, distance, *captures)
+
+    program, _ = trace(function, types, dtype)
+    return dataclasses.replace(program, parts=built_in.parts)
+
+
+def _with_score_mod(built_in: _BuiltIn, types, score_mod: ScoreMod, dtype):
+    """(program, arrays that score_mod captures)."""
+    if not callable(score_mod):
+        raise ValueError(
+            "score_mod must be a function (score, b, h, q, kv) -> score, "
+            f"got {type(score_mod).__name__}"
+        )
+
+    def function(score, b, h, q, kv, distance, *captures):
+        score = built_in(score, h, q, kv, distance, *captures)
+        return checked_score(score_mod(score, b, h, q, kv)).astype(dtype)
+
+    program, captures = trace(function, types, dtype)
+    program = dataclasses.replace(program, parts=(*built_in.parts, "score_mod"))
+    return program, captures[len(types) :]
+
+
+def checked_score(score) -> jax.Array:
+    """What a score_mod returned, if it is a floating scalar."""
+    expected = "score_mod must return one floating scalar"
+    try:
+        score = jnp.asarray(score)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{expected}, got {type(score).__name__}") from error
+    if score.shape != ():
+        raise ValueError(f"{expected}, got an array of shape {score.shape}")
+    if not jnp.issubdtype(score.dtype, jnp.floating):
+        raise ValueError(f"{expected}, got dtype {score.dtype}")
+    return score
 
 
 def trace(function: Callable, captures: Sequence[Any], dtype) -> tuple[Program, tuple[Any, ...]]:
@@ -101,31 +237,36 @@ def _inlined(closed: core.ClosedJaxpr, calls: dict[str, str]) -> core.ClosedJaxp
     """
     jaxpr = closed.jaxpr
 
-    def evaluate(jaxpr, constants, arguments):
-        values = dict(zip(jaxpr.constvars, constants, strict=True))
-        values.update(zip(jaxpr.invars, arguments, strict=True))
-
-        def read(atom):
-            return atom.val if isinstance(atom, core.Literal) else values[atom]
-
-        for eqn in jaxpr.eqns:
-            inputs = [read(atom) for atom in eqn.invars]
-            if eqn.primitive.name in calls:
-                inner = eqn.params[calls[eqn.primitive.name]]
-                constants = inner.consts if isinstance(inner, core.ClosedJaxpr) else ()
-                results = evaluate(getattr(inner, "jaxpr", inner), constants, inputs)
-            else:
-                params = eqn.primitive.get_bind_params(eqn.params)
-                results = eqn.primitive.bind(*inputs, **params)
-                results = results if eqn.primitive.multiple_results else [results]
-            values.update(zip(eqn.outvars, results, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
-
     def function(*arguments):
         count = len(jaxpr.invars)
-        return evaluate(jaxpr, arguments[count:], arguments[:count])
+        values = dict(zip(jaxpr.invars, arguments, strict=False))
+        values.update(zip(jaxpr.constvars, arguments[count:], strict=True))
+        evaluate(jaxpr.eqns, values, calls)
+        return [_read(values, atom) for atom in jaxpr.outvars]
 
     return _traced(function, [v.aval for v in (*jaxpr.invars, *jaxpr.constvars)])
+
+
+def evaluate(eqns, values: dict[core.Var, Any], calls: dict[str, str] | None = None) -> None:
+    """Adds to `values` the results of equations, those of the given kinds of calls inlined."""
+    for eqn in eqns:
+        inputs = [_read(values, atom) for atom in eqn.invars]
+        if calls and eqn.primitive.name in calls:
+            inner = eqn.params[calls[eqn.primitive.name]]
+            jaxpr = getattr(inner, "jaxpr", inner)
+            inside = dict(zip(jaxpr.invars, inputs, strict=True))
+            inside.update(zip(jaxpr.constvars, getattr(inner, "consts", ()), strict=True))
+            evaluate(jaxpr.eqns, inside, calls)
+            results = [_read(inside, atom) for atom in jaxpr.outvars]
+        else:
+            params = eqn.primitive.get_bind_params(eqn.params)
+            results = eqn.primitive.bind(*inputs, **params)
+            results = results if eqn.primitive.multiple_results else [results]
+        values.update(zip(eqn.outvars, results, strict=True))
+
+
+def _read(values: dict[core.Var, Any], atom):
+    return atom.val if isinstance(atom, core.Literal) else values[atom]
 
 
 def _differentiated(closed: core.ClosedJaxpr, positions: tuple[int, ...]) -> core.ClosedJaxpr:

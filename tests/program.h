@@ -6,21 +6,8 @@
 #include <cstdint>
 #include <cstring>
 
-#ifdef __CUDACC__
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#define HELPER __host__ __device__ __forceinline__
-#else
 #define __device__
 #define __forceinline__ inline
-#define HELPER inline
-
-struct __nv_bfloat16 {
-  uint16_t bits;
-};
-struct __half {
-  _Float16 value;
-};
 
 inline float __fdividef(float x, float y) { return x / y; }
 inline float __sinf(float x) { return sinf(x); }
@@ -39,9 +26,14 @@ inline int __float2int_rz(float x) {
 inline uint32_t __float2uint_rz(float x) {
   return x >= 4294967296.0f ? UINT32_MAX : x > 0.0f ? uint32_t(x) : 0u;
 }
-#endif
-
 namespace jaxflash {
+
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  _Float16 value;
+};
 
 struct Problem {
   float scale;
@@ -57,36 +49,29 @@ struct Captures {
 };
 
 template <class T>
-HELPER const T* capture_data(const Captures& captures, int k, const Problem&, int64_t batch) {
+inline const T* capture_data(const Captures& captures, int k, const Problem&, int64_t batch) {
   return static_cast<const T*>(captures.of[k].data) + batch * captures.of[k].batch_stride;
 }
-HELPER int capture_extent(const Captures& captures, int k, int axis) {
+inline int capture_extent(const Captures& captures, int k, int axis) {
   return captures.of[k].extent[axis];
 }
-HELPER int64_t clamp_index(int64_t i, int extent) {
+inline int64_t clamp_index(int64_t i, int extent) {
   return i < 0 ? 0 : i < extent ? i : extent - 1;
 }
-HELPER float load_capture(const float* data, int64_t i) { return data[i]; }
-HELPER int load_capture(const int32_t* data, int64_t i) { return data[i]; }
-HELPER uint32_t load_capture(const uint32_t* data, int64_t i) { return data[i]; }
-HELPER bool load_capture(const bool* data, int64_t i) { return data[i]; }
-#ifdef __CUDACC__
-HELPER float load_capture(const __nv_bfloat16* data, int64_t i) {
-  return __bfloat162float(data[i]);
-}
-HELPER float load_capture(const __half* data, int64_t i) { return __half2float(data[i]); }
-#else
-HELPER float load_capture(const __nv_bfloat16* data, int64_t i) {
+inline float load_capture(const float* data, int64_t i) { return data[i]; }
+inline int load_capture(const int32_t* data, int64_t i) { return data[i]; }
+inline uint32_t load_capture(const uint32_t* data, int64_t i) { return data[i]; }
+inline bool load_capture(const bool* data, int64_t i) { return data[i]; }
+inline float load_capture(const BFloat16* data, int64_t i) {
   return __int_as_float(int(uint32_t(data[i].bits) << 16));
 }
-HELPER float load_capture(const __half* data, int64_t i) { return float(data[i].value); }
-#endif
+inline float load_capture(const Float16* data, int64_t i) { return float(data[i].value); }
 
-HELPER float exp2_approx(float x) { return exp2f(x); }
-HELPER float log2_approx(float x) { return log2f(x); }
-HELPER float tanh_approx(float x) { return tanhf(x); }
-HELPER float rcp_approx(float x) { return 1.0f / x; }
-HELPER float max_nan(float x, float y) { return x != x || x > y ? x : y; }
-HELPER float min_nan(float x, float y) { return x != x || x < y ? x : y; }
+inline float exp2_approx(float x) { return exp2f(x); }
+inline float log2_approx(float x) { return log2f(x); }
+inline float tanh_approx(float x) { return tanhf(x); }
+inline float rcp_approx(float x) { return 1.0f / x; }
+inline float max_nan(float x, float y) { return x != x || x > y ? x : y; }
+inline float min_nan(float x, float y) { return x != x || x < y ? x : y; }
 
 }  // namespace jaxflash

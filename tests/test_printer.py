@@ -27,15 +27,28 @@ _POINTS = 2000
 _EVALUATE = """
 extern "C" void evaluate_NUMBER(int64_t points, const jaxflash::Captures* captures, float scale,
     const int* b, const int* h, const int* q, const int* kv, const float* distance, const float* s,
-    float* logit, float* alone, float* slope) {
-  const jaxflash::Problem problem = {scale};
+    float* logit, float* alone, float* added, float* slope) {
+  evaluate<jaxflash::ProgramNUMBER>(points, *captures, {scale}, b, h, q, kv, distance, s, logit,
+                                    alone, added, slope);
+}
+"""
+_EVALUATE_ANY = """
+#include "program.h"
+template <class P>
+void evaluate(int64_t points, const jaxflash::Captures& captures, jaxflash::Problem problem,
+    const int* b, const int* h, const int* q, const int* kv, const float* distance, const float* s,
+    float* logit, float* alone, float* added, float* slope) {
   for (int64_t i = 0; i < points; ++i) {
-    const auto head = jaxflash::Program::head(*captures, problem, b[i], b[i], h[i]);
-    const auto row = jaxflash::Program::row(head, q[i]);
-    const auto column = jaxflash::Program::column(head, kv[i]);
-    alone[i] = jaxflash::Program::logit(head, row, column, q[i], kv[i], distance[i], s[i]);
-    logit[i] = jaxflash::Program::logit_and_slope(
-        head, row, column, q[i], kv[i], distance[i], s[i], &slope[i]);
+    const auto head = P::head(captures, problem, b[i], b[i], h[i]);
+    const auto row = P::row(head, q[i]);
+    const auto column = P::column(head, kv[i]);
+    alone[i] = P::logit(head, row, column, q[i], kv[i], distance[i], s[i]);
+    logit[i] = P::logit_and_slope(head, row, column, q[i], kv[i], distance[i], s[i], &slope[i]);
+    added[i] = alone[i];
+    if constexpr (P::kUnitSlope) {
+      const float addend = P::addend(head, row, column, q[i], kv[i], distance[i]);
+      added[i] = fmaf(s[i], problem.scale * 1.4426950408889634f, P::kAdds ? addend : 0.f);
+    }
   }
 }
 """
@@ -53,7 +66,7 @@ class _Compiled:
     """Printed programs in one library."""
 
     def __init__(self, sources, folder):
-        text = ['#include "program.h"']
+        text = [_EVALUATE_ANY]
         for number, source in enumerate(sources):
             text.append(f"#define Program Program{number}\n{source}")
             text.append(_EVALUATE.replace("NUMBER", str(number)) + "#undef Program")
@@ -65,13 +78,14 @@ class _Compiled:
         self._library = ctypes.CDLL(str(folder / "programs.so"))
 
     def __call__(self, number: int, captures, indices, s):
-        """(logit of logit(), logit and slope of logit_and_slope()), in natural units."""
+        """What logit(), logit_and_slope() and addend() make the logit, and the slope; all in
+        natural units."""
         captures = [np.ascontiguousarray(x) for x in captures]
         given = (_Capture * 8)()
         for x, capture in zip(captures, given, strict=False):
             capture.data, capture.batch_stride = x.ctypes.data, 0
             capture.extent[: x.ndim] = x.shape
-        results = [np.empty(len(s), np.float32) for _ in range(3)]
+        results = [np.empty(len(s), np.float32) for _ in range(4)]
         q, kv = indices[2:]
         arrays = [*indices, (q - kv).astype(np.float32), s.astype(np.float32), *results]
         getattr(self._library, f"evaluate_{number}")(
@@ -80,8 +94,8 @@ class _Compiled:
             ctypes.c_float(_SCALE),
             *(x.ctypes.data_as(ctypes.c_void_p) for x in arrays),
         )
-        logit, alone, slope = results
-        return alone * np.log(2.0), logit * np.log(2.0), slope
+        logit, alone, added, slope = results
+        return alone * np.log(2.0), logit * np.log(2.0), added * np.log(2.0), slope
 
 
 def _points(rng, beyond: int = 0):
@@ -113,13 +127,14 @@ def _expected(function, indices, s):
 
 def _check(compiled, number, printed, captures, function, points) -> None:
     indices, s = points
-    alone, logit, slope = compiled(number, captures, indices, s)
+    alone, logit, added, slope = compiled(number, captures, indices, s)
     value, derivative = _expected(function, indices, s)
     np.testing.assert_array_equal(alone, logit)
     hidden = value == -np.inf
     # finfo.min is clipped to finfo.min in units of log 2.
     value = np.where(hidden, value, np.maximum(value, np.finfo(np.float32).min * np.log(2.0)))
     np.testing.assert_allclose(logit, value, rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(added, value, rtol=2e-5, atol=2e-5)
     assert np.isfinite(slope).all()
     np.testing.assert_allclose(slope[~hidden], derivative[~hidden], rtol=1e-4, atol=1e-4)
     if printed.unit_slope:
@@ -235,6 +250,13 @@ def test_a_mask_written_as_a_score_function_has_slope_one():
     printed, _ = _printed(lambda s, b, h, q, kv: jnp.where(q >= kv, 2.0 * s / 2.0, -jnp.inf))
     assert printed.unit_slope
     assert _operations(printed) == ["q >= kv", "x * s", "x ? x : -INFINITY"]
+    assert _operations(printed, "addend") == ["q >= kv", "x ? 0.0f : -INFINITY"]
+
+
+def test_a_choice_by_the_score_has_no_addend():
+    printed, _ = _printed(lambda s, b, h, q, kv: jnp.where(s > 0.0, s, -jnp.inf))
+    assert not printed.unit_slope
+    assert _operations(printed, "logit_and_slope")[-1] == "1.0f"
 
 
 def test_another_size_prints_the_same():
@@ -250,7 +272,7 @@ def test_slope_where_the_logit_is_minus_infinity_is_finite(tmp_path):
 
     printed, captures = _printed(function)
     indices = [np.zeros(3, np.int32)] * 4
-    _, logit, slope = _Compiled([printed.source], tmp_path)(
+    _, logit, _, slope = _Compiled([printed.source], tmp_path)(
         0, captures, indices, np.array([-1.0, 0.0, 4.0], np.float32)
     )
     assert (logit[:2] == -np.inf).all()
@@ -263,7 +285,7 @@ def test_nan_passes_through_minimum_and_maximum(tmp_path):
     printed, captures = _printed(lambda s, b, h, q, kv: jnp.clip(s, -1.0, 1.0))
     indices = [np.zeros(2, np.int32)] * 4
     s = np.array([np.nan, 100.0], np.float32)
-    alone, logit, _ = _Compiled([printed.source], tmp_path)(0, captures, indices, s)
+    alone, logit, _, _ = _Compiled([printed.source], tmp_path)(0, captures, indices, s)
     assert np.isnan([alone[0], logit[0]]).all()
     assert abs(logit[1] - 1.0) < 1e-6
 
@@ -272,10 +294,17 @@ def test_sink_is_a_capture_of_its_own():
     program, _ = _traced(lambda s, b, h, q, kv: s + jnp.asarray(_SLOPES)[h])
     printed = _printer.print_cuda(program, distance_is_difference=True, sink_dtype="bfloat16")
     assert "kHasSink = true" in printed.source
+    assert "kAdds = true" in printed.source
     assert printed.unit_slope
-    assert "capture_data<__nv_bfloat16>(captures, 1, problem, batch)" in printed.source
+    assert "capture_data<BFloat16>(captures, 1, problem, batch)" in printed.source
     (result,) = _body(printed, "sink")
     assert result.startswith("return head.")
+
+    # A program that is a sink alone.
+    program, _ = _traced(lambda s, b, h, q, kv: s)
+    printed = _printer.print_cuda(program, distance_is_difference=True, sink_dtype="float32")
+    assert "kAdds = false" in printed.source
+    assert _body(printed, "addend") == ["return 0.0f;"]
 
 
 # ---- What cannot be printed ----------------------------------------------------------------------
