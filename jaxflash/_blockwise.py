@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxflash import _dropout
 from jaxflash._spec import AttentionSpec, Operands
-from jaxflash._tile import Tile, Tiles, blocks, captures_of, cut, put
+from jaxflash._tile import Tiles, blocks, captures_of, cut, put
 
 
 def forward(spec: AttentionSpec, operands: Operands):
@@ -37,7 +37,7 @@ def forward(spec: AttentionSpec, operands: Operands):
     rows, columns = tiling(q, kv_len)
     tiles = Tiles(spec, operands, rows, columns)
     product = Products(spec, dtype, len(batch) + 1)
-    captures = captures_of(operands)
+    captures = captures_of(spec, operands)
     sink = None if operands.sink is None else sink_of(operands, dtype)
     k_all, v_all = keys_major(k), keys_major(v)
 
@@ -90,7 +90,7 @@ def backward(
         lse: its result.
         dout: cotangent of out.
         dlse: cotangent of lse, or None for zero.
-        wanted: names of `Operands` fields among query, key, value, bias, sink and alibi_slopes.
+        wanted: names among those of `Operands.differentiable`.
     """
     q, k, v = operands.query, operands.key, operands.value
     dtype = compute_dtype(q)
@@ -98,16 +98,16 @@ def backward(
     kv_len, kv_heads = k.shape[-3:-1]
 
     def zeros(name):
-        x = getattr(operands, name)
-        return filled(0, x, x.shape, x.dtype) if name in wanted else None
+        x = operands.named()[name]
+        return filled(0, x, x.shape, x.dtype)
 
     if 0 in q.shape or 0 in k.shape:
-        return Operands(**{name: zeros(name) for name in Operands._fields})
+        return operands.holding({name: zeros(name) for name in wanted})
 
     rows, columns = tiling(q, kv_len)
     tiles = Tiles(spec, operands, rows, columns)
     product = Products(spec, dtype, len(batch) + 1)
-    captures = captures_of(operands)
+    captures = captures_of(spec, operands)
     fixed = {name: x for name, x in captures.items() if name not in wanted}
     moving = {name: x for name, x in captures.items() if name in wanted}
 
@@ -155,7 +155,7 @@ def backward(
             ds = tile.hide(p * (dp - delta_block), 0.0)
             ds, dcaptured = pull(ds)
             dcaptures = {
-                name: add_tile(sums.captures[name], tile, dcaptured[name]) for name in moving
+                name: tiles.add(name, sums.captures[name], tile, dcaptured[name]) for name in moving
             }
             ds = ds.astype(q.dtype)
             if dk is not None:
@@ -184,24 +184,24 @@ def backward(
 
     sums = _Sums(
         query=filled(0, q_all, q_all.shape, dtype) if "query" in wanted else None,
-        key=zeros("key"),
-        value=zeros("value"),
+        key=zeros("key") if "key" in wanted else None,
+        value=zeros("value") if "value" in wanted else None,
         captures={name: filled(0, x, x.shape, dtype) for name, x in moving.items()},
     )
     sums = loop(0, columns.count, key_block, sums)
-    gradients = Operands(query=None, key=sums.key, value=sums.value, **sums.captures)
+    gradients = {"key": sums.key, "value": sums.value, **sums.captures}
     if "query" in wanted:
-        gradients = gradients._replace(query=ungrouped(sums.query * spec.scale))
+        gradients["query"] = ungrouped(sums.query * spec.scale)
     if "sink" in wanted:
         sink = sink_of(operands, dtype)
         # The sink's value is 0, so its dP is 0.
-        dsink = _sum_to(-jnp.exp(sink - lse_all) * delta, sink.shape)
-        gradients = gradients._replace(sink=dsink)
-    return Operands(
-        *(
-            None if x is None else x.reshape(of.shape).astype(of.dtype)
-            for x, of in zip(gradients, operands, strict=True)
-        )
+        gradients["sink"] = _sum_to(-jnp.exp(sink - lse_all) * delta, sink.shape)
+    given = operands.named()
+    return operands.holding(
+        {
+            name: gradients[name].reshape(given[name].shape).astype(given[name].dtype)
+            for name in wanted
+        }
     )
 
 
@@ -217,7 +217,7 @@ def tangent(spec: AttentionSpec, operands: Operands, out, lse, tangents: dict[st
         operands: what `forward` got.
         out: its result.
         lse: its result.
-        tangents: of query, key, value, bias, sink or alibi_slopes, by name; others are zero.
+        tangents: by name, of some that `Operands.differentiable` names; others are zero.
     """
     q, k, v = operands.query, operands.key, operands.value
     dtype = compute_dtype(q)
@@ -232,8 +232,8 @@ def tangent(spec: AttentionSpec, operands: Operands, out, lse, tangents: dict[st
     rows, columns = tiling(q, kv_len)
     tiles = Tiles(spec, operands, rows, columns)
     product = Products(spec, dtype, len(batch) + 1)
-    captures = captures_of(operands)
-    t_captures = captures_of(Operands(q, k, v)._replace(**tangents))
+    captures = captures_of(spec, operands)
+    t_captures = captures_of(spec, operands.holding({"query": q, "key": k, **tangents}))
     moving = {name: captures[name] for name in t_captures}
     alive = lse != -jnp.inf
 
@@ -454,16 +454,6 @@ def sink_of(operands: Operands, dtype):
     ones, kv_heads = (1,) * (operands.key.ndim - 3), operands.key.shape[-2]
     sink = operands.sink.astype(dtype)
     return sink.reshape(*ones, kv_heads, sink.shape[0] // kv_heads, 1, 1)
-
-
-def add_tile(total, tile: Tile, x):
-    """`total`, (*#B, #K, #G, #T, #S), plus `x` in the place of a tile."""
-    starts = [jnp.int32(0)] * total.ndim
-    for axis, block in ((-2, tile.rows), (-1, tile.columns)):
-        if total.shape[axis] != 1:
-            starts[axis] = block.start
-    place = cut(cut(total, tile.rows, -2), tile.columns, -1)
-    return jax.lax.dynamic_update_slice(total, place + x, starts)
 
 
 def _sum_to(x, shape):

@@ -99,8 +99,7 @@ def _backward(
             dlse,
         )
         gradients = {"query": dq, "key": dk, "value": dv}
-        names = Operands._fields
-        return Operands(*(gradients.get(name) if name in wanted else None for name in names))
+        return operands.holding({name: gradients[name] for name in wanted})
 
     return _on_path(path, kernels, blockwise)(operands, out, lse, dout, dlse)
 
@@ -124,7 +123,7 @@ class _Pass(_primitive.Op):
     def _split(self, args) -> tuple[tuple[Operands, Any, Any], Sequence]:
         """((operands, out, lse), what the pass is linear in)."""
         n = len(self.given)
-        operands = Operands(**dict(zip(self.given, args, strict=False)))
+        operands = Operands.of_named(dict(zip(self.given, args, strict=False)))
         return (operands, *args[n : n + 2]), args[n + 2 :]
 
     def _linear(self, saved: Sequence, linear: Sequence) -> list:
@@ -197,7 +196,8 @@ class _Gradient(_Pass):
         saved, cotangents = self._split(args)
         dout, dlse = (*cotangents, None)[:2]
         gradients = _backward(self.spec, self.path, self.moving, *saved, dout, dlse)
-        return [getattr(gradients, name) for name in self.moving]
+        gradients = gradients.named()
+        return [gradients[name] for name in self.moving]
 
     def _differentiable(self, saved, linear):
         dout, dlse = (*linear, None)[:2]
@@ -235,12 +235,12 @@ def _tangent_rule(spec: AttentionSpec, path: Path, primals, tangents):
     out, lse = _with_every_derivative(spec, path, operands)
     out = checkpoint_name(out, CHECKPOINT_NAME)
     lse = checkpoint_name(lse, CHECKPOINT_NAME)
-    given = {name: x for name, x in operands._asdict().items() if x is not None}
+    given = operands.named()
     # Integers have tangents without content, or zero ones.
     moving = {
         name: t
-        for name in _tile_sum.DIFFERENTIABLE
-        if (t := getattr(tangents, name)) is not None and not isinstance(t, SymbolicZero)
+        for name, t in tangents.named().items()
+        if name in operands.differentiable() and not isinstance(t, SymbolicZero)
     }
     op = _Tangent(spec, path, tuple(given), tuple(moving))
     t_out, t_lse = _primitive.bind(op, *given.values(), out, lse, *moving.values())
@@ -264,9 +264,9 @@ class _Wanted(tuple):
 
 
 def _forward_rule(spec: AttentionSpec, path: Path, primals: Operands):
-    given = {name: x for name, x in primals._asdict().items() if x is not None}
+    given = primals.named()
     wanted = _Wanted(name for name, x in given.items() if x.perturbed)
-    operands = Operands(**{name: x.value for name, x in given.items()})
+    operands = primals.replacing({name: x.value for name, x in given.items()})
     out, lse = _forward_once(spec, path, operands)
     out = checkpoint_name(out, CHECKPOINT_NAME)
     lse = checkpoint_name(lse, CHECKPOINT_NAME)

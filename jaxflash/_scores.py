@@ -85,8 +85,8 @@ def compose(
 
     Returns:
         A spec with `program` instead of `logits_soft_cap`, and operands with `captures` instead of
-        `bias` and `alibi_slopes`. Each capture is (*#B, *its own shape), # meaning "or 1": the batch
-        axes of the call, then what the program indexes.
+        `bias` and `alibi_slopes`. Each capture is (*#B, *its shape in the program), # meaning "or
+        1": the batch axes of the call come first.
 
     Raises:
         ValueError: score_mod is not a function from scalars to a floating scalar.

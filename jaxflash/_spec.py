@@ -37,7 +37,7 @@ class AttentionSpec:
         right: keys visible after it (0 when causal), or None without a limit.
         bottom_right: query i stands at key position i + S - T instead of i; with sequence lengths,
             S and T are those of the sequence.
-        logits_soft_cap: cap c in c * tanh(logits / c), or None; part of `program` once there is one.
+        logits_soft_cap: cap c in c * tanh(logits / c), or None; part of a `program` then.
         dropout_rate: probability that a probability is dropped.
         highest_precision: float32 products accurate to float32; otherwise TF32 where there is
             hardware for it.
@@ -54,6 +54,9 @@ class AttentionSpec:
     highest_precision: bool
     deterministic_backward: bool
     program: _scores.Program | None = None
+
+    def changes_scores_by(self, argument: str) -> bool:
+        return self.program is not None and argument in self.program.parts
 
 
 class Operands(NamedTuple):

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from jaxflash import _dropout
 from jaxflash._spec import AttentionSpec, Operands
+from jaxflash._tile_scores import Indices, Place, Sizes, TileScores
 
 _INT32_MAX = 2**31 - 1
 
@@ -73,7 +74,7 @@ class Tile(NamedTuple):
 
     rows: Block
     columns: Block
-    difference: Any  # query position - key position, int32, or None where nothing asks for it
+    place: Place | None  # for the score program, if there is one
     visible: Any  # bool, broadcastable to the tile, or None: everything is
     kept: Any  # bool, what dropout keeps, or None: everything
 
@@ -117,7 +118,10 @@ class Tiles:
         self._kv_ids = self._per_column(operands.key_segment_ids)
         self._seed = operands.dropout_seed
 
-        self._has_slopes = operands.alibi_slopes is not None
+        self._scores = None
+        if spec.program is not None:
+            fixed = {i: x for i, x in enumerate(operands.captures) if _is_fixed(x)}
+            self._scores = TileScores(spec.program, sizes_of(operands), self.dtype, fixed)
 
         # Sides beyond int32 limit nothing.
         self._left, self._right = (
@@ -164,38 +168,48 @@ class Tiles:
         difference = self._position_difference(rows, columns)
         visible = self._visible(rows, columns, difference, fresh_rows)
         kept = self._kept(rows, columns) if self._spec.dropout_rate > 0.0 else None
-        return Tile(rows, columns, difference, visible, kept)
+        place = None
+        if self._scores is not None:
+            indices = Indices(
+                *self._batch_and_head_numbers(),
+                self._row_numbers(rows),
+                self._column_numbers(columns),
+                difference if self._scores.asks_for_distance else None,
+            )
+            place = Place(rows.start, columns.start, rows.size, columns.size, indices)
+        return Tile(rows, columns, place, visible, kept)
 
     def captured(self, captures: dict[str, Any], tile: Tile) -> dict[str, Any]:
-        """What a tile reads of the arrays of `captures_of`, or of tangents of theirs."""
+        """What a tile reads of the arrays of `captures_of`, or of tangents of theirs: for each a
+        tuple of arrays that broadcast to the tile."""
+        if self._scores is None:
+            return {}
         return {
-            name: cut(cut(x, tile.rows, -2), tile.columns, -1).astype(self.dtype)
-            for name, x in captures.items()
+            name: self._scores.read(_number(name), x, tile.place) for name, x in captures.items()
         }
+
+    def add(self, name: str, total, tile: Tile, reads):
+        """The transpose of `captured` for one capture, added to `total`, shaped like it."""
+        assert self._scores is not None
+        return self._scores.add(_number(name), total, tile.place, reads)
 
     def logits(self, scores, captured: dict[str, Any], tile: Tile):
         """The logits of a tile, meaningless where not visible; no derivative there is NaN.
 
         Args:
             scores: scale * q k^T, (*B, K, G, rows, columns).
-            captured: what the method `captured` returns.
+            captured: what the method `captured` returns, of all of `captures_of`.
             tile: where the tile lies.
         """
-        logits = scores
-        if "bias" in captured:
-            logits = logits + captured["bias"]
-        if "alibi_slopes" in captured:
-            distance = jnp.abs(tile.difference).astype(self.dtype)
-            logits = logits - captured["alibi_slopes"] * distance
-        cap = self._spec.logits_soft_cap
-        if cap is not None:
-            # The slope of what is hidden would be multiplied by 0, and may be NaN.
-            logits = cap * jnp.tanh(tile.hide(logits, 0.0) / cap)
-        return logits
+        if self._scores is None:
+            return scores
+        reads = {_number(name): x for name, x in captured.items()}
+        return self._scores.logits(scores, reads, tile.place, tile.visible)
 
     def _position_difference(self, rows: Block, columns: Block):
         """Query position minus key position, int32. It overflows for invisible elements only."""
-        if self._left is None and self._right is None and not self._has_slopes:
+        asked_for = self._scores is not None and self._scores.asks_for_distance
+        if self._left is None and self._right is None and not asked_for:
             return None
         if self._q_positions is None:
             row = self._row_numbers(rows) + self._offset
@@ -236,11 +250,7 @@ class Tiles:
 
     def _kept(self, rows: Block, columns: Block):
         rank = self._rank
-        nb = len(self._batch)
-        batch = self._iota(0, 1)
-        for axis, extent in enumerate(self._batch):
-            batch = batch * extent + self._iota(axis, extent)
-        head = self._iota(nb, self._kv_heads) * self._group + self._iota(nb + 1, self._group)
+        batch, head = self._batch_and_head_numbers()
         return _dropout.keep(
             self._seed,
             self._spec.dropout_rate,
@@ -250,6 +260,14 @@ class Tiles:
             first_column=columns.start,
             num_columns=columns.size,
         )
+
+    def _batch_and_head_numbers(self):
+        nb = len(self._batch)
+        batch = self._iota(0, 1)
+        for axis, extent in enumerate(self._batch):
+            batch = batch * extent + self._iota(axis, extent)
+        head = self._iota(nb, self._kv_heads) * self._group + self._iota(nb + 1, self._group)
+        return batch, head
 
     def _row_numbers(self, rows: Block):
         return self._iota(self._rank - 2, rows.size) + rows.start
@@ -272,19 +290,33 @@ class Tiles:
         return None if x is None else x[..., None, None, None, :]
 
 
-def captures_of(operands: Operands) -> dict[str, Any]:
-    """The arrays that `Tiles.logits` reads, by the names of their operands, brought to the rank of
-    the grouped logits: (*#B, #K, #G, #T, #S), # meaning "or 1".
-    """
-    captures = {}
-    if operands.bias is not None:
-        captures["bias"] = _grouped(operands.bias, operands)
-    if operands.alibi_slopes is not None:
-        slopes = operands.alibi_slopes
-        ones = (1,) * (operands.query.ndim - 2 - slopes.ndim)
-        slopes = slopes.reshape(*ones, *slopes.shape, 1, 1)
-        captures["alibi_slopes"] = _grouped(slopes, operands)
-    return captures
+def captures_of(spec: AttentionSpec, operands: Operands) -> dict[str, Any]:
+    """The captures with a gradient, by name, as `Tiles` wants them."""
+    if spec.program is None:
+        return {}
+    dtype = jnp.float64 if operands.query.dtype == jnp.float64 else jnp.float32
+    scores = TileScores(spec.program, sizes_of(operands), dtype, {})
+    return {
+        name: scores.prepared(_number(name), x)
+        for name, x in operands.named().items()
+        if name.startswith("captures[") and not _is_fixed(x)
+    }
+
+
+def sizes_of(operands: Operands) -> Sizes:
+    *batch, q_len, q_heads, _ = operands.query.shape
+    kv_len, kv_heads = operands.key.shape[-3:-1]
+    return Sizes(tuple(batch), kv_heads, q_heads // kv_heads, q_len, kv_len)
+
+
+def _number(name: str) -> int:
+    """3 for captures[3]."""
+    return int(name.removeprefix("captures[").removesuffix("]"))
+
+
+def _is_fixed(x) -> bool:
+    """Whether a capture has no gradient; None stands for one that has, and is not here."""
+    return x is not None and not jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def _grouped(x, operands: Operands):

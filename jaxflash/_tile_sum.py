@@ -20,19 +20,15 @@ from jaxflash._primitive import Op, bind
 from jaxflash._spec import AttentionSpec, Operands
 from jaxflash._tile import Tile, Tiles, captures_of, cut, put
 
-# Operands that have a derivative; those of them that `Tiles.logits` reads.
-DIFFERENTIABLE = ("query", "key", "value", "bias", "sink", "alibi_slopes")
-CAPTURED = ("bias", "alibi_slopes")
-_FIXED = tuple(name for name in Operands._fields if name not in DIFFERENTIABLE)
-
 
 def tangent(spec: AttentionSpec, operands: Operands, out, lse, tangents: dict[str, Any]):
     """What `_blockwise.tangent` computes, with derivatives of every order."""
 
     def moving(moved):
-        return _weighed(spec, operands._replace(**moved), lse)
+        return _weighed(spec, operands.replacing(moved), lse)
 
-    primals = {name: getattr(operands, name) for name in tangents}
+    given = operands.named()
+    primals = {name: given[name] for name in tangents}
     _, (t_weighted, t_total) = jax.jvp(moving, (primals,), (tangents,))
     t_out = t_weighted - t_total[..., None] * out.astype(t_total.dtype)
     return t_out.astype(out.dtype), t_total
@@ -45,9 +41,10 @@ def gradient(
     `tangent`. dlse may be None."""
 
     def moving(moved):
-        return _weighed(spec, operands._replace(**moved), lse)
+        return _weighed(spec, operands.replacing(moved), lse)
 
-    _, pull = jax.vjp(moving, {name: getattr(operands, name) for name in wanted})
+    given = operands.named()
+    _, pull = jax.vjp(moving, {name: given[name] for name in wanted})
     dout, out = dout.astype(lse.dtype), out.astype(lse.dtype)
     dtotal = -jnp.sum(dout * out, axis=-1)
     if dlse is not None:
@@ -69,9 +66,9 @@ def _weighed(spec: AttentionSpec, operands: Operands, lse):
     kv_heads = operands.key.shape[-2]
     alive = lse != -jnp.inf
     lse_rows = _blockwise.grouped(jnp.where(alive, lse, jnp.inf)[..., None], kv_heads)
-    captures = captures_of(operands)
-    fixed = {name: getattr(operands, name) for name in _FIXED}
-    fixed = {name: x for name, x in fixed.items() if x is not None}
+    captures = captures_of(spec, operands)
+    moving = operands.differentiable()
+    fixed = {name: x for name, x in operands.named().items() if name not in moving}
     weighted, total = bind(
         _TileSum(spec, tuple(fixed), _Weigh(tuple(captures))),
         *fixed.values(),
@@ -91,7 +88,7 @@ def _weighed(spec: AttentionSpec, operands: Operands, lse):
 
 # Kinds of arguments and results, by what they are shaped like: "query", "lse" and "out" are rows,
 # (*B, K, G, T, ·), "key" and "value" columns, (*B, K, S, ·), and names of captures mean arrays of
-# `captures_of`, (*#B, #K, #G, #T, #S).
+# `captures_of`, of which a tile gets what `Tiles.captured` returns.
 _ROWS = ("query", "lse", "out")
 _COLUMNS = ("key", "value")
 
@@ -203,7 +200,7 @@ class _Transpose(_TileFunction):
             if kind == "out":
                 row, value = blocks[1], blocks[3]
                 return jnp.zeros_like(jnp.broadcast_to(row, (*row.shape[:-1], value.shape[-1])))
-            return jnp.zeros_like(blocks[self.ins.index(kind)])
+            return jax.tree.map(jnp.zeros_like, blocks[self.ins.index(kind)])
 
         # Linear: the same at every point.
         _, pull = jax.vjp(of_linear, *map(zeros, self.outs))
@@ -272,9 +269,8 @@ class _TileSum(Op):
             query=jax.ShapeDtypeStruct((*batch, q_len, kv_heads * group, head_dim), q.dtype),
             key=jax.ShapeDtypeStruct((*batch, kv_len, kv_heads, head_dim), k.dtype),
             value=None,
-            alibi_slopes=by_kind.get("alibi_slopes"),
-            **fixed,
-        )
+            captures=(None,) * (len(spec.program.capture_types) if spec.program else 0),
+        ).replacing(fixed)
         rows, columns = _blockwise.tiling(operands.query, kv_len)
         tiles = Tiles(spec, operands, rows, columns)
         product = _blockwise.Products(spec, dtype, len(batch) + 1)
@@ -290,19 +286,17 @@ class _TileSum(Op):
 
                 def block(kind, x):
                     if kind in _ROWS:
-                        x = cut(x, row_block, -2)
-                    elif kind in _COLUMNS:
-                        x = cut(x, column_block, -2)
-                    else:
-                        x = cut(cut(x, row_block, -2), column_block, -1)
-                    return x.astype(dtype)
+                        return cut(x, row_block, -2).astype(dtype)
+                    if kind in _COLUMNS:
+                        return cut(x, column_block, -2).astype(dtype)
+                    return tiles.captured({kind: x}, tile)[kind]
 
                 def added(kind, total, x):
                     if kind in _ROWS:
                         return put(total, row_block, -2, cut(total, row_block, -2) + x)
                     if kind in _COLUMNS:
                         return total + x
-                    return _blockwise.add_tile(total, tile, x)
+                    return tiles.add(kind, total, tile, x)
 
                 blocks = map(block, function.ins, arrays)
                 results = function(_Place(spec, tiles, tile, product), *blocks)
