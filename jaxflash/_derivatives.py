@@ -229,15 +229,14 @@ def _gradient(of: _Pass, saved, dout, dlse=None) -> list:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _with_every_derivative(spec: AttentionSpec, path: Path, operands: Operands) -> tuple[Any, Any]:
+def _with_every_derivative(spec: AttentionSpec, path: Path, operands: Operands):
     return _forward(spec, path, operands)
 
 
 def _tangent_rule(spec: AttentionSpec, path: Path, primals, tangents):
     (operands,), (tangents,) = primals, tangents
-    out, lse = _with_every_derivative(spec, path, operands)
-    out = checkpoint_name(out, CHECKPOINT_NAME)
-    lse = checkpoint_name(lse, CHECKPOINT_NAME)
+    results: Any = _with_every_derivative(spec, path, operands)
+    out, lse = (checkpoint_name(x, CHECKPOINT_NAME) for x in results)
     given = {name: x for name, x in operands._asdict().items() if x is not None}
     # Integers have tangents without content, or zero ones.
     moving = {
