@@ -162,8 +162,11 @@ def dot_product_attention(
     -inf; jax.nn returns the mean of all values there. The lse is float32 and has a gradient;
     jax.nn rounds it to the dtype of key and stops its gradient.
 
-    The function has first derivatives in reverse mode. Masked-out keys never reach the result,
-    NaN or infinity in them included, if no row of the call sees them.
+    The function has derivatives of every order in forward and reverse mode, in query, key, value,
+    bias, sink and alibi_slopes, of the output and the lse, in linear memory. On the kernels' path
+    the forward pass and gradients run kernels; tangents and derivatives of gradients are computed
+    blockwise. Masked-out keys never reach the result or a derivative, NaN or infinity in them or
+    in their tangents included, if no row of the call sees them.
     """
     spec, operands = _spec.make(
         query,

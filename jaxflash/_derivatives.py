@@ -122,9 +122,9 @@ class _Pass(_primitive.Op):
 
     def _split(self, args) -> tuple[tuple[Operands, Any, Any], Sequence]:
         """((operands, out, lse), what the pass is linear in)."""
-        n = len(self.given)
         operands = Operands.of_named(dict(zip(self.given, args, strict=False)))
-        return (operands, *args[n : n + 2]), args[n + 2 :]
+        out, lse, *linear = args[len(self.given) :]
+        return (operands, out, lse), linear
 
     def _linear(self, saved: Sequence, linear: Sequence) -> list:
         """The pass for other linear arguments, of which some may be None, that is zero."""
@@ -170,13 +170,14 @@ class _Tangent(_Pass):
     """(tangent of out, tangent of lse), linear in the tangents of the operands `moving`."""
 
     def __call__(self, *args):
-        saved, tangents = self._split(args)
+        (operands, out, lse), tangents = self._split(args)
         tangents = dict(zip(self.moving, tangents, strict=True))
-        return list(_blockwise.tangent(self.spec, *saved, tangents))
+        return list(_blockwise.tangent(self.spec, operands, out, lse, tangents))
 
     def _differentiable(self, saved, linear):
         tangents = dict(zip(self.moving, linear, strict=True))
-        return list(_tile_sum.tangent(self.spec, *saved, tangents))
+        operands, out, lse = saved
+        return list(_tile_sum.tangent(self.spec, operands, out, lse, tangents))
 
     def _linear(self, saved, linear):
         tangents = _named(self.moving, linear)
@@ -193,19 +194,21 @@ class _Gradient(_Pass):
     left out where it is zero."""
 
     def __call__(self, *args):
-        saved, cotangents = self._split(args)
-        dout, dlse = (*cotangents, None)[:2]
-        gradients = _backward(self.spec, self.path, self.moving, *saved, dout, dlse)
+        (operands, out, lse), (dout, *dlse) = self._split(args)
+        dlse = dlse[0] if dlse else None
+        gradients = _backward(self.spec, self.path, self.moving, operands, out, lse, dout, dlse)
         gradients = gradients.named()
         return [gradients[name] for name in self.moving]
 
     def _differentiable(self, saved, linear):
-        dout, dlse = (*linear, None)[:2]
-        gradients = _tile_sum.gradient(self.spec, *saved, dout, dlse, self.moving)
+        dout, *dlse = linear
+        dlse = dlse[0] if dlse else None
+        operands, out, lse = saved
+        gradients = _tile_sum.gradient(self.spec, operands, out, lse, dout, dlse, self.moving)
         return [gradients[name] for name in self.moving]
 
     def _linear(self, saved, linear):
-        return _gradient(self, saved, *(*linear, None)[:2])
+        return _gradient(self, saved, *linear)
 
     def _transposed(self, saved, cotangents):
         tangents = _named(self.moving, cotangents)
@@ -217,7 +220,7 @@ def _named(names, values) -> dict[str, Any]:
     return {name: x for name, x in zip(names, values, strict=True) if x is not None}
 
 
-def _gradient(of: _Pass, saved, dout, dlse) -> list:
+def _gradient(of: _Pass, saved, dout, dlse=None) -> list:
     """The gradients of the operands that the pass `of` is about; a cotangent may be None."""
     if dout is None:
         dout = jnp.zeros_like(saved[-2])
@@ -232,9 +235,8 @@ def _with_every_derivative(spec: AttentionSpec, path: Path, operands: Operands):
 
 def _tangent_rule(spec: AttentionSpec, path: Path, primals, tangents):
     (operands,), (tangents,) = primals, tangents
-    out, lse = _with_every_derivative(spec, path, operands)
-    out = checkpoint_name(out, CHECKPOINT_NAME)
-    lse = checkpoint_name(lse, CHECKPOINT_NAME)
+    results: Any = _with_every_derivative(spec, path, operands)
+    out, lse = (checkpoint_name(x, CHECKPOINT_NAME) for x in results)
     given = operands.named()
     # Integers have tangents without content, or zero ones.
     moving = {

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import Primitive
+import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 
 try:
@@ -49,7 +49,7 @@ class Op:
 
 def bind(op: Op, *args) -> list:
     """The results of `op`, to be differentiated by its rules."""
-    return (_partitioned_p if op.partitioned else _plain_p).bind(*args, op=op)
+    return _primitive(op.partitioned).bind(*args, op=op)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +106,7 @@ def _placed(values: Sequence, places: Sequence[int], count: int) -> list[Any]:
     return placed
 
 
-# ---- The primitives ------------------------------------------------------------------------------
+# ---- The primitive -------------------------------------------------------------------------------
 
 
 @functools.lru_cache(maxsize=1024)
@@ -123,7 +123,7 @@ def _jvp_rule(primals, tangents, *, op: Op):
     tangents = [None if _is_zero(tangent) else tangent for tangent in tangents]
     results = bind(op, *primals)
     if all(tangent is None for tangent in tangents):
-        return results, [ad.Zero.from_primal_value(x) for x in results]
+        return results, [jnp.zeros_like(x) for x in results]
     return results, op.jvp(primals, tangents)
 
 
@@ -139,8 +139,11 @@ def _batching_rule(args, axes, *, op: Op):
     return results, [0] * len(results)
 
 
-def _primitive(name: str) -> Primitive:
-    primitive = Primitive(name)
+@functools.cache
+def _primitive(partitioned: bool):
+    from jax.extend.core import Primitive  # takes as long to import as the rest of the package
+
+    primitive = Primitive("jaxflash_partitioned" if partitioned else "jaxflash")
     primitive.multiple_results = True
     primitive.def_impl(jax.jit(primitive.bind, static_argnames="op"))
     primitive.def_abstract_eval(
@@ -153,10 +156,6 @@ def _primitive(name: str) -> Primitive:
     ad.primitive_jvps[primitive] = _jvp_rule
     ad.primitive_transposes[primitive] = _transpose_rule
     batching.primitive_batchers[primitive] = _batching_rule
+    if partitioned and _needing_devices is not None:
+        _needing_devices.add(primitive)
     return primitive
-
-
-_plain_p = _primitive("jaxflash")
-_partitioned_p = _primitive("jaxflash_partitioned")
-if _needing_devices is not None:
-    _needing_devices.add(_partitioned_p)

@@ -55,6 +55,19 @@ FEATURES = (
 )
 
 
+# (transformations of JAX, what the kernels compute of them); on the blockwise path all work.
+TRANSFORMS = (
+    ("`jit`, `vmap`, `scan`, `cond`, sharded arrays, `shard_map`, `jax.export`", "yes"),
+    ("`grad`, `value_and_grad`, `vjp`, `jacrev`", "yes"),
+    ("`checkpoint`, by names too", "yes"),
+    ("`jvp`, `linearize`, `jacfwd`", "the forward pass"),
+    ("`jvp` of `grad` (Hessian-vector products), `grad` of `grad`, `hessian`", "first gradients"),
+    ("`grad` of `jvp`", "the forward pass, first gradients"),
+    ("MeanFlow: a tangent under `stop_gradient` in a loss", "all but the tangent"),
+    ("third and higher derivatives", "the forward pass, first gradients"),
+)
+
+
 def reasons_against_kernels(spec: AttentionSpec, operands: Operands) -> tuple[str, ...]:
     """Every reason why the kernels cannot take the call; empty when they can."""
     if not _ffi.extension.kernels:
@@ -96,4 +109,5 @@ def table() -> str:
     """The support table of the README, in Markdown."""
     rows = ["| feature | CUDA kernels | blockwise path (`xla`) |", "|---|---|---|"]
     rows += [f"| {f.name} | {'no' if f.lacking else 'yes'} | yes |" for f in FEATURES]
+    rows += [f"| {name} | {on_kernels} | yes |" for name, on_kernels in TRANSFORMS]
     return "\n".join(rows)
