@@ -48,6 +48,7 @@ class Case:
     dtype: str = "bfloat16"
     is_causal: bool = False
     local_window_size: tuple[int, int] | None = None
+    kv_lengths: tuple[int, ...] | None = None  # keys of each sequence; None: all
     bias: tuple[int, ...] | None = None  # shape; its gradient is computed too
     deterministic_backward: bool = False
     passes: tuple[str, ...] = ("forward", "backward")
@@ -76,6 +77,10 @@ class Case:
     def visible_pairs(self) -> float:
         """Query/key pairs of one head that the definition computes; plain causal counts half."""
         kv_len = self.kv_len or self.q_len
+        if self.kv_lengths is not None:
+            assert not self.is_causal, "not counted"
+            assert self.local_window_size is None, "not counted"
+            return self.q_len * sum(self.kv_lengths) / len(self.kv_lengths)
         if self.local_window_size is None:
             assert not self.is_causal or kv_len == self.q_len, "not counted"
             return self.q_len * kv_len * (0.5 if self.is_causal else 1.0)
@@ -90,6 +95,15 @@ class Case:
         products = self.head_dim + (self.value_dim or self.head_dim)
         factor = {"forward": 1.0, "backward": 2.5, "gradient": 3.5}[pass_name]
         return factor * 2.0 * heads * self.visible_pairs * products
+
+    @property
+    def cache_bytes(self) -> float | None:
+        """Of the keys and values that a forward pass of few queries reads; else None."""
+        if self.q_len > 64 or self.local_window_size is not None:
+            return None
+        keys = self.visible_pairs / self.q_len * (self.batch or 1) * (self.kv_heads or self.q_heads)
+        columns = self.head_dim + (self.value_dim or self.head_dim)
+        return keys * columns * (4 if self.dtype == "float32" else 2)
 
     @property
     def dense_bytes(self) -> float:
@@ -180,6 +194,38 @@ SHAPES = (
 )  # fmt: skip
 
 
+def _decode(
+    name: str,
+    batch: int,
+    kv_len: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    bar: Bar | None,
+    q_len: int = 1,
+    kv_lengths: tuple[int, ...] | None = None,
+) -> Case:
+    return Case(f"decode/{name}", batch, q_len, heads, head_dim, kv_len=kv_len, kv_heads=kv_heads,
+                kv_lengths=kv_lengths, passes=("forward",), forward=bar)  # fmt: skip
+
+
+# Half of the sequences are short, one is as long as the cache.
+_RAGGED = tuple(100 + 29 * i for i in range(32)) + tuple(2047 + 991 * i for i in range(32))
+
+# Few queries against a cache: batch x keys, query heads / key heads, head size.
+DECODE = (
+    _decode("1-32768", 1, 32768, 32, 8, 128, _bar(0.067, 0.055)),
+    _decode("1-131072", 1, 131072, 32, 8, 128, _bar(0.138, 0.135)),
+    _decode("4-8192", 4, 8192, 32, 8, 128, _bar(0.063, 0.057)),
+    _decode("16-8192", 16, 8192, 32, 8, 128, _bar(0.135, 0.132)),
+    _decode("8-8192-64/8-64", 8, 8192, 64, 8, 64, _bar(0.064, 0.057)),
+    _decode("8-8192-16/1-256", 8, 8192, 16, 1, 256, _bar(0.063, 0.045)),
+    _decode("8-8192-4-queries", 8, 8192, 32, 8, 128, _bar(0.267, 0.085), q_len=4),
+    _decode("1-65536-64-queries", 1, 65536, 32, 8, 128, _bar(0.999, 0.18), q_len=64),
+    _decode("ragged-64", 64, 32768, 32, 8, 128, None, kv_lengths=_RAGGED),
+)
+
+
 def _size(head_dim: int, bar: Bar | None = None, value_dim: int | None = None) -> Case:
     name = f"size/{head_dim}" if value_dim is None else f"size/{head_dim}-{value_dim}"
     return Case(name, 4, 4096, 16, head_dim, value_dim=value_dim, is_causal=True, by_default=False,
@@ -221,8 +267,11 @@ CPU = (
     Case("cpu/4096", 1, 4096, 8, 64, **_CPU),
 )
 
-CASES = (*GRID, *SHAPES, *SIZES, *DETERMINISTIC, *CPU)
+CASES = (*GRID, *SHAPES, *DECODE, *SIZES, *DETERMINISTIC, *CPU)
 PASSES = ("forward", "backward", "gradient")
+
+# Bytes a second that a copy reaches, by device: what the share of a cache's bytes is taken of.
+COPY_RATES = {"NVIDIA H200": 4.28e12}
 
 # What is measured beside the cases (extra.py). Microseconds of a call of a tiny shape, and bytes:
 # on the GPU beyond inputs and outputs, on the CPU of the whole process.

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cases import CASES, HOST_LIMITS, MEMORY_LIMITS, OURS, SOURCE, Bar
+from benchmarks.cases import CASES, COPY_RATES, HOST_LIMITS, MEMORY_LIMITS, OURS, SOURCE, Bar
 
 _NONE = "-"
 _BY_NAME = {case.name: case for case in CASES}
@@ -128,6 +128,24 @@ def _pass_table(built: list[Line], pass_name: str) -> str:
     return table(head, rows)
 
 
+def _cache_table(results: Results, built: list[Line]) -> str:
+    """How near few queries come to reading their cache as fast as memory is copied."""
+    rate = COPY_RATES.get(results["device"])
+    body = []
+    for line in built:
+        size = _BY_NAME[line.case].cache_bytes
+        if line.pass_name != "forward" or not size or not line.ours:
+            continue
+        speeds = [ms and size / ms * 1e3 for ms in (line.ours, line.yardstick)]
+        body.append(
+            (line.case, _number(size / 1e6, 0), _number(line.ours, 4),
+             *(_number(s and s / 1e12) for s in speeds),
+             _number(speeds[0] / rate if rate and speeds[0] else None))
+        )  # fmt: skip
+    head = ("few queries, forward", "MB read", "ms", "TB/s", "yardstick's", "of the copy rate")
+    return table(head, body) if body else ""
+
+
 def _other_tables(results: Results) -> list[str]:
     parts = []
     host = [row for row in results["rows"] if row["case"] in HOST_LIMITS and "peers" in row]
@@ -190,7 +208,8 @@ def markdown(results: Results) -> str:
         "that of the best recorded peer over jax.nn's, or a goal that was set."
     )
     tables = [_pass_table(built, pass_name) for pass_name in _passes(built)]
-    parts = [intro, *tables, _summaries(built), *_other_tables(results)]
+    parts = [intro, *tables, _summaries(built), _cache_table(results, built)]
+    parts += [*_other_tables(results)]
     parts += [SOURCE] if results["platform"] == "gpu" else []
     return "\n\n".join(part for part in parts if part)
 

@@ -336,7 +336,7 @@ struct Call {
 
   static size_t workspace_bytes(const Problem& problem) {
 #if SWEEP_FORWARD
-    return 0;
+    return SweptTile::kShares ? jaxflash::forward_workspace(problem).bytes : 0;
 #else
     return jaxflash::backward_workspace_bytes(problem);
 #endif
@@ -382,6 +382,7 @@ struct Call {
     params.v = dense(v.get(), shape.kv_len, shape.kv_heads, shape.value_dim);
     params.out = dense(out.get(), shape.q_len, shape.q_heads, shape.value_dim);
     params.lse = lse.get();
+    params.workspace = workspace.get();
     return jaxflash::sm90::forward_with<jaxflash::Math::kBFloat16, SweptTile>(params, stream);
 #else
     jaxflash::BackwardParams params{};
@@ -505,9 +506,10 @@ int check_all() {
   struct Lengths {
     int q_len, kv_len;
   };
-  const Lengths lengths[] = {{1, 1},     {64, 64},   {63, 65},   {128, 128}, {127, 129}, {197, 197},
-                             {200, 333}, {513, 257}, {1, 300},   {300, 1},   {192, 240}, {384, 320},
-                             {30, 700},  {700, 30},  {577, 640}, {7, 0}};
+  const Lengths lengths[] = {{1, 1},     {64, 64},   {63, 65},   {128, 128}, {127, 129},
+                             {197, 197}, {200, 333}, {513, 257}, {1, 300},   {300, 1},
+                             {192, 240}, {384, 320}, {30, 700},  {700, 30},  {577, 640},
+                             {7, 0},     {1, 3000},  {6, 2111},  {70, 1500}};
   struct Mask {
     int left, right;
     bool bottom_right;

@@ -34,6 +34,8 @@ CANDIDATES: dict[str, dict[str, str]] = {
         "four": "ForwardTileFor<64, 64>::Four",
         "short": "ForwardTileFor<64, 64>::Short",
         "turns": "ForwardTile<64, 64, 4, 64, 8, 2, Overlap::kNone, Output::kStaged, true>",
+        "one-unit": "ForwardTileFor<64, 64>::OneUnit",
+        "two-units": "ForwardTileFor<64, 64>::TwoUnits",
         "three": "ForwardTile<64, 64, 3, 128, 4, 2, Overlap::kNone, Output::kStaged, true>",
     },
     "forward/96": {
@@ -47,6 +49,8 @@ CANDIDATES: dict[str, dict[str, str]] = {
         "medium": "ForwardTileFor<128, 128>::Medium",
         "diagonal": "ForwardTileFor<128, 128>::Diagonal",
         "short": "ForwardTileFor<128, 128>::Short",
+        "one-unit": "ForwardTileFor<128, 128>::OneUnit",
+        "two-units": "ForwardTileFor<128, 128>::TwoUnits",
         "direct": "ForwardTile<128, 128, 3, 80, 4, 1, Overlap::kNone, Output::kDirect, true>",
         "values": "ForwardTile<128, 128, 3, 80, 3, 2, Overlap::kValues, Output::kStaged, true>",
         "wide": "ForwardTile<128, 128, 2, 176, 2, 1, Overlap::kValues, Output::kStaged, true>",
@@ -62,6 +66,8 @@ CANDIDATES: dict[str, dict[str, str]] = {
     },
     "forward/256": {
         "long": "ForwardTileFor<256, 256>::Long",
+        "one-unit": "ForwardTileFor<256, 256>::OneUnit",
+        "two-units": "ForwardTileFor<256, 256>::TwoUnits",
         "80": "ForwardTile<256, 256, 2, 80, 2, 1, Overlap::kValues, Output::kDirect, true>",
         "free": "ForwardTile<256, 256, 2, 64, 2, 1, Overlap::kValues, Output::kDirect, false>",
     },

@@ -51,6 +51,8 @@ def attention(peer: str, case: Case) -> Callable[..., jax.Array]:
     options: dict[str, Any] = dict(is_causal=case.is_causal)
     if case.local_window_size is not None:
         options["local_window_size"] = case.local_window_size
+    if case.kv_lengths is not None:
+        options["key_value_seq_lengths"] = np.array(case.kv_lengths, np.int32)
     if peer in OURS and case.deterministic_backward:
         options["deterministic_backward"] = True
     return functools.partial(PEERS[peer], **options)

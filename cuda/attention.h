@@ -1,92 +1,15 @@
 // Host interface of the kernel library: plain structs and a stream. Knows neither JAX nor Python,
 // so that C++ programs and tests can call the kernels directly.
-//
-// Letters of the shape comments: B batch (any number of axes), T query length, S key length,
-// N query heads, K key/value heads (N % K == 0), H query/key head size, h value head size.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
+#include "problem.h"
+
 struct CUstream_st;
 
 namespace jaxflash {
-
-// How the matrix products are computed; it also fixes the element type of q, k, v, out and the
-// gradients. Accumulation, softmax, lse and delta are float32 always.
-enum class Math : int32_t {
-  kFloat16 = 0,   // float16 operands
-  kBFloat16 = 1,  // bfloat16 operands
-  kTF32 = 2,      // float32 operands, rounded to TF32 for the products
-  kFloat32 = 3,   // float32 operands, products accurate to float32
-};
-
-// Batch axes that broadcast alike are merged by the caller; this many remain at most.
-inline constexpr int kMaxBatchAxes = 8;
-
-// Longest sequence: row and key positions, shifted by a window side, stay within int32.
-inline constexpr int32_t kMaxLength = 1 << 30;
-
-// A window side without a limit.
-inline constexpr int32_t kUnlimited = kMaxLength;
-
-// An array (*B, length, heads, dim). Strides count elements; the last axis is contiguous. A batch
-// axis that is broadcast has stride 0.
-struct Tensor {
-  void* data;
-  int64_t batch_stride[kMaxBatchAxes];
-  int64_t seq_stride;
-  int64_t head_stride;
-};
-
-// Query i stands at key position p = i (+ S - T with `bottom_right`, of the sequence's own lengths
-// where given) and sees the keys p - left ... p + right, both ends included.
-struct Band {
-  int32_t left;   // >= 0; kUnlimited without a limit
-  int32_t right;  // 0 for causal; may be negative; kUnlimited without a limit
-  bool bottom_right;
-  const int32_t* q_lengths;   // (prod B) valid queries of a sequence, or nullptr for T
-  const int32_t* kv_lengths;  // (prod B) valid keys of a sequence, or nullptr for S
-};
-
-struct Problem {
-  Math math;
-  int32_t num_batch_axes;
-  int64_t batch_extent[kMaxBatchAxes];
-  int32_t q_len;      // T
-  int32_t kv_len;     // S
-  int32_t q_heads;    // N
-  int32_t kv_heads;   // K
-  int32_t head_dim;   // H
-  int32_t value_dim;  // h
-  float scale;        // multiplies the logits
-  Band band;
-};
-
-struct ForwardParams {
-  Problem problem;
-  Tensor q;    // (*B, T, N, H)
-  Tensor k;    // (*B, S, K, H)
-  Tensor v;    // (*B, S, K, h)
-  Tensor out;  // (*B, T, N, h)
-  float* lse;  // (*B, T, N) dense; natural logarithm, -inf for a row that sees no key
-};
-
-struct BackwardParams {
-  Problem problem;
-  Tensor q;            // (*B, T, N, H)
-  Tensor k;            // (*B, S, K, H)
-  Tensor v;            // (*B, S, K, h)
-  Tensor out;          // (*B, T, N, h)
-  Tensor dout;         // (*B, T, N, h)
-  const float* lse;    // (*B, T, N) dense
-  const float* dlse;   // (*B, T, N) dense, or nullptr for zero
-  Tensor dq;           // (*B, T, N, H)
-  Tensor dk;           // (*B, S, K, H), every batch axis of full extent
-  Tensor dv;           // (*B, S, K, h), every batch axis of full extent
-  void* workspace;     // backward_workspace_bytes(problem) bytes, 256-byte aligned, any contents
-  bool deterministic;  // bitwise the same gradients from run to run
-};
 
 // The result of a call: an empty message, or what went wrong and what to do about it.
 struct Status {
@@ -111,6 +34,35 @@ struct Device {
   int32_t shared_memory_per_block;  // bytes, opt-in maximum
 };
 
+// A score program for one pass: what is known of a call when it is compiled.
+struct ProgramDescription {
+  bool forward;
+  const char* source;  // C++ that defines jaxflash::Program, see common/program.cuh
+  bool unit_slope;     // Program::kUnitSlope
+  Math math;
+  int32_t head_dim;
+  int32_t value_dim;
+  float scale;
+};
+
+// A kernel that this process has compiled for a score program, or read from the cache.
+struct KernelReport {
+  char label[64];         // family, pass, math, head size
+  char tile[160];         // its tile's type
+  char architecture[16];  // "sm_90a"
+  int32_t registers;
+  int32_t spilled;  // bytes of a thread
+  bool serialised;  // warpgroup instructions wait for one another
+  bool from_disk;
+  double seconds;
+};
+
+// Where the compiler may be.
+struct CompilerLocation {
+  const char* library;   // a path, or a name that the system's loader knows
+  const char* builtins;  // path of the library that NVRTC opens by its bare name, or nullptr
+};
+
 }  // namespace jaxflash
 
 #define JAXFLASH_API extern "C" __attribute__((visibility("default")))
@@ -127,7 +79,44 @@ JAXFLASH_API const jaxflash::Variant* jaxflash_forward_variant(
 JAXFLASH_API const jaxflash::Variant* jaxflash_backward_variant(
     const jaxflash::BackwardParams* params);
 
-// Bytes that BackwardParams::workspace needs on any GPU. Reads sizes only, no pointers.
+// Where to look for NVRTC, best first, and the folder of the headers that kernels are compiled with
+// (this one). Before the first program.
+JAXFLASH_API void jaxflash_set_compiler(const jaxflash::CompilerLocation* locations, int32_t count,
+                                        const char* headers);
+
+// Version and path of the compiler, loaded for the purpose; or what is wrong and what to do.
+JAXFLASH_API jaxflash::Status jaxflash_compiler(int32_t* major, int32_t* minor,
+                                                const char** library);
+
+// Kernels for a score program, compiled for every GPU of this machine: ForwardParams::program and
+// BackwardParams::program. Compiles nothing that this process or the cache on disk has already.
+JAXFLASH_API jaxflash::Status jaxflash_create_program(
+    const jaxflash::ProgramDescription* description, jaxflash::ScoreKernels** program);
+JAXFLASH_API void jaxflash_delete_program(jaxflash::ScoreKernels* program);
+
+// Brings the kernels to the current GPU, so that no launch has to, least of all a captured one.
+JAXFLASH_API jaxflash::Status jaxflash_load_program(const jaxflash::ScoreKernels* program);
+
+// What such a program compiles to on a GPU of `arch` = 10 * major + minor whose blocks may have
+// `shared_bytes`; needs no GPU.
+JAXFLASH_API jaxflash::Status jaxflash_compile_program(
+    const jaxflash::ProgramDescription* description, int32_t arch, int32_t shared_bytes,
+    jaxflash::KernelReport* report);
+
+// Any kernel: `source` may include this library's headers, `kernel` is its name expression.
+JAXFLASH_API jaxflash::Status jaxflash_compile_kernel(const char* source, const char* kernel,
+                                                      const char* architecture,
+                                                      jaxflash::KernelReport* report);
+
+// The kernels compiled so far, those that a later tile replaced included; fills in at
+// most `capacity` and returns their number.
+JAXFLASH_API int32_t jaxflash_kernel_reports(jaxflash::KernelReport* reports, int32_t capacity);
+
+// The folder of the cache on disk, or an empty text; returns the length of the whole path.
+JAXFLASH_API int32_t jaxflash_cache_folder(char* path, int32_t capacity);
+
+// Bytes that a workspace needs on any GPU. Reads sizes and the band's sides, no pointers.
+JAXFLASH_API size_t jaxflash_forward_workspace_bytes(const jaxflash::Problem* problem);
 JAXFLASH_API size_t jaxflash_backward_workspace_bytes(const jaxflash::Problem* problem);
 
 // The variants in the library; returns their number.

@@ -9,7 +9,41 @@ def wrong_platform_handler() -> CapsuleType: ...
 
 # Without kernels the functions below do not exist.
 
-def cuda_handlers() -> dict[str, CapsuleType]: ...
+def cuda_handlers() -> dict[str, dict[str, CapsuleType]]: ...
+def program_state_type() -> tuple[CapsuleType, CapsuleType]: ...
+def set_compiler(locations: list[tuple[str, str | None]], headers: str) -> None: ...
+def compiler() -> tuple[tuple[int, int] | None, str]: ...
+def compile_program(
+    *,
+    forward: bool,
+    source: str,
+    unit_slope: bool,
+    dtype: str,
+    highest_precision: bool,
+    head_dim: int,
+    value_dim: int,
+    scale: float,
+    arch: int,
+    shared_memory: int,
+) -> tuple[str, str, str, int, int, bool, float, bool]: ...
+def compile_kernel(
+    source: str, kernel: str, architecture: str
+) -> tuple[str, str, str, int, int, bool, float, bool]: ...
+def kernel_reports() -> list[tuple[str, str, str, int, int, bool, float, bool]]: ...
+def cache_folder() -> str: ...
+def forward_workspace_bytes(
+    *,
+    dtype: str,
+    batch: int,
+    q_len: int,
+    kv_len: int,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    value_dim: int,
+    left: int,
+    right: int,
+) -> int: ...
 def backward_workspace_bytes(
     *,
     batch: int,

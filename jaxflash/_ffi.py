@@ -21,11 +21,13 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxflash import _extension as extension
+from jaxflash import _nvrtc
 from jaxflash._spec import AttentionSpec
 
 # The names are part of exported programs: a changed contract gets a new number.
-FORWARD_TARGET = "jaxflash_forward_v1"
-BACKWARD_TARGET = "jaxflash_backward_v1"
+FORWARD_TARGET = "jaxflash_forward_v2"
+BACKWARD_TARGET = "jaxflash_backward_v2"
+_STATE_TYPE = "jaxflash_program_v2"
 
 # cuda/attention.h: kUnlimited, kMaxBatchAxes.
 _UNLIMITED = 1 << 30
@@ -33,7 +35,13 @@ _MAX_BATCH_AXES = 8
 
 
 def _register() -> None:
-    handlers = extension.cuda_handlers() if extension.kernels else {}
+    handlers = {}
+    if extension.kernels:
+        _nvrtc.register()
+        handlers = extension.cuda_handlers()
+        type_id, type_info = extension.program_state_type()
+        state = {"type_id": type_id, "type_info": type_info}
+        jax.ffi.register_ffi_type(_STATE_TYPE, state, platform="CUDA")
     for target, pass_name in ((FORWARD_TARGET, "forward"), (BACKWARD_TARGET, "backward")):
         # On other platforms the target exists to say that it needs CUDA.
         jax.ffi.register_ffi_target(target, extension.wrong_platform_handler(), platform="cpu")
@@ -87,6 +95,18 @@ def _attributes(spec: AttentionSpec, lengths: _Lengths) -> dict:
         highest_precision=np.bool_(spec.highest_precision),
         has_q_lengths=np.bool_(lengths[0]),
         has_kv_lengths=np.bool_(lengths[1]),
+    )
+
+
+def _plain_call(query, value) -> dict:
+    """The attributes of a call without a score program."""
+    return dict(
+        program="",
+        unit_slope=np.bool_(True),
+        head_dim=np.int64(query.shape[-1]),
+        value_dim=np.int64(value.shape[-1]),
+        dtype=query.dtype.name,
+        capture_ranks=np.zeros(0, np.int64),
     )
 
 
@@ -155,9 +175,39 @@ class _Forward(_Pass):
         results = (
             self.result(operands, query, (*rows, value.shape[-1]), query.dtype),
             self.result(operands, query, rows, jnp.float32),
+            _result_type(query, (self._workspace_bytes(operands),), jnp.uint8, [None]),
         )
-        return jax.ffi.ffi_call(FORWARD_TARGET, results)(
-            *operands, problem=_attributes(self.spec, self.lengths)
+        out, lse, _ = jax.ffi.ffi_call(FORWARD_TARGET, results)(
+            *operands,
+            problem=_attributes(self.spec, self.lengths),
+            **_plain_call(query, value),
+        )
+        return out, lse
+
+    def _workspace_bytes(self, operands) -> int:
+        query, _, value = operands[:3]
+        q_len, q_heads, head_dim = query.shape[-3:]
+        kv_len, kv_heads, value_dim = value.shape[-3:]
+        batch = math.prod(self.full_batch(operands))
+        sides = _attributes(self.spec, self.lengths)
+
+        # Where a size is symbolic, what is enough for every value: one sequence needs as much as
+        # any number, all rows of a tile are in use from 64 or, without groups, 128 queries on.
+        q_lens = (q_len,) if isinstance(q_len, int) else (64, 128)
+        return max(
+            extension.forward_workspace_bytes(
+                dtype=query.dtype.name,
+                batch=batch if isinstance(batch, int) else 1,
+                q_len=rows,
+                kv_len=kv_len if isinstance(kv_len, int) else _UNLIMITED,
+                q_heads=q_heads,
+                kv_heads=kv_heads,
+                head_dim=head_dim,
+                value_dim=value_dim,
+                left=int(sides["left"]),
+                right=int(sides["right"]),
+            )
+            for rows in q_lens
         )
 
 
@@ -198,6 +248,7 @@ class _Backward(_Pass):
         dq, dk, dv, _ = jax.ffi.ffi_call(BACKWARD_TARGET, results)(
             *operands,
             problem=_attributes(self.spec, self.lengths),
+            **_plain_call(query, value),
             has_dlse=np.bool_(self.has_dlse),
             deterministic=np.bool_(self.spec.deterministic_backward),
         )

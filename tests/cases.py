@@ -440,6 +440,68 @@ FAULTS = (
     _row("visible-nan", visible_nan=True, q_len=70, dtype="bfloat16"),
 )  # fmt: skip
 
+# Few queries and more than 1024 keys: blocks of the kernels share the keys of a query tile, whose
+# parts are merged. One tile a kv head or several, lengths that end anywhere or see nothing.
+_BOTTOM_RIGHT = dict(is_causal=True, causal_alignment="bottom_right")
+DECODE = (
+    _row("decode-1", q_len=1, kv_len=3001, q_heads=8, kv_heads=2, head_dim=128, dtype="bfloat16"),
+    _row("decode-1-float16", q_len=1, kv_len=1100, q_heads=3, head_dim=64, dtype="float16"),
+    _row("decode-1-float32", q_len=1, kv_len=1200, q_heads=4, kv_heads=1, head_dim=64),
+    _row("decode-1-unbatched", batch=(), q_len=1, kv_len=2000, q_heads=4, kv_heads=4, head_dim=128,
+         dtype="float16"),
+    _row("decode-1-mqa-256", q_len=1, kv_len=1500, q_heads=16, kv_heads=1, head_dim=256,
+         dtype="bfloat16"),
+    _row("decode-2-ragged", batch=(2, 3), q_len=2, kv_len=1800, q_heads=8, kv_heads=2, head_dim=64,
+         kv_lengths=(1800, 0, 1, 64, 1217, 129), dtype="bfloat16", **_BOTTOM_RIGHT),
+    _row("decode-4-ragged-queries", batch=(5,), q_len=4, kv_len=1400, q_heads=4, kv_heads=2,
+         head_dim=128, query_lengths=(4, 0, 1, 3, 4), kv_lengths=(1400, 900, 2, 700, 0),
+         dtype="float16", **_BOTTOM_RIGHT),
+    _row("decode-3-window", batch=(3,), q_len=3, kv_len=2500, q_heads=6, kv_heads=3, head_dim=128,
+         local_window_size=(1200, 0), kv_lengths=(2500, 1300, 100), dtype="bfloat16",
+         causal_alignment="bottom_right"),
+    _row("decode-4-96", q_len=4, kv_len=1300, q_heads=4, kv_heads=2, head_dim=96, dtype="bfloat16",
+         kv_lengths=(1299, 40)),
+    _row("decode-5-192", q_len=5, kv_len=1250, q_heads=4, kv_heads=2, head_dim=192,
+         dtype="float16", **_BOTTOM_RIGHT),
+    _row("decode-1-192-value-128", q_len=1, kv_len=1500, q_heads=16, kv_heads=1, head_dim=192,
+         value_dim=128, dtype="bfloat16"),
+    _row("decode-1-72-value-40", q_len=1, kv_len=1500, q_heads=4, kv_heads=2, head_dim=72,
+         value_dim=40, dtype="bfloat16", kv_lengths=(1490, 77)),
+    # 48 rows of 64 are in use, so one of the heads' copies is not.
+    _row("decode-9-group-3", q_len=9, kv_len=1100, q_heads=6, kv_heads=2, head_dim=64,
+         dtype="bfloat16"),
+    # Several tiles of rows a kv head, the last one in part.
+    _row("decode-12-group-8", q_len=12, kv_len=1200, q_heads=16, kv_heads=2, head_dim=128,
+         dtype="bfloat16", **_BOTTOM_RIGHT),
+    _row("decode-64", batch=(1,), q_len=64, kv_len=1600, q_heads=4, kv_heads=2, head_dim=128,
+         dtype="bfloat16", **_BOTTOM_RIGHT),
+    _row("decode-64-256", batch=(1,), q_len=64, kv_len=1100, q_heads=3, kv_heads=1, head_dim=256,
+         dtype="float16"),
+    # A chunk of a prompt: tiles of a head see more and more keys; the first rows see none.
+    _row("decode-chunk", batch=(2,), q_len=300, kv_len=1900, q_heads=2, kv_heads=1, head_dim=64,
+         kv_lengths=(1900, 200), dtype="bfloat16", **_BOTTOM_RIGHT),
+    _row("decode-causal", q_len=1100, q_heads=1, batch=(1,), head_dim=128, dtype="bfloat16",
+         is_causal=True, gpu_only=True),
+    _row("decode-poison", poison=True, batch=(3,), q_len=1, kv_len=2000, q_heads=4, kv_heads=2,
+         head_dim=64, kv_lengths=(1999, 0, 333), dtype="bfloat16"),
+    _row("decode-poison-window", poison=True, q_len=2, kv_len=2200, q_heads=4, kv_heads=1,
+         head_dim=128, local_window_size=(1100, 3), causal_alignment="bottom_right",
+         kv_lengths=(2100, 1500), dtype="float16"),
+    _row("decode-visible-nan", visible_nan=True, q_len=4, kv_len=1500, q_heads=2, head_dim=128,
+         dtype="bfloat16"),
+    _row("decode-large-logits", q_len=2, kv_len=1500, q_heads=4, kv_heads=2, head_dim=128,
+         magnitude=1e4, dtype="bfloat16"),
+    _row("gpu-decode-32-8", batch=(2,), q_len=1, kv_len=40000, q_heads=32, kv_heads=8,
+         head_dim=128, dtype="bfloat16", gpu_only=True),
+    _row("gpu-decode-64-8-ragged", batch=(16,), q_len=4, kv_len=5000, q_heads=64, kv_heads=8,
+         head_dim=64, kv_lengths=(5000, 0, 0, 1, 63, 64, 65, 4999, 100, 0, 2500, 127, 128, 129,
+                                  1024, 4097), dtype="float16", gpu_only=True, **_BOTTOM_RIGHT),
+    _row("gpu-decode-16-1-256", batch=(3,), q_len=2, kv_len=9000, q_heads=16, kv_heads=1,
+         head_dim=256, kv_lengths=(9000, 31, 6007), dtype="bfloat16", gpu_only=True),
+    _row("gpu-decode-64-queries", batch=(1,), q_len=64, kv_len=9001, q_heads=32, kv_heads=8,
+         head_dim=128, dtype="bfloat16", gpu_only=True, **_BOTTOM_RIGHT),
+)  # fmt: skip
+
 # Shapes of real models, too large for the dense truth on two CPU cores.
 LARGE = (
     _row("gpu-causal-1k", batch=(1,), q_len=1024, q_heads=4, head_dim=128, is_causal=True,
@@ -469,4 +531,4 @@ LARGE = (
          local_window_size=(1023, 0), dtype="bfloat16", gpu_only=True),
 )  # fmt: skip
 
-CASES = (*BASE, *HEADS, *BANDS, *SCORES, *FAULTS, *LARGE)
+CASES = (*BASE, *HEADS, *BANDS, *SCORES, *FAULTS, *DECODE, *LARGE)

@@ -16,7 +16,7 @@ NAMES = (
     "float16", "float32-highest", "T-65-float32", "head-7-value-3", "head-80-value-112",
     "T-193-S-97", "T-1-S-1", "mqa-causal", "window-T>S", "lengths-batch-axes",
     "bottom-right-T>S", "empty-S", "gqa-causal-deterministic", "head-96-float16", "head-160",
-    "head-192-value-128",
+    "head-192-value-128", "decode-9-group-3", "decode-4-ragged-queries", "decode-64-256",
 )  # fmt: skip
 
 # Those of the portable kernels on every GPU: float32, or head sizes that TMA does not take.

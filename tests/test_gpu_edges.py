@@ -19,6 +19,12 @@ _LENGTHS = (
     (0, 65),
     (65, 0),
 )
+# Few queries, whose key tiles of 64, 112 or 128 are shared among blocks.
+_FEW_QUERIES = (
+    (1, 1025), (1, 1151), (2, 1152), (3, 1153), (4, 1343), (5, 1345), (8, 2047), (9, 1400),
+    (16, 1281), (17, 1232), (31, 1233), (32, 2049), (33, 1088), (63, 1089), (64, 1344), (65, 1345),
+    (127, 1200), (129, 1153), (200, 1250),
+)  # fmt: skip
 _HEAD_SIZES = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 _HEADS, _KV_HEADS = 4, 2
 _NAMES = ("out", "lse", "dquery", "dkey", "dvalue")
@@ -113,24 +119,26 @@ def check_edges(head_dim, value_dim, lengths=_LENGTHS, implementation="cuda"):
             _compare(name, actual, truth, where)
 
 
-# What is added to the logits along 700 keys. A kernel that walks over tiles of keys keeps a
+# What is added to the logits along the keys. A kernel that walks over tiles of keys keeps a
 # reference for its exponentials, and has to move it, or not, once the logits outgrow it.
-_KEYS = np.arange(700)
-_DRIFTS = {
-    "rising": 0.5 * _KEYS,  # by more than 2^32 in 64 keys, in one direction or the other
-    "falling": -0.5 * _KEYS,
-    "slowly": 0.1 * _KEYS,  # not in every tile
-    "plateau-first": np.where(_KEYS < 600, 21.0, 0.0),  # hardly a probability passes 2^32, sums do
-    "plateau-last": np.where(_KEYS < 100, 0.0, 21.0),
-    "peaks": np.where(_KEYS % 97 == 5, 60.0, 0.0),
-    "beyond-range": np.where(_KEYS == 350, 5e3, 0.0),  # exp of it is infinite
-}
+def _drifts(count):
+    keys = np.arange(count)
+    return {
+        "rising": 0.5 * keys,  # by more than 2^32 in 64 keys, in one direction or the other
+        "falling": -0.5 * keys,
+        "slowly": 0.1 * keys,  # not in every tile
+        "plateau-first": np.where(keys < count - 100, 21.0, 0.0),  # sums pass 2^32, probabilities
+        "plateau-last": np.where(keys < 100, 0.0, 21.0),  # hardly do
+        "peaks": np.where(keys % 97 == 5, 60.0, 0.0),
+        "beyond-range": np.where(keys == count // 2, 5e3, 0.0),  # exp of it is infinite
+    }
 
 
-def check_drifts(head_dim, value_dim, implementation="cuda"):
+def check_drifts(head_dim, value_dim, q_len=130, kv_len=700, implementation="cuda"):
     calls = []
-    for seed, drift in enumerate(_DRIFTS.values()):
-        query, key, value, _ = _arrays(seed, 130, _KEYS.size, head_dim, value_dim)
+    drifts = _drifts(kv_len)
+    for seed, drift in enumerate(drifts.values()):
+        query, key, value, _ = _arrays(seed, q_len, kv_len, head_dim, value_dim)
         query[..., 0] = 8
         key[..., 0] = (drift * head_dim**0.5 / 8)[:, None]
         calls.append((query, key, value))
@@ -143,7 +151,7 @@ def check_drifts(head_dim, value_dim, implementation="cuda"):
         return [attend(*call) for call in calls]
 
     results = jax.device_get(all_of_them(calls))
-    for name, call, result in zip(_DRIFTS, calls, results, strict=True):
+    for name, call, result in zip(drifts, calls, results, strict=True):
         truth = _truth(*call, np.zeros_like(result[0]), causal=False)[:2]
         for array, actual, expected in zip(_NAMES, result, truth, strict=False):
             _compare(array, actual, expected, f"; logits {name}")
@@ -153,6 +161,13 @@ def check_drifts(head_dim, value_dim, implementation="cuda"):
 @pytest.mark.parametrize(("head_dim", "value_dim"), _HEAD_SIZES)
 def test_lengths_around_tile_edges(head_dim, value_dim):
     check_edges(head_dim, value_dim)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("head_dim", "value_dim"), _HEAD_SIZES)
+def test_few_queries_and_many_keys(head_dim, value_dim):
+    check_edges(head_dim, value_dim, _FEW_QUERIES)
+    check_drifts(head_dim, value_dim, q_len=3, kv_len=1500)
 
 
 @pytest.mark.gpu

@@ -195,7 +195,8 @@ def _poison_memory():
 _POISONED = (
     "bfloat16", "float32-highest", "head-7-value-3", "head-80-value-112", "head-96-float16",
     "head-160", "head-192-value-128-long", "T-63-S-65", "window-T>S", "lengths-batch-axes",
-    "lengths-q", "bottom-right-T>S", "empty-S", "gqa-causal-deterministic",
+    "lengths-q", "bottom-right-T>S", "empty-S", "gqa-causal-deterministic", "decode-2-ragged",
+    "decode-9-group-3", "decode-chunk",
 )  # fmt: skip
 
 
@@ -308,11 +309,15 @@ _SPEC = dict(
 )  # fmt: skip
 
 
-def _forward_call(query, key, value, out=None, lse=None, **attributes):
+def _forward_call(query, key, value, out=None, lse=None, workspace=0, **attributes):
     """The custom call itself, past every check of the Python side."""
     out = query.shape if out is None else out
     lse = query.shape[:-1] if lse is None else lse
-    results = (jax.ShapeDtypeStruct(out, query.dtype), jax.ShapeDtypeStruct(lse, jnp.float32))
+    results = (
+        jax.ShapeDtypeStruct(out, query.dtype),
+        jax.ShapeDtypeStruct(lse, jnp.float32),
+        jax.ShapeDtypeStruct((workspace,), jnp.uint8),
+    )
     call = jax.ffi.ffi_call(_ffi.FORWARD_TARGET, results)
     return call(query, key, value, problem={**_SPEC, **attributes})
 
@@ -365,6 +370,15 @@ def test_handler_refuses_a_small_workspace(workspace):
 
     with pytest.raises(Exception, match=r"(?s)jaxflash.*workspace"):
         jax.block_until_ready(run(query, lse))
+
+
+@pytest.mark.parametrize("workspace", [0, 16])
+def test_handler_refuses_a_small_forward_workspace(workspace):
+    query, cache = _like(2, 1, 4, 64), _like(2, 2000, 4, 64)
+    with pytest.raises(Exception, match=r"(?s)jaxflash.*workspace"):
+        jax.block_until_ready(
+            jax.jit(functools.partial(_forward_call, workspace=workspace))(query, cache, cache)
+        )
 
 
 def test_host_cost_of_a_call():

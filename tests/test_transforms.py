@@ -1,6 +1,7 @@
 """Every transformation of JAX, against the same transformation of the plain reference."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -370,6 +371,45 @@ def test_export_for_cuda(symbolic):
         assert target in again.mlir_module()
 
 
+def _workspace_bytes(batch, q_len, kv_len, heads, kv_heads, left=1 << 30, right=1 << 30):
+    return _ffi.extension.forward_workspace_bytes(
+        dtype="bfloat16", batch=batch, q_len=q_len, kv_len=kv_len, q_heads=heads,
+        kv_heads=kv_heads, head_dim=64, value_dim=64, left=left, right=right,
+    )  # fmt: skip
+
+
+@needs_kernels
+@pytest.mark.parametrize("heads", [(1, 1), (8, 2), (64, 8), (128, 128)])
+def test_export_for_cuda_with_symbolic_lengths(heads):
+    """The workspace is enough for every batch and length that the program may be called with."""
+    scope = export.SymbolicScope()
+    query, key = (
+        jax.ShapeDtypeStruct(export.symbolic_shape(f"b, {n}, {h}, 64", scope=scope), jnp.bfloat16)
+        for n, h in zip("ts", heads, strict=True)
+    )
+    attend = functools.partial(jaxflash.dot_product_attention, implementation="cuda")
+    exported = export.export(
+        jax.jit(attend), platforms=["cuda"], disabled_checks=jaxflash.EXPORT_CHECKS
+    )(query, key, key)
+    (planned,) = re.findall(r"@jaxflash_forward_v\d.*tensor<(\d+)xui8>", exported.mlir_module())
+    most = max(
+        _workspace_bytes(batch, q_len, 1 << 20, *heads)
+        for batch in (1, 2, 50, 4000)
+        for q_len in (1, 2, 3, 5, 31, 33, 63, 64, 65, 100, 128, 129, 192, 193, 1000, 20000)
+    )
+    assert 0 < most <= int(planned)
+
+
+@needs_kernels
+def test_workspace_of_the_forward_pass():
+    """None where no keys are shared, little where there are few rows."""
+    assert _workspace_bytes(4, 4096, 4096, 16, 16) == 0
+    assert _workspace_bytes(8, 1, 1024, 32, 8) == 0
+    assert _workspace_bytes(8, 1, 100_000, 32, 8, left=500, right=0) == 0
+    assert 0 < _workspace_bytes(64, 1, 8192, 32, 8) < 1 << 20
+    assert 0 < _workspace_bytes(1, 300, 8192, 8, 8) < 20 << 20
+
+
 def _lowered(function, platform, *arguments):
     return jax.jit(function).trace(*arguments).lower(lowering_platforms=(platform,)).as_text()
 
@@ -393,7 +433,7 @@ def test_lowering_for_cuda_of_what_the_kernels_lack():
 def test_target_names_are_versioned():
     """They are part of exported programs: a changed contract gets a new number."""
     assert (_ffi.FORWARD_TARGET, _ffi.BACKWARD_TARGET) == (
-        "jaxflash_forward_v1",
+        "jaxflash_forward_v2",
         "jaxflash_backward_v1",
     )
 

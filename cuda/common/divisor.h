@@ -1,7 +1,7 @@
 // Division by a number that the host knows: a multiplication instead of a loop of instructions.
 #pragma once
 
-#include <cstdint>
+#include "common/integers.h"
 
 namespace jaxflash {
 

@@ -2,7 +2,7 @@
 // same object, so that a mask is written once.
 #pragma once
 
-#include "attention.h"
+#include "problem.h"
 
 namespace jaxflash {
 

@@ -2,7 +2,7 @@
 // they have written.
 #pragma once
 
-#include <cstdint>
+#include "common/integers.h"
 
 namespace jaxflash {
 

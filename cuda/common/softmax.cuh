@@ -3,42 +3,10 @@
 // g + 8 (elements 2, 3) of every 8 columns.
 #pragma once
 
+#include "common/approx.cuh"
 #include "common/mask.cuh"
 
 namespace jaxflash {
-
-inline constexpr float kLog2E = 1.4426950408889634f;
-inline constexpr float kLn2 = 0.6931471805599453f;
-
-__device__ __forceinline__ float exp2_approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-// The step from a product q.k to its logit: today the scale. What comes later (bias, soft cap,
-// slopes) is another type with the same members.
-class ScaleScore {
- public:
-  __device__ __forceinline__ explicit ScaleScore(const Problem& problem)
-      : scale_(problem.scale), scale_log2_(problem.scale * kLog2E) {}
-
-  // In units of log 2, so that exp2 gives the probability.
-  __device__ __forceinline__ float logit(float s, int /*row*/, int /*key*/) const {
-    return s * scale_log2_;
-  }
-  // Of the natural logit with respect to the product.
-  __device__ __forceinline__ float derivative(float /*s*/, int /*row*/, int /*key*/) const {
-    return scale_;
-  }
-  // Where logit(s) == factor() * s with a positive factor, that factor: the exponential then
-  // absorbs it, and the products need no rewriting. Otherwise 0.
-  __device__ __forceinline__ float factor() const { return scale_log2_ > 0.f ? scale_log2_ : 0.f; }
-
- private:
-  float scale_;
-  float scale_log2_;
-};
 
 // Running reference and sum of the rows of kRowTiles fragments of 16 rows. The reference is the row
 // maximum, but lazily: it moves only when a row has outgrown it by 2^8, because moving it means
@@ -110,6 +78,21 @@ class OnlineSoftmax {
       s[i] = exp2_approx(fmaf(s[i], factor, offset_[m][i / 2]));
       sum_[m][i / 2] += s[i];
     }
+  }
+
+  // A sink joins a row: a logit, in units of log 2, without a value. Updates the row's sum, and
+  // returns what the output is multiplied with. The reference may lie far below the sink, as it is
+  // that of the keys: then the sink becomes the reference.
+  __device__ __forceinline__ float add_sink(float sink, float& row_sum, int m, int r) {
+    const float above = sink + offset_[m][r];
+    const float smaller = exp2_approx(-fabsf(above));
+    if (above <= 0.f) {
+      row_sum += smaller;
+      return 1.f / row_sum;
+    }
+    offset_[m][r] = -sink;
+    row_sum = fmaf(row_sum, smaller, 1.f);
+    return smaller / row_sum;
   }
 
   // Over the whole row; the same in the four lanes that share it.

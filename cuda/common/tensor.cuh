@@ -1,9 +1,7 @@
 // Addressing of the (*B, length, heads, dim) arrays of attention.h.
 #pragma once
 
-#include <cstdint>
-
-#include "attention.h"
+#include "problem.h"
 
 namespace jaxflash {
 

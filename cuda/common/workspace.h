@@ -1,11 +1,8 @@
-// The layout of BackwardParams::workspace, one formula for every GPU family: the size of a buffer
-// must not depend on the GPU that the program later runs on.
+// The layouts of ForwardParams::workspace and BackwardParams::workspace, one formula for every GPU
+// family: the size of a buffer must not depend on the GPU that the program later runs on.
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
-
-#include "attention.h"
+#include "problem.h"
 
 #ifdef __CUDACC__
 #define JAXFLASH_HOST_DEVICE __host__ __device__
@@ -14,6 +11,25 @@
 #endif
 
 namespace jaxflash {
+
+// ---- Forward ------------------------------------------------------------------------------------
+
+// Blocks among which a call is divided at most: the multiprocessors of the largest GPU that shares
+// (a full GH100).
+inline constexpr int kMaxSharingBlocks = 144;
+// Rows of the largest query tile whose keys are shared.
+inline constexpr int64_t kMaxSharedRows = 128;
+
+// Parts of outputs on their way to the merge, as offsets in bytes. A block has at most two: a tile
+// that it ends and one that it begins.
+struct ForwardWorkspace {
+  int64_t rows;  // of a part
+  size_t out;    // float32 (2 * kMaxSharingBlocks, rows, h)
+  size_t lse;    // float32 (2 * kMaxSharingBlocks, rows); natural logarithm
+  size_t bytes;
+};
+
+// ---- Backward -----------------------------------------------------------------------------------
 
 // Row vectors are padded to a multiple of the longest row tile, so that a tile never tests its end.
 inline constexpr int32_t kWorkspaceRows = 128;

@@ -1,115 +1,39 @@
-// Backward of every GPU from Ampere on: the tile table and the launcher. Three kernels: delta, the
-// main one, and the conversion of dq.
+// Host side of the backward pass of every GPU from Ampere on: the choice of a tile, and the
+// launches. Three kernels: delta, the main one, and the conversion of dq.
 #pragma once
 
 #include <cuda_runtime.h>
-
-#include <type_traits>
 
 #include "attention.h"
 #include "common/convert_dq.cuh"
 #include "common/delta.cuh"
 #include "common/launch.h"
+#include "common/program_kernels.h"
 #include "common/status.h"
 #include "common/workspace.h"
 #include "sm80/backward_kernel.cuh"
+#include "sm80/tile_config.h"
 
 namespace jaxflash::sm80 {
 
-// ---- Tiles --------------------------------------------------------------------------------------
-
-// Columns: rows, keys, key warps, column warps, exchange, rows of a pass, stages, dq row warps,
-// blocks per SM. Fast: for 227 KB of shared memory in an SM. Small: 99 KB for a block, as GPUs of
-// compute capability 8.6, 8.9 and 12.0 have; void where Fast already fits. kGroup is the size of
-// the elements, and 0 for kFloat32.
-template <int kGroup, int kHeadDim>
-struct BackwardTiles;
-
-// 80 KB: two blocks per SM, so that one computes while the other waits at a barrier. 32 keys for a
-// warp, because every warp reads all of q and dout.
-template <>
-struct BackwardTiles<2, 64> {
-  using Fast = BackwardTile<64, 128, 4, 1, false, 16, 2, 2, 2>;
-  using Small = void;
-};
-
-template <>
-struct BackwardTiles<2, 128> {
-  using Fast = BackwardTile<64, 128, 4, 2, true, 32, 2, 2, 1>;
-  using Small = BackwardTile<32, 64, 4, 1, false, 32, 2, 2, 1>;
-};
-
-// dk and dv of 64 keys are half of the register file; the columns are divided between four warps.
-template <>
-struct BackwardTiles<2, 256> {
-  using Fast = BackwardTile<64, 64, 2, 4, true, 16, 2, 1, 1>;
-  using Small = BackwardTile<32, 32, 2, 2, true, 16, 1, 1, 1>;
-};
-
-template <>
-struct BackwardTiles<4, 64> {
-  using Fast = BackwardTile<32, 128, 4, 1, false, 32, 2, 1, 2>;  // 119 TFLOP/s; 64 keys 95
-  using Small = BackwardTile<32, 64, 4, 1, false, 32, 2, 1, 2>;
-};
-
-template <>
-struct BackwardTiles<4, 128> {
-  using Fast = BackwardTile<32, 64, 4, 1, false, 16, 2, 1, 1>;
-  using Small = BackwardTile<16, 64, 4, 1, false, 16, 1, 1, 1>;
-};
-
-// Scores are computed twice, by the warps that share keys: see the assertion on the exchange.
-template <>
-struct BackwardTiles<4, 256> {
-  using Fast = BackwardTile<32, 32, 2, 2, false, 16, 1, 2, 1>;
-  using Small = BackwardTile<16, 32, 2, 2, false, 16, 1, 1, 1>;
-};
-
-// Split operands need more registers.
-template <>
-struct BackwardTiles<0, 64> {
-  using Fast = BackwardTile<32, 64, 4, 1, false, 32, 2, 1, 2>;
-  using Small = void;
-};
-
-template <>
-struct BackwardTiles<0, 128> : BackwardTiles<4, 128> {};
-
-template <>
-struct BackwardTiles<0, 256> : BackwardTiles<4, 256> {};
-
-// ---- Launch -------------------------------------------------------------------------------------
-
 namespace detail {
 
-// The element types by the names that CUDA's headers give them.
-template <Math kMath>
-using StorageType =
-    std::conditional_t<kMath == Math::kFloat16, __half,
-                       std::conditional_t<kMath == Math::kBFloat16, __nv_bfloat16, float>>;
+template <Math kMath, int kHeadDim>
+using BackwardTilesOf =
+    BackwardTiles<kMath == Math::kFloat32 ? 0 : sizeof(typename MathTraits<kMath>::Element),
+                  kHeadDim>;
 
-}  // namespace detail
+using MainKernel = Kernel<BackwardParams, BackwardWorkspace, int64_t>;
 
-// Runs one tile configuration; `backward` below chooses it.
+// All three kernels; the main one's shared memory has been allowed.
 template <Math kMath, int kHeadDim, class Tile>
-Status backward_with(const BackwardParams& params, cudaStream_t stream) {
+Status launch_backward(MainKernel kernel, const BackwardParams& params, cudaStream_t stream) {
   using Traits = BackwardTraits<kMath, kHeadDim, Tile>;
-  using Storage = detail::StorageType<kMath>;
   const Problem& problem = params.problem;
   const BackwardWorkspace workspace = backward_workspace(problem);
 
-  int device = 0;
-  Status status = cuda_status(cudaGetDevice(&device), "asking for the GPU");
-  if (!status.ok()) return status;
-  const auto kernel = backward_kernel<Traits, BandMask, ScaleScore>;
-  status = cuda_status(allow_shared_memory<Traits>(reinterpret_cast<const void*>(kernel), device),
-                       "reserving shared memory for the backward kernel");
-  if (!status.ok()) return status;
-
-  status = cuda_status(
-      launch_blocks(delta_kernel<Storage>, Start::kAfter, delta_blocks(problem, workspace),
-                    kDeltaThreads, 0, params, workspace, stream),
-      "launching the delta kernel");
+  Status status =
+      cuda_status(launch_delta<kMath>(params, workspace, stream), "launching the delta kernel");
   if (!status.ok()) return status;
 
   const int64_t key_tiles = (int64_t{problem.kv_len} + Tile::kKeys - 1) / Tile::kKeys;
@@ -122,32 +46,62 @@ Status backward_with(const BackwardParams& params, cudaStream_t stream) {
   if (!status.ok()) return status;
 
   return cuda_status(
-      launch_blocks(convert_dq_kernel<Storage, DqFragmentOrder>, Start::kAfter,
-                    convert_dq_blocks(problem), kConvertThreads, 0, params, workspace, stream, 0u),
+      launch_convert_dq<kMath, DqFragmentOrder>(Start::kAfter, params, workspace, 0, stream),
       "launching the conversion of dq");
 }
+
+template <Math kMath, int kHeadDim, class Tile>
+Status backward_with(const BackwardParams& params, cudaStream_t stream) {
+  using Traits = BackwardTraits<kMath, kHeadDim, Tile>;
+  const MainKernel kernel = backward_kernel<Traits, BandMask, ScaledScores>;
+  Status status = allow_shared_memory<Traits>(kernel.handle, Traits::kSharedBytes);
+  return status.ok() ? launch_backward<kMath, kHeadDim, Tile>(kernel, params, stream) : status;
+}
+
+}  // namespace detail
 
 // Head sizes up to kHeadDim.
 template <Math kMath, int kHeadDim>
 Status backward(const BackwardParams& params, cudaStream_t stream) {
-  using Element = typename MathTraits<kMath>::Element;
-  constexpr int kGroup = kMath == Math::kFloat32 ? 0 : sizeof(Element);
-  using Tiles = BackwardTiles<kGroup, kHeadDim>;
-  using Fast = typename Tiles::Fast;
+  using Tiles = detail::BackwardTilesOf<kMath, kHeadDim>;
+  using Large = typename Tiles::Large;
   using Small = typename Tiles::Small;
-  if constexpr (!std::is_void_v<Small>) {
-    int device = 0, shared_bytes = 0;
-    cudaError_t error = cudaGetDevice(&device);
-    if (error == cudaSuccess) {
-      error =
-          cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-    }
-    if (Status status = cuda_status(error, "asking for the GPU"); !status.ok()) return status;
-    if (shared_bytes < BackwardTraits<kMath, kHeadDim, Fast>::kSharedBytes) {
-      return backward_with<kMath, kHeadDim, Small>(params, stream);
-    }
-  }
-  return backward_with<kMath, kHeadDim, Fast>(params, stream);
+  int available = 0;
+  if (Status status = shared_memory_per_block(&available); !status.ok()) return status;
+  return available >= BackwardTraits<kMath, kHeadDim, Large>::kSharedBytes
+             ? detail::backward_with<kMath, kHeadDim, Large>(params, stream)
+             : detail::backward_with<kMath, kHeadDim, Small>(params, stream);
+}
+
+// The kernel for a score program: see Launcher.
+template <Math kMath, int kHeadDim>
+int backward_program_kernels(const ProgramTraits& program,
+                             ProgramKernel (&kernels)[kMaxProgramTiles]) {
+  using Tiles = detail::BackwardTilesOf<kMath, kHeadDim>;
+  ProgramKernelList list(program, kernels);
+  for_each_tile(ProgramTiles<typename Tiles::Large, typename Tiles::Small>{},
+                [&](int number, auto tile) {
+                  using Tile = decltype(tile);
+                  using Traits = BackwardTraits<kMath, kHeadDim, Tile>;
+                  if (list.count() == 1) return;  // the larger one fits
+                  const TypeName name = type_name<Traits>();
+                  list.add<Tile>(number, "sm80/backward_kernel.cuh", Traits::kSharedBytes,
+                                 "jaxflash::sm80::backward_kernel<%.*s, jaxflash::BandMask, "
+                                 "jaxflash::sm80::ProgramScores<jaxflash::Program>>",
+                                 name.length, name.begin);
+                });
+  return list.count();
+}
+
+template <Math kMath, int kHeadDim>
+Status backward_program(const BackwardParams& params, const LoadedKernel& kernel,
+                        cudaStream_t stream) {
+  using Tiles = detail::BackwardTilesOf<kMath, kHeadDim>;
+  return use_tile(ProgramTiles<typename Tiles::Large, typename Tiles::Small>{}, kernel.tile,
+                  [&](auto tile) {
+                    return detail::launch_backward<kMath, kHeadDim, decltype(tile)>(
+                        detail::MainKernel(kernel.handle), params, stream);
+                  });
 }
 
 }  // namespace jaxflash::sm80

@@ -7,33 +7,16 @@
 // to pass through shared memory, for dq += ds k.
 #pragma once
 
-#include "attention.h"
 #include "common/mask.cuh"
 #include "common/softmax.cuh"
 #include "common/tensor.cuh"
 #include "common/workspace.h"
+#include "problem.h"
 #include "sm80/dq_accumulator.cuh"
+#include "sm80/scores.cuh"
 #include "sm80/tile.cuh"
 
 namespace jaxflash::sm80 {
-
-// How a block divides its work. kKeyWarps x kColWarps warps: a warp owns kKeys / kKeyWarps keys and
-// kHeadDim / kColWarps columns of dk and dv.
-template <int kRows_, int kKeys_, int kKeyWarps_, int kColWarps_, bool kExchange_, int kPassRows_,
-          int kStages_, int kDqRowWarps_, int kBlocksPerSm_>
-struct BackwardTile {
-  static constexpr int kRows = kRows_;  // queries of a step
-  static constexpr int kKeys = kKeys_;
-  static constexpr int kKeyWarps = kKeyWarps_;
-  static constexpr int kColWarps = kColWarps_;
-  // The warps that share keys: each computes the scores of its part of the rows, and they exchange
-  // p and ds through shared memory (true), or each computes the scores of all rows (false).
-  static constexpr bool kExchange = kExchange_;
-  static constexpr int kPassRows = kPassRows_;        // rows whose scores a warp has in registers
-  static constexpr int kStages = kStages_;            // buffers of q and dout
-  static constexpr int kDqRowWarps = kDqRowWarps_;    // dq's rows are divided by these, its columns
-  static constexpr int kBlocksPerSm = kBlocksPerSm_;  // by the other warps
-};
 
 template <Math kMath_, int kHeadDim_, class Tile_>
 struct BackwardTraits {
@@ -137,12 +120,13 @@ __device__ __forceinline__ void clear_rows(const Tile& tile, int count) {
 // From s^T and dp^T to p^T and ds^T, in place. `row` and `key` are those of the warp's first
 // element; lse and delta belong to the rows of the thread's accumulators. ds lacks the scale: it is
 // the same everywhere, so dk and dq get it at the end.
-template <int kKeyTiles, int kBlocks, class Mask, class Score>
+template <int kKeyTiles, int kBlocks, class Mask, class Scores>
 __device__ __forceinline__ void differentiate(float (&s)[kKeyTiles][kBlocks][4],
                                               float (&dp)[kKeyTiles][kBlocks][4], const float* lse,
-                                              const float* delta, const Mask& mask,
-                                              const Score& score, int row, int key, bool full) {
+                                              const float* delta, const Mask& mask, Scores& scores,
+                                              int row, int key, bool full) {
   const int first_row = row + lane_index() % 4 * 2, first_key = key + lane_index() / 4;
+  scores.begin_tile(first_row, first_key);
 #pragma unroll
   for (int n = 0; n < kBlocks; ++n) {
     const float2 lse_pair = *reinterpret_cast<const float2*>(lse + 8 * n);
@@ -151,11 +135,17 @@ __device__ __forceinline__ void differentiate(float (&s)[kKeyTiles][kBlocks][4],
     for (int m = 0; m < kKeyTiles; ++m) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float logit =
-            score.logit(s[m][n][i], first_row + 8 * n + i % 2, first_key + 16 * m + i / 2 * 8);
+        const int element_row = 8 * n + i % 2, element_key = 16 * m + i / 2 * 8;
+        float slope = 1.f, logit;
+        if constexpr (Scores::kUnitSlope) {
+          logit = scores.logit(s[m][n][i], element_row, element_key);
+        } else {
+          logit = scores.logit_and_slope(s[m][n][i], element_row, element_key, &slope);
+        }
         const float p = exp2_approx(logit - (i % 2 == 0 ? lse_pair.x : lse_pair.y));
+        const float weight = Scores::kUnitSlope ? p : p * slope;
         s[m][n][i] = p;
-        dp[m][n][i] = p * (dp[m][n][i] - (i % 2 == 0 ? delta_pair.x : delta_pair.y));
+        dp[m][n][i] = weight * (dp[m][n][i] - (i % 2 == 0 ? delta_pair.x : delta_pair.y));
       }
     }
   }
@@ -177,7 +167,7 @@ __device__ __forceinline__ void differentiate(float (&s)[kKeyTiles][kBlocks][4],
   }
 }
 
-template <class Traits, class Mask, class Score>
+template <class Traits, class Mask, class Scores>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::Tile::kBlocksPerSm)
     backward_kernel(const __grid_constant__ BackwardParams params,
                     const __grid_constant__ BackwardWorkspace workspace, int64_t first_block) {
@@ -242,7 +232,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::Tile::kBlocksPerSm)
     mine.first_head = batch * problem.q_heads + kv_head * group;
   }
   __syncthreads();
-  const Score score(problem);
+  Scores scores(problem);
+  const int first_q_head = kv_head * (problem.q_heads / problem.kv_heads);
 
   // ---- Loads ------------------------------------------------------------------------------------
 
@@ -314,6 +305,9 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::Tile::kBlocksPerSm)
   for (int stage = 0; head < work.heads; stage ^= Tile::kStages - 1) {
     const RowTile q = q_tile(stage), dout = dout_tile(stage);
     const int first_row = row_tile * kRows;
+    if (row_tile == work.row_tiles.begin) {
+      scores.begin_head(params.captures, problem, work.mask, batch, first_q_head + head);
+    }
 
     cp_async_wait_group<0>();
     // Everybody's part of the loads has arrived, and everybody is done with the last step: with ds,
@@ -346,7 +340,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::Tile::kBlocksPerSm)
           dp, [&](int m, int step) { return load_a<kMath>(v, at.key + 16 * m, step * kK); },
           [&](int n, int step) { return load_b<kMath>(dout, row + 16 * n, step * kK); });
       const int thread_row = stage * kRows + row + lane_index() % 4 * 2;
-      differentiate(s, dp, lse_smem + thread_row, delta_smem + thread_row, work.mask, score,
+      differentiate(s, dp, lse_smem + thread_row, delta_smem + thread_row, work.mask, scores,
                     first_row + row, work.first_key + at.key, full);
 
       if (Tile::kExchange || at.col == 0) {

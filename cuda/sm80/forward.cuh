@@ -1,346 +1,101 @@
-// Forward: a block computes the output of one tile of query rows of one head. Its keys and values
-// stream through shared memory while an online softmax keeps the running sums; probabilities stay
-// in registers, where they are the left operand of the second product.
+// Host side of the forward pass of every GPU from Ampere on: the choice of a tile, and the launch.
 #pragma once
 
-#include <cuda_runtime_api.h>
+#include <cuda_runtime.h>
 
 #include <algorithm>
 
-#include "common/mask.cuh"
-#include "common/softmax.cuh"
+#include "attention.h"
+#include "common/launch.h"
+#include "common/program_kernels.h"
 #include "common/status.h"
-#include "common/tensor.cuh"
 #include "common/workspace.h"
-#include "sm80/tile.cuh"
+#include "sm80/forward_kernel.cuh"
+#include "sm80/tile_config.h"
 
 namespace jaxflash::sm80 {
 
-// ---- Tiles ------------------------------------------------------------------------------------
+namespace detail {
 
-// What a block works on. A warp takes rows / warps query rows, 16 or 32: with 32 every fragment of
-// K and V is used twice, which is what shared-memory bandwidth asks for wherever registers allow
-// it.
-template <int kRows_, int kKeys_, int kWarps_, int kStages_, int kBlocksPerSM_>
-struct ForwardTile {
-  static constexpr int kRows = kRows_;
-  static constexpr int kKeys = kKeys_;
-  static constexpr int kWarps = kWarps_;
-  static constexpr int kStages = kStages_;            // 2: the next K and V load beside this step
-  static constexpr int kBlocksPerSM = kBlocksPerSM_;  // what the registers are limited for
-  static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kRowTiles = kRows / (16 * kWarps);  // of 16 rows, in a warp
-};
+template <Math kMath, int kHeadDim>
+using ForwardTilesOf =
+    ForwardTiles<kMath == Math::kFloat32 ? 0 : sizeof(typename MathTraits<kMath>::Element),
+                 kHeadDim>;
 
-// Shared memory of a block; also the plan: Q (later the output), then stages of K, then of V.
+// The kernel's shared memory has been allowed.
 template <Math kMath, int kHeadDim, class Tile>
-struct ForwardSmem {
-  using Element = typename MathTraits<kMath>::Element;
-  using Rows = SmemTile<Element, Tile::kRows, kHeadDim>;
-  using Keys = SmemTile<Element, Tile::kKeys, kHeadDim>;
-  static constexpr int kBytes = Rows::kBytes + 2 * Tile::kStages * Keys::kBytes;
-
-  uint32_t base;
-
-  __device__ __forceinline__ Rows q() const { return {base}; }
-  __device__ __forceinline__ Keys k(int stage) const {
-    return {base + Rows::kBytes + stage * Keys::kBytes};
-  }
-  __device__ __forceinline__ Keys v(int stage) const {
-    return {base + Rows::kBytes + (Tile::kStages + stage) * Keys::kBytes};
-  }
-};
-
-// `Large` where a block may have its shared memory, otherwise `Small`, which fits the 99 KB of the
-// consumer GPUs. kGroup is the size of the elements, and 0 for kFloat32: its split operands need
-// twice the registers.
-template <int kGroup, int kHeadDim>
-struct ForwardTiles;
-
-template <>
-struct ForwardTiles<2, 64> {
-  using Large = ForwardTile<128, 96, 4, 2, 2>;  // 64 KB; 322 TFLOP/s at S = 8192, 64 keys 309
-  using Small = Large;
-};
-template <>
-struct ForwardTiles<2, 128> {
-  using Large = ForwardTile<128, 64, 4, 2, 2>;  // 96 KB; 357 TFLOP/s, 32 keys 344
-  using Small = Large;
-};
-template <>
-struct ForwardTiles<2, 256> {
-  using Large = ForwardTile<128, 64, 8, 2, 1>;  // 192 KB; reads K and V half as often as 64 rows
-  using Small = ForwardTile<64, 64, 4, 1, 2>;   // 96 KB; as fast where K and V stay in the L2
-};
-template <>
-struct ForwardTiles<4, 64> {
-  using Large = ForwardTile<128, 64, 4, 2, 2>;  // 96 KB
-  using Small = Large;
-};
-template <>
-struct ForwardTiles<4, 128> {
-  using Large = ForwardTile<128, 32, 4, 1, 2>;  // 96 KB; 153 TFLOP/s, 64 rows 113
-  using Small = Large;
-};
-template <>
-struct ForwardTiles<4, 256> {
-  using Large = ForwardTile<128, 32, 8, 1, 1>;  // 192 KB
-  using Small = ForwardTile<64, 16, 4, 1, 1>;   // 96 KB
-};
-template <>
-struct ForwardTiles<0, 64> {
-  using Large = ForwardTile<64, 64, 4, 2, 2>;  // 80 KB
-  using Small = Large;
-};
-template <>
-struct ForwardTiles<0, 128> {
-  using Large = ForwardTile<64, 32, 4, 2, 2>;  // 96 KB
-  using Small = Large;
-};
-template <>
-struct ForwardTiles<0, 256> {
-  using Large = ForwardTile<128, 16, 8, 1, 1>;  // 160 KB
-  using Small = ForwardTile<64, 16, 4, 1, 1>;   // 96 KB
-};
-
-// ---- Kernel -----------------------------------------------------------------------------------
-
-// Which tile of which head a block computes. Blocks of one head are neighbours, so that the L2
-// holds the K and V of few heads; under a causal mask later rows see more keys, and starting with
-// those keeps the last blocks short.
-struct ForwardWork {
-  int64_t batch;
-  int head;
-  int first_row;
-
-  template <class Tile>
-  __device__ __forceinline__ static ForwardWork of(uint32_t block, uint64_t first_head,
-                                                   const Problem& problem) {
-    const uint32_t tiles = (problem.q_len + Tile::kRows - 1u) / Tile::kRows;
-    const uint32_t block_head = block / tiles;
-    const uint32_t tile = tiles - 1 - (block - block_head * tiles);
-    const uint64_t head_index = first_head + block_head;
-    const uint64_t batch = head_index / problem.q_heads;
-    return {static_cast<int64_t>(batch), static_cast<int>(head_index - batch * problem.q_heads),
-            static_cast<int>(tile * Tile::kRows)};
-  }
-};
-
-template <Math kMath, int kHeadDim, class Tile, class Mask = BandMask, class Score = ScaleScore>
-__global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSM)
-    forward_kernel(const __grid_constant__ ForwardParams params, uint64_t first_head) {
-  using Smem = ForwardSmem<kMath, kHeadDim, Tile>;
-  using Element = typename Smem::Element;
-  constexpr int kK = MathTraits<kMath>::kK;
-  constexpr int kRowTiles = Tile::kRowTiles;
-  constexpr int kKeyBlocks = Tile::kKeys / 8;
-  constexpr int kWarpRows = 16 * kRowTiles;
-  extern __shared__ __align__(128) char smem_bytes[];
-  const Smem smem{smem_address(smem_bytes)};
-
-  const Problem& problem = params.problem;
-  const ForwardWork work = ForwardWork::of<Tile>(blockIdx.x, first_head, problem);
-  const int kv_head = work.head / (problem.q_heads / problem.kv_heads);
-  const auto part_of = [&](const Tensor& tensor, int64_t batch, int head) {
-    return static_cast<Element*>(tensor.data) + tensor_offset(tensor, problem, batch) +
-           head * tensor.head_stride;
-  };
-  const Element* k_gmem = part_of(params.k, work.batch, kv_head);
-  const Element* v_gmem = part_of(params.v, work.batch, kv_head);
-
-  // One answer for both, known before the loop.
-  const bool aligned = rows_are_aligned(k_gmem, params.k.seq_stride, problem.head_dim) &&
-                       rows_are_aligned(v_gmem, params.v.seq_stride, problem.value_dim);
-
-  const Mask mask(problem, work.batch);
-  const Score score(problem);
-  const bool rewrites = score.factor() == 0.f;
-  const float factor = rewrites ? 1.f : score.factor();
-
-  // Rows past the sequence's end are computed like any other and dropped at the end: cutting them
-  // off here keeps their tile off the path of element tests.
-  const auto cut_rows = [&](int first_row, int count) {
-    return Interval{first_row, min(first_row + count, mask.q_len())};
-  };
-  const Interval keys = mask.keys(cut_rows(work.first_row, Tile::kRows));
-
-  // Keys at keys.end and beyond are zero: a probability of 0 does not silence a NaN.
-  const auto load_k = [&](int stage, int first_key) {
-    load_tile_async<Tile::kThreads>(smem.k(stage), k_gmem, params.k.seq_stride, first_key, keys.end,
-                                    problem.head_dim, tid_x(), aligned);
-  };
-  const auto load_v = [&](int stage, int first_key) {
-    load_tile_async<Tile::kThreads>(smem.v(stage), v_gmem, params.v.seq_stride, first_key, keys.end,
-                                    problem.value_dim, tid_x(), aligned);
-  };
-
-  if (keys.begin < keys.end) {
-    load_tile_async<Tile::kThreads>(smem.q(), part_of(params.q, work.batch, work.head),
-                                    params.q.seq_stride, work.first_row, mask.q_len(),
-                                    problem.head_dim, tid_x());
-    load_k(0, keys.begin);
-    if constexpr (Tile::kStages == 2) load_v(0, keys.begin);
-    cp_async_commit_group();
-  }
-
-  const auto q_smem = smem.q().from_row(threadIdx.x / 32 * kWarpRows);  // the warp's own rows
-  float o[kRowTiles][kHeadDim / 8][4] = {};
-  OnlineSoftmax<kRowTiles> softmax;
-
-  int stage = 0;
-#pragma unroll 1
-  for (int first_key = keys.begin; first_key < keys.end; first_key += Tile::kKeys) {
-    const int next_stage = Tile::kStages == 1 ? 0 : 1 - stage;
-    const int next_key = first_key + Tile::kKeys;
-    const Interval tile_keys = {first_key, next_key};
-    const Interval warp_rows =
-        cut_rows(work.first_row + static_cast<int>(tid_x() / 32) * kWarpRows, kWarpRows);
-    // A warp whose rows see nothing of this tile only keeps the barriers company.
-    const Interval warp_keys = mask.keys(warp_rows);
-    const bool sees = first_key < warp_keys.end && next_key > warp_keys.begin;
-    const auto k_smem = smem.k(stage), v_smem = smem.v(stage);
-
-    cp_async_wait_group<0>();
-    // K (with two stages V too) of this tile has arrived for all warps, and all have left the
-    // previous tile: its buffers are free.
-    __syncthreads();
-    if constexpr (Tile::kStages == 1) {
-      load_v(stage, first_key);
-    } else if (next_key < keys.end) {
-      load_k(next_stage, next_key);
-      load_v(next_stage, next_key);
-    }
-    cp_async_commit_group();
-
-    float s[kRowTiles][kKeyBlocks][4] = {};
-    if (sees) {
-      gemm<kMath, kHeadDim / kK>(
-          s, [&](int m, int k) { return load_a<kMath>(q_smem, 16 * m, k * kK); },
-          [&](int n, int k) { return load_b<kMath>(k_smem, 16 * n, k * kK); });
-    }
-
-    if constexpr (Tile::kStages == 1) {
-      cp_async_wait_group<0>();
-      __syncthreads();  // V has arrived for all warps, and all have left K
-      if (next_key < keys.end) load_k(next_stage, next_key);
-      cp_async_commit_group();
-    }
-    stage = next_stage;
-    if (!sees) continue;
-
-    const auto for_each_score = [&](auto change) {
-      const int s_lane = static_cast<int>(laneid());
-      const int s_row = warp_rows.begin + s_lane / 4;
-      const int s_key = first_key + s_lane % 4 * 2;
-#pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-        for (int n = 0; n < kKeyBlocks; ++n) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            change(s[m][n][i], s_row + 16 * m + i / 2 * 8, s_key + 8 * n + i % 2);
-          }
-        }
-      }
-    };
-    if (rewrites) {
-      for_each_score([&](float& x, int row, int key) { x = score.logit(x, row, key); });
-    }
-    if (!mask.full(warp_rows, tile_keys)) {
-      for_each_score([&](float& x, int row, int key) {
-        if (!mask.visible(row, key)) x = -INFINITY;
-      });
-    }
-
-    softmax.advance(s, o, factor);
-
-    // The exponentials of a few keys at a time, right before the product that takes them, so that
-    // both units work at once. kFloat32 wants a long chain instead, see gemm().
-    constexpr int kPart = kMath == Math::kFloat32 ? Tile::kKeys : 16;
-#pragma unroll
-    for (int part = 0; part < Tile::kKeys; part += kPart) {
-#pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-        for (int n = part / 8; n < (part + kPart) / 8; ++n) {
-          softmax.exponentials(s[m][n], m, factor);
-        }
-      }
-      gemm<kMath, kPart / kK>(
-          o, [&](int m, int k) { return a_from_accumulators<kMath>(&s[m][(part + k * kK) / 8]); },
-          [&](int n, int k) { return load_b_transposed<kMath>(v_smem, 16 * n, part + k * kK); });
-    }
-  }
-
-  // A warp stages its output in the rows of Q that it alone has read.
-  const ForwardWork done = ForwardWork::of<Tile>(ctaid_x(), first_head, problem);
-  const int done_row = done.first_row + static_cast<int>(tid_x() / 32) * kWarpRows;
-  __syncwarp();
-#pragma unroll
-  for (int m = 0; m < kRowTiles; ++m) {
-    float inverse[2];
-    bool empty[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int row = done_row + static_cast<int>(lane_index() / 4) + 16 * m + 8 * r;
-      const float sum = softmax.row_sum(m, r);
-      empty[r] = sum == 0.f || row >= mask.q_len();
-      inverse[r] = 1.f / sum;
-      if (lane_index() % 4 == 0 && row < problem.q_len) {
-        params.lse[(done.batch * problem.q_len + row) * problem.q_heads + done.head] =
-            empty[r] ? -INFINITY : softmax.lse(sum, m, r);
-      }
-    }
-#pragma unroll
-    for (int n = 0; n < kHeadDim / 8; ++n) {
-      // Selected, not multiplied: a value of NaN must not reach a row that sees no key.
-#pragma unroll
-      for (int i = 0; i < 4; ++i) o[m][n][i] = empty[i / 2] ? 0.f : o[m][n][i] * inverse[i / 2];
-      store_accumulator(q_smem, 16 * m, 8 * n, o[m][n]);
-    }
-  }
-  __syncwarp();
-  store_tile<32, kWarpRows>(q_smem, part_of(params.out, done.batch, done.head),
-                            params.out.seq_stride, done_row, problem.q_len, problem.value_dim,
-                            lane_index());
-}
-
-// ---- Launch -----------------------------------------------------------------------------------
-
-template <Math kMath, int kHeadDim, class Tile>
-Status launch_forward(const ForwardParams& params, cudaStream_t stream) {
+Status launch_forward(Kernel<ForwardParams, uint64_t> kernel, const ForwardParams& params,
+                      cudaStream_t stream) {
   const Problem& problem = params.problem;
   const int64_t heads = batch_size(problem) * problem.q_heads;
   const int64_t tiles = (int64_t{problem.q_len} + Tile::kRows - 1) / Tile::kRows;
   if (heads * tiles == 0) return {};
 
   constexpr int kBytes = ForwardSmem<kMath, kHeadDim, Tile>::kBytes;
-  const auto kernel = forward_kernel<kMath, kHeadDim, Tile>;
-  cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   const int64_t heads_per_launch = ((int64_t{1} << 31) - 1) / tiles;  // the largest grid
-  for (int64_t first = 0; first < heads && error == cudaSuccess; first += heads_per_launch) {
+  for (int64_t first = 0; first < heads; first += heads_per_launch) {
     const int64_t blocks = std::min(heads - first, heads_per_launch) * tiles;
-    kernel<<<static_cast<unsigned>(blocks), Tile::kThreads, kBytes, stream>>>(params, first);
-    error = cudaGetLastError();
+    const cudaError_t error =
+        launch(kernel, Start::kAfter, {static_cast<unsigned>(blocks)}, Tile::kThreads, kBytes,
+               stream, params, static_cast<uint64_t>(first));
+    if (error != cudaSuccess) {
+      return cuda_status(error, "launching the attention forward kernel");
+    }
   }
-  return cuda_status(error, "launching the attention forward kernel");
+  return {};
 }
+
+template <Math kMath, int kHeadDim, class Tile>
+Status forward_with(const ForwardParams& params, cudaStream_t stream) {
+  const Kernel<ForwardParams, uint64_t> kernel = forward_kernel<kMath, kHeadDim, Tile>;
+  using Smem = ForwardSmem<kMath, kHeadDim, Tile>;
+  Status status = allow_shared_memory<Smem>(kernel.handle, Smem::kBytes);
+  return status.ok() ? launch_forward<kMath, kHeadDim, Tile>(kernel, params, stream) : status;
+}
+
+}  // namespace detail
 
 template <Math kMath, int kHeadDim>
 Status forward(const ForwardParams& params, cudaStream_t stream) {
-  constexpr int kGroup = kMath == Math::kFloat32 ? 0 : sizeof(typename MathTraits<kMath>::Element);
-  using Large = typename ForwardTiles<kGroup, kHeadDim>::Large;
-  using Small = typename ForwardTiles<kGroup, kHeadDim>::Small;
-  int device = 0, available = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&available, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  }
-  if (error != cudaSuccess) return cuda_status(error, "asking for the GPU's shared memory");
+  using Tiles = detail::ForwardTilesOf<kMath, kHeadDim>;
+  using Large = typename Tiles::Large;
+  using Small = typename Tiles::Small;
+  int available = 0;
+  if (Status status = shared_memory_per_block(&available); !status.ok()) return status;
   return available >= ForwardSmem<kMath, kHeadDim, Large>::kBytes
-             ? launch_forward<kMath, kHeadDim, Large>(params, stream)
-             : launch_forward<kMath, kHeadDim, Small>(params, stream);
+             ? detail::forward_with<kMath, kHeadDim, Large>(params, stream)
+             : detail::forward_with<kMath, kHeadDim, Small>(params, stream);
+}
+
+// The kernel for a score program: see Launcher.
+template <Math kMath, int kHeadDim>
+int forward_program_kernels(const ProgramTraits& program,
+                            ProgramKernel (&kernels)[kMaxProgramTiles]) {
+  using Tiles = detail::ForwardTilesOf<kMath, kHeadDim>;
+  ProgramKernelList list(program, kernels);
+  for_each_tile(ProgramTiles<typename Tiles::Large, typename Tiles::Small>{}, [&](int number,
+                                                                                  auto tile) {
+    using Tile = decltype(tile);
+    if (list.count() == 1) return;  // the larger one fits
+    const TypeName name = type_name<Tile>();
+    list.add<Tile>(number, "sm80/forward_kernel.cuh", ForwardSmem<kMath, kHeadDim, Tile>::kBytes,
+                   "jaxflash::sm80::forward_kernel<static_cast<jaxflash::Math>(%d), "
+                   "%d, %.*s, jaxflash::BandMask, "
+                   "jaxflash::sm80::ProgramScores<jaxflash::Program>>",
+                   static_cast<int>(kMath), kHeadDim, name.length, name.begin);
+  });
+  return list.count();
+}
+
+template <Math kMath, int kHeadDim>
+Status forward_program(const ForwardParams& params, const LoadedKernel& kernel,
+                       cudaStream_t stream) {
+  using Tiles = detail::ForwardTilesOf<kMath, kHeadDim>;
+  return use_tile(ProgramTiles<typename Tiles::Large, typename Tiles::Small>{}, kernel.tile,
+                  [&](auto tile) {
+                    return detail::launch_forward<kMath, kHeadDim, decltype(tile)>(
+                        Kernel<ForwardParams, uint64_t>(kernel.handle), params, stream);
+                  });
 }
 
 }  // namespace jaxflash::sm80

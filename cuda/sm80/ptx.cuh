@@ -2,7 +2,7 @@
 // Shared-memory addresses are 32-bit addresses of the shared window.
 #pragma once
 
-#include <cstdint>
+#include "common/integers.h"
 
 namespace jaxflash::sm80 {
 

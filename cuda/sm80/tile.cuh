@@ -11,25 +11,12 @@
 // the two families must not be multiplied with each other.
 #pragma once
 
-#include "attention.h"
+#include "common/element.cuh"
 #include "common/tensor.cuh"
+#include "problem.h"
 #include "sm80/ptx.cuh"
 
 namespace jaxflash::sm80 {
-
-// Storage of the 16-bit types.
-struct Float16 {
-  uint16_t bits;
-};
-struct BFloat16 {
-  uint16_t bits;
-};
-
-__device__ __forceinline__ float to_float(float value) { return value; }
-__device__ __forceinline__ float to_float(Float16 value) { return cvt_f32_f16(value.bits); }
-__device__ __forceinline__ float to_float(BFloat16 value) {
-  return __uint_as_float(static_cast<uint32_t>(value.bits) << 16);
-}
 
 // Two values as a pair of the 16-bit type; `low` goes to the lower address.
 template <class Element>

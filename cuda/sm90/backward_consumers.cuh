@@ -29,15 +29,6 @@ __device__ __forceinline__ void arrive_warp(Barrier& barrier) {
   if (late_thread() % 32 == 0) barrier.arrive();
 }
 
-// The step from a product to its logit, in units of log 2.
-struct ScaledLogits {
-  float scale_log2;
-
-  __device__ __forceinline__ float logit(float s, int /*row*/, int /*key*/) const {
-    return s * scale_log2;
-  }
-};
-
 // Writes packed accumulators (64 rows of a warpgroup x kColumns) transposed into a swizzled panel,
 // whose 64 columns are those rows and whose rows start at `panel`.
 template <int kColumns>
@@ -210,35 +201,12 @@ __device__ __forceinline__ void for_columns(const ColumnValues& first, const flo
   }
 }
 
-// p^T from s^T; lse as for_columns takes it; `row` and `key` of the thread's first element.
-template <int kElements, class Score>
-__device__ __forceinline__ void exponentials(float (&s)[kElements], const ColumnValues& first_lse,
-                                             const float* lse, const Score& score, int row,
-                                             int key) {
-  for_columns<kElements>(first_lse, lse, [&](int i, float lse_of_row) {
-    const float logit =
-        score.logit(s[i], row + Fragment::column_of(i), key + 8 * Fragment::lower(i));
-    s[i] = exp2_approx(logit - lse_of_row);
-  });
-}
-
-// For scores with keys as rows; `row` and `key` of the thread's first element. Before the
-// exponentials, where the accumulators are still in place: afterwards it takes more registers than
-// there are.
-template <int kElements, class Mask>
-__device__ __forceinline__ void mask_keys_as_rows(float (&s)[kElements], const Mask& mask, int row,
-                                                  int key) {
-#pragma unroll
-  for (int lower = 0; lower < 2; ++lower) {
-    const Interval rows = mask.rows_of_key(key + 8 * lower);
-    const int begin = rows.begin - row, end = rows.end - row;
-#pragma unroll
-    for (int i = 0; i < kElements; ++i) {
-      if (Fragment::lower(i) != lower) continue;
-      const int column = Fragment::column_of(i);
-      s[i] = begin <= column && column < end ? s[i] : -INFINITY;
-    }
-  }
+// The rows that see one of the thread's two keys, relative to its first column; `row` and `key` of
+// its first element.
+template <class Mask>
+__device__ __forceinline__ Interval rows_that_see(const Mask& mask, int row, int key, int lower) {
+  const Interval rows = mask.rows_of_key(key + 8 * lower);
+  return {rows.begin - row, rows.end - row};
 }
 
 // Stages 64 keys of dk or dv, or 64 rows of dq; 0 for rows of the thread that are not `seen`.

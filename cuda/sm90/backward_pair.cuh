@@ -2,6 +2,7 @@
 #pragma once
 
 #include "sm90/backward_consumers.cuh"
+#include "sm90/backward_scores.cuh"
 
 namespace jaxflash::sm90 {
 
@@ -56,7 +57,7 @@ struct PairConsumers {
     constexpr bool kValues = kGroup == 0;
     const int thread = threadIdx.x % 128;
     const int column = Fragment::column(thread);
-    const Score score{args.scale_log2};
+    Score score(args);
 
     const uint64_t rows_a =
         wgmma_descriptor(shared_address(kValues ? smem.k[0] : smem.v[0]), 16, 1024);
@@ -143,6 +144,7 @@ struct PairConsumers {
         uint32_t packed[kRows / 4];
 
         if (kValues) {
+          if (row == block.first_row) score.begin_head(args, block, head, first_key);
           steps.wait_q();
         } else {
           steps.wait_dout();
@@ -165,18 +167,18 @@ struct PairConsumers {
         wgmma_wait<1>();
         hold(x);
         if constexpr (kValues) {
-          const int late = late_thread();
-          if (row < common_rows.begin || row + kRows > common_rows.end) {
-            mask_keys_as_rows(x, block.mask, row + Fragment::column(late),
-                              first_key + Fragment::row(late));
+          if constexpr (Score::kWeightsAreProbabilities) {
+            score.weigh(x, values, from, block, common_rows, row, first_key);
+          } else {
+            score.template weigh<kMath>(x, packed, values, from, block, common_rows, row,
+                                        first_key);
           }
-          exponentials(x, values, from, score, row + column, first_key + Fragment::row(late));
           // ptxas would move the barrier above the exponentials; a store of what depends on all of
           // them cannot follow it.
           uint32_t all = 0;
 #pragma unroll
           for (int i = 0; i < kRows / 4; ++i) {
-            packed[i] = pack<kMath>(x[2 * i], x[2 * i + 1]);
+            if (Score::kWeightsAreProbabilities) packed[i] = pack<kMath>(x[2 * i], x[2 * i + 1]);
             all ^= packed[i];
           }
           store_shared_volatile(shared_address(&smem.pin[late_thread()]),

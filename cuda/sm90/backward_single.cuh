@@ -2,6 +2,7 @@
 #pragma once
 
 #include "sm90/backward_consumers.cuh"
+#include "sm90/backward_scores.cuh"
 
 namespace jaxflash::sm90 {
 
@@ -49,7 +50,7 @@ struct SingleConsumers {
                                                  int group) {
     const int thread = threadIdx.x & 127;
     const int column = Fragment::column(thread);
-    const Score score{args.scale_log2};
+    Score score(args);
 
     // As A: the warpgroup's 64 keys. As B: all queries of a step. The transposed view of q and dout
     // (queries x columns) reads the same bytes with another major axis.
@@ -110,6 +111,7 @@ struct SingleConsumers {
         uint32_t ds[kRows / 4];
         float dq[32];
 
+        if (row == block.first_row) score.begin_head(args, block, head, own_key);
         steps.wait_q();
         if (kIdleSteps && (row + kRows <= own_rows.begin || row >= own_rows.end)) {
           // The warpgroup's keys see none of these rows: its ds is 0. What remains is its half of
@@ -150,19 +152,19 @@ struct SingleConsumers {
             dp, v_rows, dout_base + steps.dout_offset());
         wgmma_wait<1>();
         hold(s);
-        if (row < common_rows.begin || row + kRows > common_rows.end) {
-          const int masked = late_thread();
-          mask_keys_as_rows(s, block.mask, row + Fragment::column(masked),
-                            own_key + Fragment::row(masked));
-        }
-        exponentials(s, first_lse, lse, score, row + column, own_key + Fragment::row(thread));
         // ptxas would move the wait above the exponentials; a store of what depends on all of them
         // cannot follow it.
         uint32_t all = 0;
+        if constexpr (Score::kWeightsAreProbabilities) {
+          score.weigh(s, first_lse, lse, block, common_rows, row, own_key);
+        } else {
+          static_assert(kEarlyPack, "p is packed before s becomes its weights");
+          score.template weigh<kMath>(s, p, first_lse, lse, block, common_rows, row, own_key);
+        }
         if (kEarlyPack) {
 #pragma unroll
           for (int i = 0; i < kRows / 4; ++i) {
-            p[i] = pack<kMath>(s[2 * i], s[2 * i + 1]);
+            if (Score::kWeightsAreProbabilities) p[i] = pack<kMath>(s[2 * i], s[2 * i + 1]);
             all ^= p[i];
           }
         } else {

@@ -2,11 +2,10 @@
 // dq.
 #pragma once
 
-#include <type_traits>
-
-#include "attention.h"
+#include "common/conditional.h"
 #include "common/divisor.h"
 #include "common/workspace.h"
+#include "problem.h"
 #include "sm90/backward_schedule.cuh"
 #include "sm90/pipeline.cuh"
 #include "sm90/ptx.cuh"
@@ -46,6 +45,7 @@ struct BackwardArgs {
   float scale_log2;  // scale * log2(e)
   BackwardWorkspace workspace;
   void* workspace_data;
+  Captures captures;  // of a score program; plain kernels do not look
 
   __device__ __forceinline__ bool ordered() const { return deterministic && !direct_dq; }
 };
@@ -177,7 +177,7 @@ struct BackwardTraits {
                              2 * kScoreBytes == 4 * kDqWarpBytes),
                 "dq fits where p and ds were");
 
-  struct SharedMemory : std::conditional_t<kPaired, PairBuffers, SingleBuffers> {
+  struct SharedMemory : Conditional<kPaired, PairBuffers, SingleBuffers> {
     alignas(128) float lse[Tile::kQStages][kRows];  // base 2
     alignas(128) float delta[Tile::kDoutStages][kRows];
     Barrier k_full[Tile::kKeyStages];

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/mask.cuh"
+#include "sm90/forward_scores.cuh"
 #include "sm90/forward_traits.cuh"
 #include "sm90/softmax.cuh"
 #include "sm90/wgmma.cuh"
@@ -106,6 +107,22 @@ struct ForwardConsumers {
     }
   }
 
+  // A part of the output from registers to its rows in the workspace: whole sectors of 32 bytes
+  // from four lanes.
+  __device__ __forceinline__ static void store_part(const float (&o)[Tile::kValueDim / 2],
+                                                    const float (&inverse)[2],
+                                                    float* const (&target)[2], int value_dim,
+                                                    int lane) {
+#pragma unroll
+    for (int i = 0; i < Tile::kValueDim / 2; i += 2) {
+      const int r = Fragment::lower(i);
+      const int column = Fragment::column_of(i) + lane % 4 * 2;
+      if (target[r] == nullptr || column >= value_dim) continue;
+      *reinterpret_cast<float2*>(target[r] + column) =
+          make_float2(o[i] * inverse[r], o[i + 1] * inverse[r]);
+    }
+  }
+
   // Rows of the output to where the warpgroup's Q was, for the storing warp. All four warps are
   // through with Q.
   __device__ __forceinline__ static void stage_output(const float (&o)[Tile::kValueDim / 2],
@@ -134,7 +151,7 @@ struct ForwardConsumers {
                                                  int group) {
     const int thread = threadIdx.x % 128;
     const int lane = thread % 32;
-    const Scores scores{args.scale_log2};
+    Scores scores(args);
     const uint64_t q_base = wgmma_descriptor(shared_address(smem.q[0][group]), 16, 1024);
     const uint64_t k_base = wgmma_descriptor(shared_address(smem.k[0]), 16, 1024);
     const uint64_t v_base =
@@ -239,13 +256,10 @@ struct ForwardConsumers {
       // s becomes probabilities; true when o has to be rescaled.
       const auto normalize = [&] {
         const int key = tile * kKeys + Fragment::column(thread);
-        const RowPositions rows{position(0), position(1)};
-        scores.on_scores(s, rows, key);
-        if (tile < full.begin || tile >= full.end) apply_mask(s, plan.mask, rows, key);
+        const auto cut = [&] { return tile < full.begin || tile >= full.end; };
+        scores.begin_keys(key);
         // Packed at once, unless P V is still reading the p of the tile before: then s becomes p.
         const auto emit = [&](int i, float (&e)[kKeys / 2]) {
-          e[i] = scores.on_probability(e[i], rows.of[Fragment::lower(i)],
-                                       key + Fragment::column_of(i));
           if (Tile::kOverlap != Overlap::kNone) {
             s[i] = e[i];
           } else if (i % 2 == 1) {
@@ -253,15 +267,29 @@ struct ForwardConsumers {
           }
         };
         constexpr bool kSpeculates = Tile::kOverlap == Overlap::kNone;
-        if (kSpeculates && softmax.settled() &&
-            softmax.exponentials_if_held(s, scores.scale_log2, emit)) {
-          return false;
-        }
+        const auto held = [&] {
+          return kSpeculates && softmax.settled() && softmax.exponentials_if_held(s, scores, emit);
+        };
         // A reference that moves only once something has outgrown it would be looked at in vain,
         // tile after tile, by rows whose many probabilities are just below that.
-        const bool rescale = softmax.advance(s, scores.scale_log2, kSpeculates ? 0.f : 8.f);
-        softmax.exponentials(s, scores.scale_log2, emit);
-        return rescale;
+        constexpr float kSlack = kSpeculates ? 0.f : 8.f;
+        const auto advance = [&](const auto& logits) {
+          const bool rescale = softmax.advance(s, logits.factor(), kSlack);
+          softmax.exponentials(s, logits, emit);
+          return rescale;
+        };
+        const RowPositions rows{position(0), position(1)};
+        if constexpr (Scores::kRewrites) {
+          // A logit of -inf would not stay so: what is masked is masked after the rewriting.
+          if (!cut() && held()) return false;
+          scores.rewrite(s);
+          if (cut()) apply_mask(s, plan.mask, rows, key);
+          return advance(Logits{});
+        } else {
+          if (cut()) apply_mask(s, plan.mask, rows, key);
+          if (held()) return false;
+          return advance(scores);
+        }
       };
       const auto rescale_output = [&] {
 #pragma unroll
@@ -273,6 +301,7 @@ struct ForwardConsumers {
       if (own.begin < own.end) {
         release_k();
         if (tile == own.begin) release_q();
+        scores.begin_rows(args, plan.mask, plan.batch, unit.head, {position(0), position(1)});
         normalize();  // o is still 0
         if (Tile::kOverlap != Overlap::kNone) pack_tile();
         bool landed = false;
@@ -320,7 +349,10 @@ struct ForwardConsumers {
         for (int r = 0; r < 2; ++r) {
           sum[r] = softmax.row_sum(r);
           if (position(r) >= plan.mask.q_len()) sum[r] = 0.f;
-          inverse[r] = reciprocal_approx(sum[r]);
+          inverse[r] = rcp_approx(sum[r]);
+          if constexpr (Scores::kHasSink) {
+            if (sum[r] != 0.f) inverse[r] = softmax.add_sink(scores.sink(), sum[r], r);
+          }
         }
         has_empty_rows = __any_sync(~0u, sum[0] == 0.f || sum[1] == 0.f);
         // Four warps through with the last scores may overwrite Q with the output.
@@ -348,6 +380,20 @@ struct ForwardConsumers {
         // ptxas moves arithmetic up between the products, where it would hold the turn, but not
         // across a branch: this one has to come first.
         if (has_empty_rows) clear_rows(o, inverse, sum);
+        if constexpr (Traits::kShares) {
+          if (float* const part = plan.part[group]; part != nullptr) {
+            float* target[2];
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+              const int row = Fragment::row(thread) + 8 * r;
+              target[r] = stored(r) ? part + row * args.problem.value_dim : nullptr;
+              if (stored(r) && lane % 4 == 0) {
+                unit.lse[row] = sum[r] == 0.f ? -INFINITY : softmax.lse(sum[r], r);
+              }
+            }
+            return store_part(o, inverse, target, args.problem.value_dim, lane);
+          }
+        }
         if constexpr (Traits::kDirect) {
           uint16_t* target[2];
 #pragma unroll

@@ -11,8 +11,12 @@
 // A consumer stages its output where its rows of Q lay, so a Q buffer is empty once the output has
 // left it; with two Q buffers the next tile streams in meanwhile. With one, the output is stored
 // straight from registers, so that the next Q streams in as soon as the last scores are there.
+//
+// Where tiles of queries are few, blocks share their keys (KeyShares): a block may then have a part
+// of a tile only, which it leaves in a workspace for merge_kernel (forward_merge.cuh).
 #pragma once
 
+#include "common/dependency.cuh"
 #include "sm90/forward_consumers.cuh"
 #include "sm90/forward_producers.cuh"
 
@@ -61,12 +65,14 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   }
   __syncthreads();
 
+  if constexpr (Traits::kShares) launch_dependents();  // the merge
+
   if (group < Traits::kWarpGroups) {
-    setmaxnreg_inc<Traits::kConsumerRegisters>();
+    if constexpr (Traits::kRedistributes) setmaxnreg_inc<Traits::kConsumerRegisters>();
     ForwardConsumers<Traits, Scores>::consume(args, smem, group);
     return;
   }
-  setmaxnreg_dec<Traits::kProducerRegisters>();
+  if constexpr (Traits::kRedistributes) setmaxnreg_dec<Traits::kProducerRegisters>();
   switch (threadIdx.x / 32 % 4) {
     case 0:
       return Producers::load_q(args, smem);

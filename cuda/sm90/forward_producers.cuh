@@ -19,7 +19,8 @@ struct ForwardProducers {
 
   // All lanes of the warp: the first ones work out a unit each, the very first the rest too.
   // `mirrored`: the first warpgroup takes the last unit.
-  __device__ __forceinline__ static void plan_tile(const ForwardArgs& args, const QueryTile& tile,
+  template <class WalkedTile>
+  __device__ __forceinline__ static void plan_tile(const ForwardArgs& args, const WalkedTile& tile,
                                                    bool mirrored, Plan& plan) {
     const Problem& problem = args.problem;
     const int lane = threadIdx.x % 32;
@@ -33,10 +34,15 @@ struct ForwardProducers {
       return static_cast<int>(args.by_units.quotient(unit) << args.unit.log2_positions);
     };
     const Mask mask(problem, batch);
-    const Interval tiles = covering_tiles<kKeys>(mask.keys(
-        {position_of(first_unit), position_of(first_unit + kWarpGroups - 1) + positions}));
+    Interval tiles;
+    if constexpr (Traits::kShares) {
+      tiles = tile.tiles;
+    } else {
+      tiles = covering_tiles<kKeys>(mask.keys(tile_rows<kWarpGroups>(args, tile.index)));
+    }
     if (lane == 0) {
       plan.kv_head = kv_head;
+      plan.batch = batch;
       plan.inner = inner;
       plan.outer = outer;
       plan.mask = mask;
@@ -51,7 +57,8 @@ struct ForwardProducers {
       const int head =
           kv_head * args.group + args.by_units.remainder(first_unit + lane) * args.unit.heads;
       const Interval rows = {position, position + positions};
-      const Interval own = covering_tiles<kKeys>(mask.keys(rows));
+      Interval own = covering_tiles<kKeys>(mask.keys(rows));
+      if (Traits::kShares) own = intersection(own, tiles);
       unit.position = position;
       unit.head = head;
       unit.tiles = own.begin < own.end ? own : Interval{tiles.begin, tiles.begin};
@@ -62,14 +69,31 @@ struct ForwardProducers {
                    inner * args.out_batch_stride[0] + head * args.out_head_stride +
                    position * args.out_seq_stride;
       }
+      if constexpr (Traits::kShares) {
+        const int64_t row = int64_t{tile.slot} * args.sharing.rows + lane * args.unit.rows();
+        const bool is_part = tile.slot >= 0;
+        plan.part[&unit - plan.units] =
+            is_part ? args.sharing.out + row * problem.value_dim : nullptr;
+        if (is_part) unit.lse = args.sharing.lse + row;
+      }
+    }
+  }
+
+  __device__ __forceinline__ static void load_q(const ForwardArgs& args, SharedMemory& smem) {
+    if constexpr (Traits::kShares) {
+      const typename Traits::Slices slices(args);
+      load_q(args, smem, ShareWalk<typename Traits::Slices>(slices, args.order.blocks));
+    } else {
+      load_q(args, smem, TileWalk(args.order));
     }
   }
 
   // Plans tiles, each before it loads Q of the one before.
-  __device__ __forceinline__ static void load_q(const ForwardArgs& args, SharedMemory& smem) {
+  template <class Walk>
+  __device__ __forceinline__ static void load_q(const ForwardArgs& args, SharedMemory& smem,
+                                                Walk walk) {
     const bool first_lane = threadIdx.x % 32 == 0;
     Ring<Tile::kQStages> ring;
-    TileWalk walk(args.order);
     for (uint32_t count = 0;; ++count, walk.advance()) {
       const bool exists = !walk.done();
       Plan& plan = smem.plans.prepare(count);

@@ -1,8 +1,9 @@
 // The forward kernel's arguments, and what it lays out in shared memory.
 #pragma once
 
-#include "attention.h"
 #include "common/divisor.h"
+#include "common/workspace.h"
+#include "problem.h"
 #include "sm90/pipeline.cuh"
 #include "sm90/ptx.cuh"
 #include "sm90/scheduler.cuh"
@@ -14,6 +15,14 @@ namespace jaxflash::sm90 {
 enum ForwardBarrier : int {
   kFirstWarpGroup = 1,  // one for each consumer warpgroup: its four warps meet
   kFirstTurn = 5,       // one for each consumer warpgroup: it may issue its products
+};
+
+// What blocks that share keys are told beside the order of tiles.
+struct KeySharing {
+  int32_t slices;  // see KeyShares
+  int32_t rows;    // of a part
+  float* out;      // parts of the output (slots, rows, value head size)
+  float* lse;      // (slots, rows)
 };
 
 struct ForwardArgs {
@@ -38,6 +47,43 @@ struct ForwardArgs {
   int64_t out_seq_stride;
   int64_t out_head_stride;
   float scale_log2;
+  KeySharing sharing;  // where Tile::kShares
+  Captures captures;   // of a score program; plain kernels do not look
+};
+
+// The rows along the sequence that tile `index` of a kv head covers.
+template <int kWarpGroups>
+__device__ __forceinline__ Interval tile_rows(const ForwardArgs& args, int index) {
+  const int first_unit = index * kWarpGroups;
+  const auto position_of = [&](int unit) {
+    return static_cast<int>(args.by_units.quotient(unit) << args.unit.log2_positions);
+  };
+  return {position_of(first_unit),
+          position_of(first_unit + kWarpGroups - 1) + args.unit.positions()};
+}
+
+// The query tiles of a call as KeyShares sees them.
+template <class Tile, class Mask>
+class QuerySlices {
+ public:
+  static constexpr int kKeys = Tile::kKeys;
+
+  __device__ __forceinline__ explicit QuerySlices(const ForwardArgs& args) : args_(args) {}
+  __device__ __forceinline__ int count() const { return args_.sharing.slices; }
+  __device__ __forceinline__ int kv_heads() const { return args_.problem.kv_heads; }
+  __device__ __forceinline__ int batch(int slice) const {
+    return args_.order.by_head_tiles.quotient(slice);
+  }
+  __device__ __forceinline__ int index(int slice) const {
+    return args_.order.by_head_tiles.remainder(slice);
+  }
+  __device__ __forceinline__ Interval tiles(int slice) const {
+    const Mask mask(args_.problem, batch(slice));
+    return covering_tiles<kKeys>(mask.keys(tile_rows<Tile::kWarpGroups>(args_, index(slice))));
+  }
+
+ private:
+  const ForwardArgs& args_;
 };
 
 template <class Tile_, Math kMath_, class Mask_>
@@ -53,9 +99,13 @@ struct ForwardTraits {
   // and the producers spill below 32.
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
   static constexpr int kPooledRegisters = kLaunchRegisters * (kWarpGroups + 1);
-  static constexpr int kConsumerRegisters = (kPooledRegisters - 32) / kWarpGroups / 8 * 8;
+  static constexpr int kLeastProducerRegisters = Tile::kShares ? 56 : 32;
+  static constexpr int kConsumerRegisters =
+      (kPooledRegisters - kLeastProducerRegisters) / kWarpGroups / 8 * 8;
   static constexpr int kProducerRegisters = kPooledRegisters - kWarpGroups * kConsumerRegisters;
   static_assert(kLaunchRegisters >= kProducerRegisters && kProducerRegisters % 8 == 0);
+  // One consumer warpgroup has as many as a thread can name from the start.
+  static constexpr bool kRedistributes = kWarpGroups > 1;
 
   // An operand lies in panels 64 elements (128 bytes) wide, each swizzled.
   static constexpr int kPanelRowBytes = 128;
@@ -73,7 +123,10 @@ struct ForwardTraits {
   static_assert(kDirect || Tile::kValueDim <= Tile::kHeadDim, "staged in Q's buffer");
   static_assert(!kDirect || Tile::kValueDim % 32 == 0, "four lanes exchange 32 columns");
 
-  using Plan = TilePlan<Mask, kWarpGroups>;
+  static constexpr bool kShares = Tile::kShares;
+  static_assert(!kShares || (kDirect && kWarpGroups * 64 <= kMaxSharedRows));
+  using Slices = QuerySlices<Tile, Mask>;
+  using Plan = TilePlan<Mask, kWarpGroups, kShares>;
   // A tile is planned before Q of the one before it is loaded, which may be two ahead of the
   // consumers: with four slots the planning warp never waits for one.
   using Plans = Mailbox<Plan, 4>;

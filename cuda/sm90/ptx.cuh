@@ -2,9 +2,7 @@
 // matrix products in wgmma.cuh. Shared-memory addresses are 32-bit addresses of the shared window.
 #pragma once
 
-#include <cstdint>
-
-#include "attention.h"
+#include "problem.h"
 
 namespace jaxflash::sm90 {
 
@@ -280,21 +278,10 @@ __device__ __forceinline__ constexpr uint64_t descriptor_step(int bytes) {
 
 // --- arithmetic and shared memory ---------------------------------------------------------------
 
+// Unlike the one for all families it stays where it is written: beside the products.
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
   asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-__device__ __forceinline__ float log2_approx(float x) {
-  float y;
-  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-__device__ __forceinline__ float reciprocal_approx(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 

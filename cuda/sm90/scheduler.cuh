@@ -3,9 +3,8 @@
 // of the next took longer than the epilogue.
 #pragma once
 
-#include <cstdint>
-
 #include "common/divisor.h"
+#include "common/integers.h"
 #include "common/mask.cuh"
 
 namespace jaxflash::sm90 {
@@ -104,21 +103,196 @@ class TileWalk {
   QueryTile tile_;
 };
 
+// The key tiles of all query tiles, shared equally among the blocks: each takes a run of them, in
+// the order of the query tiles. A query tile whose run ends inside it is left in parts, which
+// merge_kernel puts together; both find the boundaries here. Made by a whole warp.
+//
+// Query tiles come in slices: those of one batch element and index, one for each kv head, which see
+// the same keys. `Slices::tiles(slice)` are their key tiles, and kKeys how many keys a tile has.
+template <class Slices>
+class KeyShares {
+ public:
+  // What a query tile costs beside its keys, in key tiles; the first ones of its run.
+  static constexpr int kTileCost = 1;
+  // Blocks with less than this have nothing left to gain.
+  static constexpr int kLeastShare = 256 / Slices::kKeys + kTileCost;
+
+  __device__ __forceinline__ KeyShares(const Slices& slices, int max_blocks) : slices_(slices) {
+    // Each lane sums up as many neighbouring slices.
+    chunk_ = (slices.count() + 31) / 32;
+    const int first = chunk_ * (threadIdx.x % 32);
+    int64_t sum = 0;
+#pragma unroll 4
+    for (int i = 0; i < chunk_; ++i) {
+      if (first + i < slices.count()) sum += size(slices.tiles(first + i));
+    }
+    const int64_t through = sum_of_lanes_to(sum);
+    before_ = through - sum;
+    total_ = __shfl_sync(~0u, through, 31);
+    const int64_t blocks = min(static_cast<int64_t>(max_blocks), total_ / kLeastShare);
+    blocks_ = max(static_cast<int>(blocks), 1);
+    share_ = total_ / blocks_;
+    longer_ = static_cast<int>(total_ - share_ * blocks_);
+  }
+
+  __device__ __forceinline__ int blocks() const { return blocks_; }
+  // Where the run of a block begins; begin(blocks()) is the end of all.
+  __device__ __forceinline__ int64_t begin(int block) const {
+    return block * share_ + min(block, longer_);
+  }
+
+  // The query tile that a position of the run lies in.
+  struct Place {
+    int slice;
+    int kv_head;
+    Interval tiles;      // that the query tile sees
+    int64_t tile_begin;  // position of its first
+
+    __device__ __forceinline__ int count() const { return tiles.end - tiles.begin; }
+    __device__ __forceinline__ int length() const { return count() + kTileCost; }
+  };
+
+  // Of 0 <= position < begin(blocks()).
+  __device__ __forceinline__ Place place(int64_t position) const {
+    const int lane = threadIdx.x % 32;
+    const int owner = 31 - __clz(__ballot_sync(~0u, before_ <= position));
+    int64_t begin = __shfl_sync(~0u, before_, owner);
+    for (int first = owner * chunk_;; first += 32) {
+      const bool exists = first + lane < slices_.count();
+      const Interval tiles = exists ? slices_.tiles(first + lane) : Interval{0, 0};
+      const int64_t own = exists ? size(tiles) : 0;
+      const int64_t end = begin + sum_of_lanes_to(own);
+      const uint32_t beyond = __ballot_sync(~0u, position < end);
+      if (beyond == 0) {
+        begin = __shfl_sync(~0u, end, 31);
+        continue;
+      }
+      const int found = __ffs(beyond) - 1;
+      Place place;
+      place.slice = first + found;
+      place.tiles = {__shfl_sync(~0u, tiles.begin, found), __shfl_sync(~0u, tiles.end, found)};
+      begin = __shfl_sync(~0u, end - own, found);
+      place.kv_head = static_cast<int>((position - begin) / place.length());
+      place.tile_begin = begin + static_cast<int64_t>(place.kv_head) * place.length();
+      return place;
+    }
+  }
+
+  // To the query tile after this one, if there is one.
+  __device__ __forceinline__ void next(Place& place) const {
+    place.tile_begin += place.length();
+    if (++place.kv_head < slices_.kv_heads()) return;
+    place.kv_head = 0;
+    if (++place.slice < slices_.count()) place.tiles = slices_.tiles(place.slice);
+  }
+
+ private:
+  __device__ __forceinline__ int64_t size(Interval tiles) const {
+    return static_cast<int64_t>(max(tiles.end - tiles.begin, 0) + kTileCost) * slices_.kv_heads();
+  }
+  __device__ __forceinline__ static int64_t sum_of_lanes_to(int64_t value) {
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const int64_t lower = __shfl_up_sync(~0u, value, distance);
+      if (threadIdx.x % 32 >= distance) value += lower;
+    }
+    return value;
+  }
+
+  Slices slices_;
+  int chunk_;       // slices of a lane
+  int64_t before_;  // sizes of the slices before the lane's
+  int64_t total_;
+  int blocks_;
+  int64_t share_;
+  int longer_;  // blocks with one more
+};
+
+// A query tile, or a part of it.
+struct SharedQueryTile : QueryTile {
+  Interval tiles;  // of keys
+  int slot;        // of the part in the workspace; -1 for a whole tile
+};
+
+// The run of the calling block; as TileWalk.
+template <class Slices>
+class ShareWalk {
+ public:
+  __device__ __forceinline__ ShareWalk(const Slices& slices, int max_blocks)
+      : slices_(slices), shares_(slices, max_blocks) {
+    position_ = end_ = 0;
+    if (blockIdx.x < shares_.blocks()) {
+      position_ = shares_.begin(blockIdx.x);
+      end_ = shares_.begin(blockIdx.x + 1);
+      place_ = shares_.place(position_);
+    }
+    advance();
+  }
+
+  __device__ __forceinline__ bool done() const { return done_; }
+  __device__ __forceinline__ const SharedQueryTile& tile() const { return tile_; }
+  __device__ __forceinline__ void advance() {
+    constexpr int kTileCost = KeyShares<Slices>::kTileCost;
+    for (;;) {
+      done_ = position_ >= end_;
+      if (done_) return;
+      const int count = place_.count();
+      const int length = place_.length();
+      const int first = static_cast<int>(position_ - place_.tile_begin);
+      const int last =
+          static_cast<int>(min(static_cast<int64_t>(length), end_ - place_.tile_begin));
+      const Interval part = {max(first - kTileCost, 0), max(last - kTileCost, 0)};
+      tile_.head = slices_.batch(place_.slice) * slices_.kv_heads() + place_.kv_head;
+      tile_.index = slices_.index(place_.slice);
+      tile_.tiles = {place_.tiles.begin + part.begin, place_.tiles.begin + part.end};
+      tile_.slot = part.begin == 0 && part.end == count ? -1 : slot_of(blockIdx.x, first);
+      // A tile that sees no key is written by the block that it begins in.
+      const bool exists = part.begin < part.end || (count == 0 && first == 0);
+      position_ = place_.tile_begin + last;
+      if (last == length) shares_.next(place_);
+      if (exists) return;
+    }
+  }
+
+  // Of the part of a block that begins `first` positions after its query tile does.
+  __device__ __forceinline__ static int slot_of(int block, int64_t first) {
+    return 2 * block + (first > 0 ? 0 : 1);
+  }
+
+ private:
+  Slices slices_;
+  KeyShares<Slices> shares_;
+  int64_t position_;
+  int64_t end_;
+  typename KeyShares<Slices>::Place place_;
+  bool done_;
+  SharedQueryTile tile_;
+};
+
+// Where the units of a tile leave their part of the output.
+template <bool kShares, int kWarpGroups>
+struct PartTargets {};
+template <int kWarpGroups>
+struct PartTargets<true, kWarpGroups> {
+  float* part[kWarpGroups];  // of the first row; nullptr: the tile is whole
+};
+
 // A tile of query rows as the roles of its block see it. Intervals of tiles count key tiles.
-template <class Mask, int kWarpGroups>
-struct TilePlan {
+template <class Mask, int kWarpGroups, bool kShares>
+struct TilePlan : PartTargets<kShares, kWarpGroups> {
   struct Unit {
     int position;    // of the first row along the sequence
     int head;        // query head of the first row
     Interval tiles;  // of which some row sees a key; if none, empty at the begin of the block's
     Interval full;   // of which every row sees every key: no element needs a test
-    float* lse;      // of the first row
+    float* lse;      // of the first row; that of a part if it is one
     uint16_t* out;   // of the first row, for direct stores
   };
 
   bool exists;  // false: the walk is over
   int kv_head;
-  int inner;  // coordinates of the batch axes
+  int batch;
+  int inner;  // its coordinates along the batch axes
   int outer;
   Mask mask;
   Interval seen;   // keys that some row of the sequence sees
@@ -131,6 +305,10 @@ template <int kKeys>
 __device__ __forceinline__ Interval covering_tiles(Interval keys) {
   if (keys.end <= keys.begin) return {0, 0};
   return {keys.begin / kKeys, (keys.end + kKeys - 1) / kKeys};
+}
+
+__device__ __forceinline__ Interval intersection(Interval a, Interval b) {
+  return {max(a.begin, b.begin), min(a.end, b.end)};
 }
 
 // The tiles of kKeys keys inside an interval of keys, which begins at 0 or later.

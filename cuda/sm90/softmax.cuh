@@ -1,6 +1,7 @@
 // From a tile of products to probabilities, on the accumulator fragments of one warpgroup.
 #pragma once
 
+#include "common/approx.cuh"
 #include "common/mask.cuh"
 #include "sm90/ptx.cuh"
 
@@ -25,18 +26,12 @@ struct RowPositions {
   int of[2];
 };
 
-// The step from products to logits and on to probabilities. A policy may rewrite the products
-// before the mask and the scale (bias, soft cap), and the probabilities after they have been summed
-// (dropout). `key` is that of the thread's first element, positions are those of its two rows; see
-// Fragment.
-struct ScaledScores {
-  float scale_log2;  // from what on_scores leaves to logits in units of log 2; positive
-
-  template <int kElements>
-  __device__ __forceinline__ void on_scores(float (&)[kElements], RowPositions, int /*key*/) const {
-  }
-  __device__ __forceinline__ float on_probability(float p, int /*position*/, int /*key*/) const {
-    return p;
+// Scores that are logits already, in units of log 2.
+struct Logits {
+  __device__ __forceinline__ float factor() const { return 1.f; }
+  // What exp2 takes.
+  __device__ __forceinline__ float relative(int /*i*/, float s, float offset) const {
+    return s + offset;
   }
 };
 
@@ -116,24 +111,39 @@ class OnlineSoftmax {
   __device__ __forceinline__ float correction(int lower) const { return correction_[lower]; }
 
   // The probabilities of a tile relative to the reference: emit(i, e) once those up to i are there.
-  template <class Emit>
-  __device__ __forceinline__ void exponentials(const float (&s)[kElements], float scale_log2,
+  template <class Scores, class Emit>
+  __device__ __forceinline__ void exponentials(const float (&s)[kElements], const Scores& scores,
                                                const Emit& emit) {
-    exponentials(s, scale_log2, emit, sum_);
+    exponentials(s, scores, emit, sum_);
   }
 
   // The same without a look at the maxima: the sums over the tile bound every probability. False
   // where they are too large, which is rare, or not a number: then nothing has been added to the
   // rows' sums, and advance() comes next. The scores must outlive what `emit` writes.
-  template <class Emit>
+  template <class Scores, class Emit>
   __device__ __forceinline__ bool exponentials_if_held(const float (&s)[kElements],
-                                                       float scale_log2, const Emit& emit) {
+                                                       const Scores& scores, const Emit& emit) {
     float sum[2] = {0.f, 0.f};
-    exponentials(s, scale_log2, emit, sum);
+    exponentials(s, scores, emit, sum);
     if (!__all_sync(~0u, sum[0] + sum[1] <= kMaxSum)) return false;
 #pragma unroll
     for (int r = 0; r < 2; ++r) sum_[r] += sum[r];
     return true;
+  }
+
+  // A sink joins a row: a logit, in units of log 2, without a value. Updates the row's sum, and
+  // returns what the output is multiplied with. The reference may lie far below the sink, as it is
+  // that of the keys: then the sink becomes the reference.
+  __device__ __forceinline__ float add_sink(float sink, float& row_sum, int lower) {
+    const float above = sink + offset_[lower];
+    const float smaller = exp2_approx(-fabsf(above));
+    if (above <= 0.f) {
+      row_sum += smaller;
+      return rcp_approx(row_sum);
+    }
+    offset_[lower] = -sink;
+    row_sum = fmaf(row_sum, smaller, 1.f);
+    return smaller * rcp_approx(row_sum);
   }
 
   // Depends on every exponential so far.
@@ -149,7 +159,6 @@ class OnlineSoftmax {
 
   // Natural logarithm of the row's sum of exponentials.
   __device__ __forceinline__ float lse(float row_sum, int lower) const {
-    constexpr float kLn2 = 0.693147180559945f;
     return (log2_approx(row_sum) - offset_[lower]) * kLn2;
   }
 
@@ -160,15 +169,15 @@ class OnlineSoftmax {
   // Leaves room in float16 for four such sums, in float32 for values of 1e28.
   static constexpr float kMaxSum = kMath == Math::kFloat16 ? 0x1p14f : 0x1p32f;
 
-  template <class Emit>
-  __device__ __forceinline__ void exponentials(const float (&s)[kElements], float scale_log2,
+  template <class Scores, class Emit>
+  __device__ __forceinline__ void exponentials(const float (&s)[kElements], const Scores& scores,
                                                const Emit& emit, float (&sum)[2]) const {
     // Several exponentials in flight before the first is used: one has a latency of several.
     constexpr int kAhead = 6;
     float e[kElements];
 #pragma unroll
     for (int i = 0; i < kElements + kAhead; ++i) {
-      if (i < kElements) e[i] = exp2_approx(fmaf(s[i], scale_log2, offset_[Fragment::lower(i)]));
+      if (i < kElements) e[i] = exp2_approx(scores.relative(i, s[i], offset_[Fragment::lower(i)]));
       if (i >= kAhead) {
         const int done = i - kAhead;
         sum[Fragment::lower(done)] += e[done];

@@ -1,7 +1,8 @@
 // Tiles of the forward kernel: one row for each pair of head sizes, with its reason.
 #pragma once
 
-#include "attention.h"
+#include "common/program_tiles.h"
+#include "problem.h"
 
 namespace jaxflash::sm90 {
 
@@ -22,7 +23,7 @@ enum class Output {
 // kHeadDim and kValueDim are the largest sizes of query/key and value heads that the row takes;
 // smaller heads are filled up with zeros by TMA.
 template <int kHeadDim_, int kValueDim_, int kWarpGroups_, int kKeys_, int kStages_, int kQStages_,
-          Overlap kOverlap_, Output kOutput_, bool kTurns_>
+          Overlap kOverlap_, Output kOutput_, bool kTurns_, bool kShares_ = false>
 struct ForwardTile {
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kValueDim = kValueDim_;
@@ -32,7 +33,8 @@ struct ForwardTile {
   static constexpr int kQStages = kQStages_;        // buffers of Q (and of the output)
   static constexpr Overlap kOverlap = kOverlap_;
   static constexpr Output kOutput = kOutput_;
-  static constexpr bool kTurns = kTurns_;  // warpgroups issue their products in turn
+  static constexpr bool kTurns = kTurns_;    // warpgroups issue their products in turn
+  static constexpr bool kShares = kShares_;  // blocks share the keys of a tile, see KeyShares
 };
 
 // A tile, and the calls that it is for: those of at most so many queries whose rows see at most so
@@ -48,8 +50,13 @@ using Otherwise = UpTo<kMaxLength, kMaxLength, Tile>;
 template <class...>
 struct Choices {};
 
-// `Tiles`: the tiles for heads of at most these sizes. Figures are TFLOP/s at 16,384 tokens under
-// sustained load, compared in one call of the sweep each; more are in NOTES.md.
+// `Tiles`: the tiles for heads of at most these sizes. `OneUnit` and `TwoUnits`: where blocks share
+// keys (common/key_shares.h), for as many units of 64 rows as the queries of a kv head fill. One
+// unit takes what the memory delivers, 16.4 bytes a clock, from the first: 64 keys of head size 128
+// are 32 KB in about 800 clocks. So all the shared memory is stages, to keep loads in flight across
+// the ends of tiles. Output is direct: Q of the next tile does not wait for it. Figures are TFLOP/s
+// at 16,384 tokens under sustained load, compared in one call of the sweep each; more are in
+// NOTES.md.
 template <int kHeadDim, int kValueDim>
 struct ForwardTileFor;
 
@@ -63,6 +70,9 @@ struct ForwardTileFor<64, 64> {
   // 128 rows fill half of that: 0.0466 ms against 0.0484.
   using Short = ForwardTile<64, 64, 2, 128, 4, 2, Overlap::kValues, Output::kStaged, false>;
   using Tiles = Choices<UpTo<128, kMaxLength, Short>, Otherwise<Four>>;
+  using OneUnit = ForwardTile<64, 64, 1, 128, 6, 1, Overlap::kValues, Output::kDirect, false, true>;
+  using TwoUnits =
+      ForwardTile<64, 64, 2, 128, 6, 1, Overlap::kValues, Output::kDirect, false, true>;
 };
 
 // 112 keys are the most that 160 registers hold beside the output. A panel of 64 columns is half
@@ -80,6 +90,9 @@ struct ForwardTileFor<96, 96> {
   using Tiles =
       Choices<UpTo<256, 1024, Short>, UpTo<1024, 1024, Medium>, UpTo<kMaxLength, Long::kKeys, Long>,
               UpTo<kMaxLength, 1024, Medium>, Otherwise<Long>>;
+  using OneUnit = ForwardTile<96, 96, 1, 64, 6, 1, Overlap::kValues, Output::kDirect, false, true>;
+  using TwoUnits =
+      ForwardTile<96, 96, 2, 128, 3, 1, Overlap::kValues, Output::kDirect, false, true>;
 };
 
 // Three warpgroups leave 160 registers a thread: 80 keys need 158, 96 do not fit. In turns, or else
@@ -98,6 +111,10 @@ struct ForwardTileFor<128, 128> {
   using Tiles =
       Choices<UpTo<256, 1024, Short>, UpTo<1024, 511, Diagonal>,
               UpTo<kMaxLength, Long::kKeys, Long>, UpTo<kMaxLength, 1024, Medium>, Otherwise<Long>>;
+  using OneUnit =
+      ForwardTile<128, 128, 1, 64, 6, 1, Overlap::kValues, Output::kDirect, false, true>;
+  using TwoUnits =
+      ForwardTile<128, 128, 2, 128, 3, 1, Overlap::kValues, Output::kDirect, false, true>;
 };
 
 // As at 128, whose output it has; the larger Q leaves room for one buffer of it. 560 against 505
@@ -107,6 +124,10 @@ struct ForwardTileFor<192, 128> {
   using Long = ForwardTile<192, 128, 3, 80, 3, 1, Overlap::kNone, Output::kDirect, true>;
   using Short = ForwardTile<192, 128, 2, 128, 2, 1, Overlap::kValues, Output::kDirect, true>;
   using Tiles = Choices<UpTo<kMaxLength, 512, Short>, Otherwise<Long>>;
+  using OneUnit =
+      ForwardTile<192, 128, 1, 64, 5, 1, Overlap::kValues, Output::kDirect, false, true>;
+  using TwoUnits =
+      ForwardTile<192, 128, 2, 128, 2, 1, Overlap::kValues, Output::kDirect, true, true>;
 };
 
 // As at 256; 112 keys fill the shared memory (216 KB): 776 against 765 with 96 at S = 8192.
@@ -114,6 +135,10 @@ template <>
 struct ForwardTileFor<192, 192> {
   using Long = ForwardTile<192, 192, 2, 112, 2, 1, Overlap::kValues, Output::kDirect, true>;
   using Tiles = Choices<Otherwise<Long>>;
+  using OneUnit =
+      ForwardTile<192, 192, 1, 64, 4, 1, Overlap::kValues, Output::kDirect, false, true>;
+  using TwoUnits =
+      ForwardTile<192, 192, 2, 112, 2, 1, Overlap::kValues, Output::kDirect, true, true>;
 };
 
 // The output accumulator takes 128 registers, so two warpgroups: each has to hide its exponentials
@@ -124,6 +149,65 @@ template <>
 struct ForwardTileFor<256, 256> {
   using Long = ForwardTile<256, 256, 2, 64, 2, 1, Overlap::kValues, Output::kDirect, true>;
   using Tiles = Choices<Otherwise<Long>>;
+  using OneUnit =
+      ForwardTile<256, 256, 1, 64, 3, 1, Overlap::kValues, Output::kDirect, false, true>;
+  using TwoUnits =
+      ForwardTile<256, 256, 2, 64, 2, 1, Overlap::kValues, Output::kDirect, true, true>;
+};
+
+// Tiles for score programs, to be tried in this order: a program takes registers, and the next tile
+// leaves more of them. kWithSlope: the number of the first tile for programs that do more with a
+// score than adding to it; their softmax is longer.
+template <int kHeadDim, int kValueDim>
+struct ForwardProgramTiles;
+
+template <>
+struct ForwardProgramTiles<64, 64> {
+  using Tiles =
+      ProgramTiles<ForwardTile<64, 64, 4, 64, 8, 2, Overlap::kNone, Output::kStaged, false>,
+                   ForwardTile<64, 64, 3, 64, 8, 2, Overlap::kNone, Output::kStaged, false>>;
+  static constexpr int kWithSlope = 0;
+};
+
+template <>
+struct ForwardProgramTiles<96, 96> {
+  using Tiles =
+      ProgramTiles<ForwardTile<96, 96, 3, 64, 4, 2, Overlap::kNone, Output::kStaged, true>,
+                   ForwardTile<96, 96, 2, 128, 2, 2, Overlap::kValues, Output::kStaged, false>>;
+  static constexpr int kWithSlope = 0;
+};
+
+template <>
+struct ForwardProgramTiles<128, 128> {
+  using Tiles =
+      ProgramTiles<ForwardTile<128, 128, 3, 80, 3, 2, Overlap::kNone, Output::kStaged, true>,
+                   ForwardTile<128, 128, 3, 64, 4, 2, Overlap::kNone, Output::kStaged, true>,
+                   ForwardTile<128, 128, 2, 128, 2, 2, Overlap::kValues, Output::kStaged, false>>;
+  static constexpr int kWithSlope = 1;
+};
+
+template <>
+struct ForwardProgramTiles<192, 128> {
+  using Tiles =
+      ProgramTiles<ForwardTile<192, 128, 3, 64, 3, 1, Overlap::kNone, Output::kDirect, true>,
+                   ForwardTile<192, 128, 2, 128, 2, 1, Overlap::kValues, Output::kDirect, true>>;
+  static constexpr int kWithSlope = 0;
+};
+
+template <>
+struct ForwardProgramTiles<192, 192> {
+  using Tiles =
+      ProgramTiles<ForwardTile<192, 192, 2, 96, 2, 1, Overlap::kValues, Output::kDirect, true>,
+                   ForwardTile<192, 192, 2, 64, 2, 1, Overlap::kValues, Output::kDirect, true>>;
+  static constexpr int kWithSlope = 0;
+};
+
+template <>
+struct ForwardProgramTiles<256, 256> {
+  using Tiles =
+      ProgramTiles<ForwardTile<256, 256, 2, 64, 2, 1, Overlap::kValues, Output::kDirect, true>,
+                   ForwardTile<256, 256, 2, 48, 2, 1, Overlap::kValues, Output::kDirect, true>>;
+  static constexpr int kWithSlope = 0;
 };
 
 // --- backward -----------------------------------------------------------------------------------
@@ -180,6 +264,31 @@ struct BackwardTileFor<128, 128> {
 template <>
 struct BackwardTileFor<256, 256> {
   using Type = BackwardTile<256, 256, 64, 64, 2, 1, KeyOwners::kPair>;
+};
+
+// As ForwardProgramTiles.
+template <int kHeadDim, int kValueDim>
+struct BackwardProgramTiles;
+
+// Scores of 128 rows leave no registers for slopes; the other tile has 64 rows, and heads filled up
+// with zeros.
+template <>
+struct BackwardProgramTiles<64, 64> {
+  using Tiles = ProgramTiles<BackwardTile<64, 64, 128, 128, 2, 2, KeyOwners::kBlock, 2>,
+                             BackwardTile<128, 128, 64, 128, 2, 2, KeyOwners::kBlock>>;
+  static constexpr int kWithSlope = 1;
+};
+
+template <>
+struct BackwardProgramTiles<128, 128> {
+  using Tiles = ProgramTiles<BackwardTile<128, 128, 64, 128, 2, 2, KeyOwners::kBlock>>;
+  static constexpr int kWithSlope = 0;
+};
+
+template <>
+struct BackwardProgramTiles<256, 256> {
+  using Tiles = ProgramTiles<BackwardTile<256, 256, 64, 64, 2, 1, KeyOwners::kPair>>;
+  static constexpr int kWithSlope = 0;
 };
 
 }  // namespace jaxflash::sm90

@@ -1,0 +1,84 @@
+// What a score program, printed from a JAX function, is written in, and what the kernels ask of it.
+//
+// A program is a struct of static functions:
+//
+//   Head head(captures, problem, batch, b, h)      what depends on batch element and head alone
+//   Row row(head, q), Column column(head, kv)      ... and on the query's or the key's position
+//   float logit(head, row, column, q, kv, distance, s)          of the product s = q.k, in log 2
+//   float logit_and_slope(..., s, &slope)          slope: d logit / d score in natural units
+//   float sink(head)                               with kHasSink: a logit without a value, in log 2
+//   bool kUnitSlope                                slope is 1 everywhere, and not asked for
+//   float addend(head, row, column, q, kv, distance)   with kUnitSlope: logit - scale * s, in log 2
+//   bool kAdds                                     the addend is not 0 everywhere
+//
+// `b` and `h` are the numbers that the program means, `batch` counts the elements of this call.
+// `distance` is the query's position minus the key's. Any q and kv are safe: loads are clamped.
+#pragma once
+
+#include "common/approx.cuh"
+#include "common/element.cuh"
+#include "common/integers.h"
+#include "problem.h"
+
+namespace jaxflash {
+
+// Elements from a capture's base to its part of a batch element.
+__device__ __forceinline__ int64_t capture_offset(const int64_t (&batch_stride)[kMaxBatchAxes],
+                                                  const Problem& problem, int64_t batch) {
+  int64_t offset = 0;
+  uint32_t rest = static_cast<uint32_t>(batch);
+  for (int axis = problem.num_batch_axes - 1; axis >= 0; --axis) {
+    const auto extent = static_cast<uint32_t>(problem.batch_extent[axis]);
+    const uint32_t outer = rest / extent;
+    offset += static_cast<int64_t>(rest - outer * extent) * batch_stride[axis];
+    rest = outer;
+  }
+  return offset;
+}
+
+template <class T>
+__device__ __forceinline__ const T* capture_data(const Captures& captures, int k,
+                                                 const Problem& problem, int64_t batch) {
+  const Capture& capture = captures.of[k];
+  return static_cast<const T*>(capture.data) + capture_offset(capture.batch_stride, problem, batch);
+}
+
+__device__ __forceinline__ int capture_extent(const Captures& captures, int k, int axis) {
+  return captures.of[k].extent[axis];
+}
+
+// The numbers by which a program knows a batch element and a query head of this call.
+__device__ __forceinline__ int batch_number(const Captures& captures, const Problem& problem,
+                                            int64_t batch) {
+  if (captures.batch_numbers == nullptr) return static_cast<int>(batch);
+  return __ldg(captures.batch_numbers +
+               capture_offset(captures.batch_numbers_stride, problem, batch));
+}
+__device__ __forceinline__ int head_number(const Captures& captures, int head) {
+  return captures.head_numbers == nullptr ? head : __ldg(captures.head_numbers + head);
+}
+
+__device__ __forceinline__ float load_capture(const float* data, int64_t i) {
+  return __ldg(data + i);
+}
+__device__ __forceinline__ float load_capture(const BFloat16* data, int64_t i) {
+  return to_float(BFloat16{__ldg(&data[i].bits)});
+}
+__device__ __forceinline__ float load_capture(const Float16* data, int64_t i) {
+  return to_float(Float16{__ldg(&data[i].bits)});
+}
+__device__ __forceinline__ int32_t load_capture(const int32_t* data, int64_t i) {
+  return __ldg(data + i);
+}
+__device__ __forceinline__ uint32_t load_capture(const uint32_t* data, int64_t i) {
+  return __ldg(data + i);
+}
+__device__ __forceinline__ bool load_capture(const bool* data, int64_t i) {
+  return __ldg(reinterpret_cast<const unsigned char*>(data) + i) != 0;
+}
+
+__device__ __forceinline__ int64_t clamp_index(int i, int extent) {
+  return min(max(i, 0), extent - 1);
+}
+
+}  // namespace jaxflash

@@ -1,0 +1,117 @@
+// What host and device share: the problem, its arrays, and the limits that both rely on. Free of
+// host headers.
+//
+// Letters of the shape comments: B batch (any number of axes), T query length, S key length,
+// N query heads, K key/value heads (N % K == 0), H query/key head size, h value head size.
+#pragma once
+
+#include "common/integers.h"
+
+namespace jaxflash {
+
+// How the matrix products are computed; it also fixes the element type of q, k, v, out and the
+// gradients. Accumulation, softmax, lse and delta are float32 always.
+enum class Math : int32_t {
+  kFloat16 = 0,   // float16 operands
+  kBFloat16 = 1,  // bfloat16 operands
+  kTF32 = 2,      // float32 operands, rounded to TF32 for the products
+  kFloat32 = 3,   // float32 operands, products accurate to float32
+};
+
+// Batch axes that broadcast alike are merged by the caller; this many remain at most.
+inline constexpr int kMaxBatchAxes = 8;
+
+// Longest sequence: row and key positions, shifted by a window side, stay within int32.
+inline constexpr int32_t kMaxLength = 1 << 30;
+
+// A window side without a limit.
+inline constexpr int32_t kUnlimited = kMaxLength;
+
+// An array (*B, length, heads, dim). Strides count elements; the last axis is contiguous. A batch
+// axis that is broadcast has stride 0.
+struct Tensor {
+  void* data;
+  int64_t batch_stride[kMaxBatchAxes];
+  int64_t seq_stride;
+  int64_t head_stride;
+};
+
+// Query i stands at key position p = i (+ S - T with `bottom_right`, of the sequence's own lengths
+// where given) and sees the keys p - left ... p + right, both ends included.
+struct Band {
+  int32_t left;   // >= 0; kUnlimited without a limit
+  int32_t right;  // 0 for causal; may be negative; kUnlimited without a limit
+  bool bottom_right;
+  const int32_t* q_lengths;   // (prod B) valid queries of a sequence, or nullptr for T
+  const int32_t* kv_lengths;  // (prod B) valid keys of a sequence, or nullptr for S
+};
+
+struct Problem {
+  Math math;
+  int32_t num_batch_axes;
+  int64_t batch_extent[kMaxBatchAxes];
+  int32_t q_len;      // T
+  int32_t kv_len;     // S
+  int32_t q_heads;    // N
+  int32_t kv_heads;   // K
+  int32_t head_dim;   // H
+  int32_t value_dim;  // h
+  float scale;        // multiplies the logits
+  Band band;
+};
+
+// Arrays beside q, k and v that a score program reads, at most so many and of at most so many axes
+// of their own.
+inline constexpr int kMaxCaptures = 8;
+inline constexpr int kMaxCaptureRank = 6;
+
+// A dense array (*B, *own axes).
+struct Capture {
+  const void* data;
+  int64_t batch_stride[kMaxBatchAxes];  // in elements, 0 where it broadcasts; axes as in Problem
+  int32_t extent[kMaxCaptureRank];      // of its own axes
+};
+
+// What a score program gets beside the score. Numbers say which batch element and head of the whole
+// call one of this device's is.
+struct Captures {
+  Capture of[kMaxCaptures];
+  const int32_t* batch_numbers;                 // (*B), or nullptr: 0 ... B - 1
+  int64_t batch_numbers_stride[kMaxBatchAxes];  // 0 where they broadcast
+  const int32_t* head_numbers;                  // (N), or nullptr: 0 ... N - 1
+};
+
+// Kernels that were compiled for a score program, see attention.h.
+struct ScoreKernels;
+
+struct ForwardParams {
+  Problem problem;
+  Tensor q;         // (*B, T, N, H)
+  Tensor k;         // (*B, S, K, H)
+  Tensor v;         // (*B, S, K, h)
+  Tensor out;       // (*B, T, N, h)
+  float* lse;       // (*B, T, N) dense; natural logarithm, -inf for a row that sees no key
+  void* workspace;  // forward_workspace_bytes(problem) bytes, 256-byte aligned, any contents
+  const ScoreKernels* program;  // nullptr: logits are the scaled products, `captures` is not read
+  Captures captures;
+};
+
+struct BackwardParams {
+  Problem problem;
+  Tensor q;            // (*B, T, N, H)
+  Tensor k;            // (*B, S, K, H)
+  Tensor v;            // (*B, S, K, h)
+  Tensor out;          // (*B, T, N, h)
+  Tensor dout;         // (*B, T, N, h)
+  const float* lse;    // (*B, T, N) dense
+  const float* dlse;   // (*B, T, N) dense, or nullptr for zero
+  Tensor dq;           // (*B, T, N, H)
+  Tensor dk;           // (*B, S, K, H), every batch axis of full extent
+  Tensor dv;           // (*B, S, K, h), every batch axis of full extent
+  void* workspace;     // backward_workspace_bytes(problem) bytes, 256-byte aligned, any contents
+  bool deterministic;  // bitwise the same gradients from run to run
+  const ScoreKernels* program;  // as in ForwardParams
+  Captures captures;
+};
+
+}  // namespace jaxflash

@@ -1,0 +1,76 @@
+// The step from products to logits, in units of log 2. A policy is told what it works on
+// (begin_head, begin_tile); elements are then named by their distance from the tile's first one.
+#pragma once
+
+#include "common/approx.cuh"
+#include "common/program.cuh"
+
+namespace jaxflash::sm80 {
+
+// A factor.
+class ScaledScores {
+ public:
+  static constexpr bool kUnitSlope = true;
+  static constexpr bool kHasSink = false;
+
+  __device__ __forceinline__ explicit ScaledScores(const Problem& problem)
+      : scale_log2_(problem.scale * kLog2E) {}
+
+  template <class Mask>
+  __device__ __forceinline__ void begin_head(const Captures&, const Problem&, const Mask&,
+                                             int64_t /*batch*/, int /*head*/) {}
+  __device__ __forceinline__ void begin_tile(int /*row*/, int /*key*/) {}
+
+  // A positive factor is left to the exponential, and the products need no rewriting: otherwise 0.
+  __device__ __forceinline__ float factor() const { return scale_log2_ > 0.f ? scale_log2_ : 0.f; }
+  __device__ __forceinline__ float logit(float s, int /*row*/, int /*key*/) const {
+    return s * scale_log2_;
+  }
+
+ private:
+  float scale_log2_;
+};
+
+// A program of common/program.cuh.
+template <class Program>
+class ProgramScores {
+ public:
+  static constexpr bool kUnitSlope = Program::kUnitSlope;
+  static constexpr bool kHasSink = Program::kHasSink;
+
+  __device__ __forceinline__ explicit ProgramScores(const Problem&) {}
+
+  template <class Mask>
+  __device__ __forceinline__ void begin_head(const Captures& captures, const Problem& problem,
+                                             const Mask& mask, int64_t batch, int head) {
+    head_ = Program::head(captures, problem, batch, batch_number(captures, problem, batch),
+                          head_number(captures, head));
+    diagonal_ = problem.band.bottom_right ? mask.kv_len() - mask.q_len() : 0;
+  }
+  __device__ __forceinline__ void begin_tile(int row, int key) {
+    row_ = row;
+    key_ = key;
+    distance_ = static_cast<float>(row + diagonal_ - key);
+  }
+
+  __device__ __forceinline__ float factor() const { return 0.f; }
+  __device__ __forceinline__ float logit(float s, int row, int key) const {
+    const int q = row_ + row, kv = key_ + key;
+    return Program::logit(head_, Program::row(head_, q), Program::column(head_, kv), q, kv,
+                          distance_ + (row - key), s);
+  }
+  __device__ __forceinline__ float logit_and_slope(float s, int row, int key, float* slope) const {
+    const int q = row_ + row, kv = key_ + key;
+    return Program::logit_and_slope(head_, Program::row(head_, q), Program::column(head_, kv), q,
+                                    kv, distance_ + (row - key), s, slope);
+  }
+  __device__ __forceinline__ float sink() const { return Program::sink(head_); }
+
+ private:
+  typename Program::Head head_;
+  int diagonal_;  // from a row number to its position among the keys
+  int row_, key_;
+  float distance_;  // between the positions of these two
+};
+
+}  // namespace jaxflash::sm80

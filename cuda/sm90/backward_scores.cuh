@@ -1,0 +1,164 @@
+// The step from products to probabilities in the backward kernel, whose scores have keys as rows: a
+// thread has two keys, and queries along the columns.
+//
+// A policy turns a tile of s^T into the weights of ds^T = weight * (dp^T - delta): the probability
+// times the slope of its logit.
+#pragma once
+
+#include "common/program.cuh"
+#include "sm90/backward_consumers.cuh"
+
+namespace jaxflash::sm90 {
+
+// A factor, which dq and dk get at the end: weights are probabilities.
+class ScaledLogits {
+ public:
+  static constexpr bool kWeightsAreProbabilities = true;
+
+  __device__ __forceinline__ explicit ScaledLogits(const BackwardArgs& args)
+      : scale_log2_(args.scale_log2) {}
+
+  template <class Block>
+  __device__ __forceinline__ void begin_head(const BackwardArgs&, const Block&, int /*head*/,
+                                             int /*key*/) {}
+
+  // lse as for_columns takes it; `row` and `key` of the warpgroup's first element. `common_rows`
+  // see all of its keys: other tiles are masked.
+  template <int kElements, class Block>
+  __device__ __forceinline__ void weigh(float (&s)[kElements], const ColumnValues& first_lse,
+                                        const float* lse, const Block& block, Interval common_rows,
+                                        int row, int key) const {
+    if (row < common_rows.begin || row + 2 * kElements > common_rows.end) {
+      // Before the exponentials, where the accumulators are still in place: afterwards it takes
+      // more registers than there are.
+      const int thread = late_thread();
+#pragma unroll
+      for (int lower = 0; lower < 2; ++lower) {
+        const Interval rows = rows_that_see(block.mask, row + Fragment::column(thread),
+                                            key + Fragment::row(thread), lower);
+#pragma unroll
+        for (int i = 0; i < kElements; ++i) {
+          if (Fragment::lower(i) != lower) continue;
+          const int column = Fragment::column_of(i);
+          s[i] = rows.begin <= column && column < rows.end ? s[i] : -INFINITY;
+        }
+      }
+    }
+    for_columns<kElements>(first_lse, lse, [&](int i, float lse_of_row) {
+      s[i] = exp2_approx(s[i] * scale_log2_ - lse_of_row);
+    });
+  }
+
+ private:
+  float scale_log2_;
+};
+
+// A program of common/program.cuh.
+template <class Program>
+class ProgramLogits {
+ public:
+  static constexpr bool kWeightsAreProbabilities = Program::kUnitSlope;
+
+  __device__ __forceinline__ explicit ProgramLogits(const BackwardArgs& args)
+      : scale_log2_(args.scale_log2) {}
+
+  // `head`: of the group; `key`: of the warpgroup's first row.
+  template <class Block>
+  __device__ __forceinline__ void begin_head(const BackwardArgs& args, const Block& block, int head,
+                                             int key) {
+    head_ = Program::head(args.captures, args.problem, block.batch,
+                          batch_number(args.captures, args.problem, block.batch),
+                          head_number(args.captures, block.first_head() + head));
+    const int own_key = key + Fragment::row(late_thread());
+    for (int lower = 0; lower < 2; ++lower) {
+      columns_[lower] = Program::column(head_, own_key + 8 * lower);
+    }
+    diagonal_ = args.problem.band.bottom_right ? block.mask.kv_len() - block.mask.q_len() : 0;
+  }
+
+  // As of ScaledLogits, where weights are probabilities.
+  template <int kElements, class Block>
+  __device__ __forceinline__ void weigh(float (&s)[kElements], const ColumnValues& first_lse,
+                                        const float* lse, const Block& block, Interval common_rows,
+                                        int row, int key) const {
+    static_assert(kWeightsAreProbabilities);
+    evaluate(first_lse, lse, s, block, common_rows, row, key,
+             [&](int i, float p, float) { s[i] = p; });
+  }
+
+  // Otherwise probabilities are kept packed, beside the weights in place of s.
+  template <Math kMath, int kElements, class Block>
+  __device__ __forceinline__ void weigh(float (&s)[kElements], uint32_t (&packed)[kElements / 2],
+                                        const ColumnValues& first_lse, const float* lse,
+                                        const Block& block, Interval common_rows, int row,
+                                        int key) const {
+    float even = 0.f;
+    evaluate(first_lse, lse, s, block, common_rows, row, key, [&](int i, float p, float slope) {
+      s[i] = p * slope;
+      if (i % 2 == 0) {
+        even = p;
+      } else {
+        packed[i / 2] = pack<kMath>(even, p);
+      }
+    });
+  }
+
+ private:
+  // use(i, probability, slope) for every element.
+  template <int kElements, class Block, class Use>
+  __device__ __forceinline__ void evaluate(const ColumnValues& first_lse, const float* lse,
+                                           const float (&s)[kElements], const Block& block,
+                                           Interval common_rows, int row, int key,
+                                           const Use& use) const {
+    const int thread = late_thread();
+    const int first_row = row + Fragment::column(thread);
+    const int first_key = key + Fragment::row(thread);
+    const float distance[2] = {static_cast<float>(first_row + diagonal_ - first_key),
+                               static_cast<float>(first_row + diagonal_ - first_key - 8)};
+    // What exp2 takes. What does not depend on the score is added up before it is there.
+    const auto relative = [&](int i, float lse_of_row, float& slope) {
+      const int lower = Fragment::lower(i);
+      const int column = Fragment::column_of(i);
+      const int q = first_row + column;
+      const int kv = first_key + 8 * lower;
+      const float at = distance[lower] + column;
+      if constexpr (!Program::kAdds) {
+        return fmaf(s[i], scale_log2_, -lse_of_row);
+      } else if constexpr (Program::kUnitSlope) {
+        const float addend =
+            Program::addend(head_, Program::row(head_, q), columns_[lower], q, kv, at);
+        return fmaf(s[i], scale_log2_, addend - lse_of_row);
+      } else {
+        return Program::logit_and_slope(head_, Program::row(head_, q), columns_[lower], q, kv, at,
+                                        s[i], &slope) -
+               lse_of_row;
+      }
+    };
+    // Selected, not multiplied: what is masked may have any logit and any slope.
+    if (row < common_rows.begin || row + 2 * kElements > common_rows.end) {
+      const Interval visible[2] = {rows_that_see(block.mask, first_row, first_key, 0),
+                                   rows_that_see(block.mask, first_row, first_key, 1)};
+      for_columns<kElements>(first_lse, lse, [&](int i, float lse_of_row) {
+        float slope = 1.f;
+        const float logit = relative(i, lse_of_row, slope);
+        const Interval& rows = visible[Fragment::lower(i)];
+        const int column = Fragment::column_of(i);
+        const bool shown = rows.begin <= column && column < rows.end;
+        use(i, exp2_approx(shown ? logit : -INFINITY), shown ? slope : 0.f);
+      });
+    } else {
+      for_columns<kElements>(first_lse, lse, [&](int i, float lse_of_row) {
+        float slope = 1.f;
+        const float logit = relative(i, lse_of_row, slope);
+        use(i, exp2_approx(logit), slope);
+      });
+    }
+  }
+
+  float scale_log2_;
+  typename Program::Head head_;
+  typename Program::Column columns_[2];
+  int diagonal_;  // from a row number to its position among the keys
+};
+
+}  // namespace jaxflash::sm90

@@ -1,0 +1,119 @@
+// Puts the parts of query tiles together that blocks of the forward kernel have left in the
+// workspace: out = sum of e^(lse_j - lse) out_j over the parts j, in the order of their keys.
+//
+// A tile is in parts where the end of a block's run lies inside it. Thread blocks are made for each
+// such end, `kMergeRows` rows each: the first end inside a tile merges it, the others have nothing
+// to do.
+#pragma once
+
+#include "common/dependency.cuh"
+#include "sm90/forward_traits.cuh"
+
+namespace jaxflash::sm90 {
+
+inline constexpr int kMergeThreads = 128;
+inline constexpr int kMergeRows = 8;  // a warp takes two
+
+__host__ __device__ inline int merges_of_tile(int rows) {
+  return (rows + kMergeRows - 1) / kMergeRows;
+}
+
+template <class Traits>
+__global__ void __launch_bounds__(kMergeThreads)
+    merge_kernel(const __grid_constant__ ForwardArgs args) {
+  using Slices = typename Traits::Slices;
+  using Shares = KeyShares<Slices>;
+  constexpr float kLog2E = 1.44269504088896341f;
+  constexpr float kLn2 = 0.693147180559945f;
+  __shared__ float weights[kMergeThreads / 32][kMaxSharingBlocks];
+
+  const Slices slices(args);
+  const Shares shares(slices, args.order.blocks);
+  const int merges = merges_of_tile(args.sharing.rows);
+  const int ending = blockIdx.x / merges;  // the block whose run ends
+  // Every thread block, so that this kernel is not done before the one that it waits for.
+  wait_for_previous_kernel();
+  if (ending + 1 >= shares.blocks()) return;
+  const auto tile = shares.place(shares.begin(ending + 1));
+  if (shares.begin(ending + 1) - tile.tile_begin <= Shares::kTileCost) return;  // it has no part
+  const int64_t first = shares.begin(ending) - tile.tile_begin;
+  if (first > Shares::kTileCost) return;  // an earlier block has one too
+
+  const int first_slot = ShareWalk<Slices>::slot_of(ending, first);
+  const int64_t tile_end = tile.tile_begin + tile.length();
+  int parts = 2;
+  while (ending + parts < shares.blocks() && shares.begin(ending + parts) < tile_end) ++parts;
+  const auto slot = [&](int part) {
+    return static_cast<int64_t>(part == 0 ? first_slot
+                                          : ShareWalk<Slices>::slot_of(ending + part, 1));
+  };
+
+  const Problem& problem = args.problem;
+  const int lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
+  const int batch = slices.batch(tile.slice);
+  const int inner = args.by_inner_batch.remainder(batch);
+  const int outer = args.by_inner_batch.quotient(batch);
+  const int first_unit = slices.index(tile.slice) * Traits::kWarpGroups;
+  for (int i = warp; i < kMergeRows; i += kMergeThreads / 32) {
+    const int tile_row = blockIdx.x % merges * kMergeRows + i;
+    if (tile_row >= args.sharing.rows) return;
+    const int unit = first_unit + tile_row / args.unit.rows();
+    const int row = tile_row % args.unit.rows();
+    const int position =
+        (args.by_units.quotient(unit) << args.unit.log2_positions) + args.unit.position(row);
+    const int head = tile.kv_head * args.group + args.by_units.remainder(unit) * args.unit.heads +
+                     args.unit.head(row);
+    if (tile_row >= Traits::kWarpGroups * args.unit.rows() || position >= problem.q_len) continue;
+
+    float top = -INFINITY;
+    for (int part = lane; part < parts; part += 32) {
+      const float lse = args.sharing.lse[slot(part) * args.sharing.rows + tile_row];
+      weights[warp][part] = lse;
+      top = fmaxf(top, lse);
+    }
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+      top = fmaxf(top, __shfl_xor_sync(~0u, top, distance));
+    }
+    if (top == -INFINITY) top = 0.f;  // no part sees a key: every weight becomes 0
+    float sum = 0.f;
+    for (int part = lane; part < parts; part += 32) {
+      weights[warp][part] = exp2_approx((weights[warp][part] - top) * kLog2E);
+      sum += weights[warp][part];
+    }
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+      sum += __shfl_xor_sync(~0u, sum, distance);
+    }
+    __syncwarp();
+    const float inverse = sum == 0.f ? 0.f : 1.f / sum;
+    uint16_t* const out = args.out_data + outer * args.out_batch_stride[1] +
+                          inner * args.out_batch_stride[0] + head * args.out_head_stride +
+                          position * args.out_seq_stride;
+    for (int column = lane * 4; column < problem.value_dim; column += 128) {
+      float4 merged = {};
+#pragma unroll 8
+      for (int part = 0; part < parts; ++part) {
+        const int64_t part_row = slot(part) * args.sharing.rows + tile_row;
+        const float weight = weights[warp][part];
+        const float4 values = *reinterpret_cast<const float4*>(
+            args.sharing.out + part_row * problem.value_dim + column);
+        merged.x += weight * values.x;
+        merged.y += weight * values.y;
+        merged.z += weight * values.z;
+        merged.w += weight * values.w;
+      }
+      *reinterpret_cast<uint2*>(out + column) =
+          make_uint2(pack<Traits::kMath>(merged.x * inverse, merged.y * inverse),
+                     pack<Traits::kMath>(merged.z * inverse, merged.w * inverse));
+    }
+    if (lane == 0) {
+      args.lse[(int64_t{batch} * problem.q_len + position) * problem.q_heads + head] =
+          sum == 0.f ? -INFINITY : top + log2_approx(sum) * kLn2;
+    }
+    __syncwarp();  // the weights have been read
+  }
+}
+
+}  // namespace jaxflash::sm90

@@ -1,0 +1,121 @@
+// The step from products to logits in the forward kernel, whose threads have two rows each.
+//
+// A policy is told what it works on (begin_rows, begin_keys). Where it rewrites, a logit is
+// computed within the exponential, or ahead of it where maxima or masks need it (rewrite).
+#pragma once
+
+#include "common/program.cuh"
+#include "sm90/forward_traits.cuh"
+#include "sm90/softmax.cuh"
+
+namespace jaxflash::sm90 {
+
+// A factor, which the exponential absorbs.
+class ScaledScores {
+ public:
+  static constexpr bool kRewrites = false;
+  static constexpr bool kHasSink = false;
+
+  __device__ __forceinline__ explicit ScaledScores(const ForwardArgs& args)
+      : scale_log2_(args.scale_log2) {}
+
+  template <class Mask>
+  __device__ __forceinline__ void begin_rows(const ForwardArgs&, const Mask&, int /*batch*/,
+                                             int /*head*/, const RowPositions&) {}
+  __device__ __forceinline__ void begin_keys(int /*key*/) {}
+
+  __device__ __forceinline__ float factor() const { return scale_log2_; }
+  __device__ __forceinline__ float relative(int /*i*/, float s, float offset) const {
+    return fmaf(s, scale_log2_, offset);
+  }
+
+ private:
+  float scale_log2_;  // positive
+};
+
+// A program of common/program.cuh. All rows of a unit are of one head.
+template <class Program>
+class ProgramScores {
+ public:
+  static constexpr bool kRewrites = Program::kAdds;
+  static constexpr bool kHasSink = Program::kHasSink;
+
+  __device__ __forceinline__ explicit ProgramScores(const ForwardArgs& args)
+      : scale_log2_(args.scale_log2) {}
+
+  template <class Mask>
+  __device__ __forceinline__ void begin_rows(const ForwardArgs& args, const Mask& mask, int batch,
+                                             int head, const RowPositions& rows) {
+    const int last_head = args.problem.q_heads - 1;  // units behind the last one compute nothing
+    head_ = Program::head(args.captures, args.problem, batch,
+                          batch_number(args.captures, args.problem, batch),
+                          head_number(args.captures, min(head, last_head)));
+    for (int r = 0; r < 2; ++r) {
+      rows_[r] = Program::row(head_, rows.of[r]);
+      row_[r] = rows.of[r];
+    }
+    diagonal_ = args.problem.band.bottom_right ? mask.kv_len() - mask.q_len() : 0;
+  }
+
+  // `key`: of the thread's first element.
+  __device__ __forceinline__ void begin_keys(int key) {
+    key_ = key;
+    for (int r = 0; r < 2; ++r) distance_[r] = static_cast<float>(row_[r] + diagonal_ - key);
+  }
+
+  // Where nothing is added.
+  __device__ __forceinline__ float factor() const { return scale_log2_; }
+
+  // What does not depend on the score is added up before it is there.
+  __device__ __forceinline__ float relative(int i, float s, float offset) const {
+    if constexpr (!Program::kAdds) {
+      return fmaf(s, scale_log2_, offset);
+    } else if constexpr (Program::kUnitSlope) {
+      return fmaf(s, scale_log2_, addend(i) + offset);
+    } else {
+      return logit(i, s) + offset;
+    }
+  }
+  template <int kElements>
+  __device__ __forceinline__ void rewrite(float (&s)[kElements]) const {
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) {
+      if constexpr (Program::kUnitSlope) {
+        s[i] = fmaf(s[i], scale_log2_, addend(i));
+      } else {
+        s[i] = logit(i, s[i]);
+      }
+    }
+  }
+  __device__ __forceinline__ float sink() const { return Program::sink(head_); }
+
+ private:
+  // Calls of(row, column, q, kv, distance) for element i.
+  template <class Of>
+  __device__ __forceinline__ float element(int i, const Of& of) const {
+    const int r = Fragment::lower(i);
+    const int column = Fragment::column_of(i);
+    return of(rows_[r], Program::column(head_, key_ + column), row_[r], key_ + column,
+              distance_[r] - column);
+  }
+  __device__ __forceinline__ float logit(int i, float s) const {
+    return element(i, [&](const auto& row, const auto& column, int q, int kv, float distance) {
+      return Program::logit(head_, row, column, q, kv, distance, s);
+    });
+  }
+  __device__ __forceinline__ float addend(int i) const {
+    return element(i, [&](const auto& row, const auto& column, int q, int kv, float distance) {
+      return Program::addend(head_, row, column, q, kv, distance);
+    });
+  }
+
+  float scale_log2_;
+  typename Program::Head head_;
+  typename Program::Row rows_[2];
+  int row_[2];
+  int diagonal_;  // from a row number to its position among the keys
+  int key_;
+  float distance_[2];  // of a row's position from the first key
+};
+
+}  // namespace jaxflash::sm90
