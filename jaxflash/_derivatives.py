@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from jaxflash import _blockwise, _ffi, _primitive, _tile_sum
+from jaxflash import _blockwise, _ffi, _kernel_program, _primitive, _tile_sum
 from jaxflash._spec import AttentionSpec, Operands
 
 CHECKPOINT_NAME = "context"
@@ -52,20 +52,16 @@ def _alike(operands: Operands) -> Operands:
     return jax.tree.map(vary, operands)
 
 
+_OF_KERNELS = frozenset(("query", "key", "value"))
+
+
 def _forward(spec: AttentionSpec, path: Path, operands: Operands):
     @_mapped_together
     def blockwise(operands):
         return _blockwise.forward(spec, operands)
 
     def kernels(operands):
-        return _ffi.forward(
-            spec,
-            operands.query,
-            operands.key,
-            operands.value,
-            operands.query_seq_lengths,
-            operands.key_value_seq_lengths,
-        )
+        return _ffi.forward(spec, _kernel_program.make(spec, operands), operands)
 
     return _on_path(path, kernels, blockwise)(operands)
 
@@ -86,19 +82,16 @@ def _backward(
         return _blockwise.backward(spec, operands, out, lse, dout, dlse, frozenset(wanted))
 
     def kernels(operands, out, lse, dout, dlse):
-        dq, dk, dv = _ffi.backward(
-            spec,
-            operands.query,
-            operands.key,
-            operands.value,
-            operands.query_seq_lengths,
-            operands.key_value_seq_lengths,
-            out,
-            lse,
-            dout,
-            dlse,
-        )
-        gradients = {"query": dq, "key": dk, "value": dv}
+        gradients = {}
+        if _OF_KERNELS & set(wanted):
+            program = _kernel_program.make(spec, operands)
+            dqkv = _ffi.backward(spec, program, operands, out, lse, dout, dlse)
+            gradients.update(zip(("query", "key", "value"), dqkv, strict=True))
+        # Of captured arrays and the sink: a pass of its own, if anybody asks.
+        others = frozenset(wanted) - _OF_KERNELS
+        if others:
+            rest = _blockwise.backward(spec, operands, out, lse, dout, dlse, others)
+            gradients.update(rest.named())
         return operands.holding({name: gradients[name] for name in wanted})
 
     return _on_path(path, kernels, blockwise)(operands, out, lse, dout, dlse)
