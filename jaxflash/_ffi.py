@@ -8,6 +8,7 @@ the batch axes and the key/value heads split, and the body stays a bare `ffi_cal
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import re
@@ -21,7 +22,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxflash import _extension as extension
-from jaxflash import _kernel_program, _nvrtc
+from jaxflash import _kernel_program, _nvrtc, _ranges
 from jaxflash._kernel_program import KernelProgram
 from jaxflash._spec import AttentionSpec, Operands
 
@@ -33,6 +34,15 @@ _STATE_TYPE = "jaxflash_program_v2"
 # cuda/attention.h: kUnlimited, kMaxBatchAxes.
 _UNLIMITED = 1 << 30
 _MAX_BATCH_AXES = 8
+
+# Axes of the arrays of ranges, in their order: t and s are the lengths.
+_RANGES = (
+    ("t", "cpair"),
+    ("s", "cpair"),
+    ("crowblock", "cfour"),
+    ("ckeyblock", "cfour"),
+    ("cpair",),
+)
 
 
 def _register() -> None:
@@ -55,13 +65,15 @@ _register()
 
 def forward(spec: AttentionSpec, program: KernelProgram | None, operands: Operands):
     """(out, lse) of the kernels."""
-    kernel = _Forward(spec, _Lengths.of(operands), program)
+    ranges = _ranges.of_call(spec, operands)
+    kernel = _Forward(_banded(spec, operands), _Lengths.of(operands), program, _kind_of(ranges))
     return _mapped(kernel)(
         operands.query,
         operands.key,
         operands.value,
         *_given(operands.query_seq_lengths, operands.key_value_seq_lengths),
         *_program_operands(program, operands),
+        *_given(*(ranges or ())),
     )
 
 
@@ -69,7 +81,9 @@ def backward(
     spec: AttentionSpec, program: KernelProgram | None, operands: Operands, out, lse, dout, dlse
 ):
     """(dq, dk, dv) of the kernels; dlse may be None."""
-    kernel = _Backward(spec, _Lengths.of(operands), program, dlse is not None)
+    ranges = _ranges.of_call(spec, operands)
+    spec = _banded(spec, operands)
+    kernel = _Backward(spec, _Lengths.of(operands), program, _kind_of(ranges), dlse is not None)
     return _mapped(kernel)(
         operands.query,
         operands.key,
@@ -79,7 +93,30 @@ def backward(
         lse,
         *_given(operands.query_seq_lengths, operands.key_value_seq_lengths, dlse),
         *_program_operands(program, operands),
+        *_given(*(ranges or ())),
     )
+
+
+def _banded(spec: AttentionSpec, operands: Operands) -> AttentionSpec:
+    """The call without the band that is part of its ranges."""
+    if operands.query_boundaries is None:
+        return spec
+    return dataclasses.replace(spec, left=None, right=None)
+
+
+# cuda/problem.h: MaskKind, by the axes of the arrays of ranges: t and s lengths, the others of
+# their own.
+_MASK_KINDS: dict[tuple[tuple[str, ...], ...], int] = {
+    (): 0,
+    _RANGES: 1,
+    (*_RANGES, ("t",), ("s",)): 2,
+}
+
+
+def _kind_of(ranges: _ranges.Ranges | None) -> tuple[tuple[str, ...], ...]:
+    if ranges is None:
+        return ()
+    return _RANGES if ranges.query_ids is None else (*_RANGES, ("t",), ("s",))
 
 
 def _given(*optional) -> list[Any]:
@@ -117,7 +154,7 @@ class _Lengths(tuple):
         )
 
 
-def _attributes(spec: AttentionSpec, lengths: _Lengths) -> dict:
+def _attributes(spec: AttentionSpec, lengths: _Lengths, ranges: tuple) -> dict:
     return dict(
         scale=np.float32(spec.scale),
         left=np.int64(_UNLIMITED if spec.left is None else min(spec.left, _UNLIMITED)),
@@ -126,6 +163,7 @@ def _attributes(spec: AttentionSpec, lengths: _Lengths) -> dict:
         highest_precision=np.bool_(spec.highest_precision),
         has_q_lengths=np.bool_(lengths[0]),
         has_kv_lengths=np.bool_(lengths[1]),
+        mask=np.int64(_MASK_KINDS[ranges]),
     )
 
 
@@ -158,12 +196,14 @@ class _Pass:
         spec: AttentionSpec,
         lengths: _Lengths,
         program: KernelProgram | None,
+        ranges: tuple[tuple[str, ...], ...],
         operand_axes: tuple[str, ...],
         dense: tuple[bool, ...],
     ):
         self.spec = spec
         self.lengths = lengths
         self.program = program
+        self.ranges = ranges
         self.operand_axes, self.dense = operand_axes, dense
         self.unbatched: int | None = None
         if program is not None:
@@ -172,8 +212,12 @@ class _Pass:
                 tuple(f"c{i}x{axis}" for axis in range(rank))
                 for i, rank in enumerate(program.capture_ranks)
             )
-            self.operand_axes = (*operand_axes, "", "n", *captures)
-            self.dense = (*dense, *(False,) * (2 + len(program.capture_ranks)))
+            self.operand_axes = (*operand_axes, "", "n", *captures, *ranges)
+            self.dense = (
+                *dense,
+                *(False,) * (2 + len(program.capture_ranks)),
+                *(True,) * len(ranges),
+            )
 
     def call(self, *operands):
         """The custom call itself."""
@@ -186,7 +230,7 @@ class _Pass:
         return type(self) is type(other) and self._static() == other._static()
 
     def _static(self) -> tuple:
-        return self.spec, self.lengths, self.program
+        return self.spec, self.lengths, self.program, self.ranges
 
     def full_batch(self, operands) -> tuple:
         """Batch extents: those of the operands that do not broadcast."""
@@ -215,10 +259,11 @@ class _Pass:
 
 
 class _Forward(_Pass):
-    def __init__(self, spec, lengths, program):
+    def __init__(self, spec, lengths, program, ranges):
         num_lengths = sum(lengths)
         axes = ("tnh", "skh", "skv", *("",) * num_lengths)
-        super().__init__(spec, lengths, program, axes, (False,) * 3 + (True,) * num_lengths)
+        dense = (False,) * 3 + (True,) * num_lengths
+        super().__init__(spec, lengths, program, ranges, axes, dense)
         self.result_axes = ("tnv", "tn")
 
     def call(self, *operands):
@@ -231,7 +276,7 @@ class _Forward(_Pass):
         )
         out, lse, _ = jax.ffi.ffi_call(FORWARD_TARGET, results)(
             *operands,
-            problem=_attributes(self.spec, self.lengths),
+            problem=_attributes(self.spec, self.lengths, self.ranges),
             **_program_attributes(self.program, query, value),
         )
         return out, lse
@@ -241,7 +286,7 @@ class _Forward(_Pass):
         q_len, q_heads, head_dim = query.shape[-3:]
         kv_len, kv_heads, value_dim = value.shape[-3:]
         batch = math.prod(self.full_batch(operands))
-        sides = _attributes(self.spec, self.lengths)
+        sides = _attributes(self.spec, self.lengths, self.ranges)
 
         # Where a size is symbolic, what is enough for every value: one sequence needs as much as
         # any number, all rows of a tile are in use from 64 or, without groups, 128 queries on.
@@ -264,12 +309,12 @@ class _Forward(_Pass):
 
 
 class _Backward(_Pass):
-    def __init__(self, spec, lengths, program, has_dlse: bool):
+    def __init__(self, spec, lengths, program, ranges, has_dlse: bool):
         axes = ("tnh", "skh", "skv", "tnv", "tnv", "tn", *("",) * sum(lengths))
         if has_dlse:
             axes = (*axes, "tn")
         dense = (False,) * 5 + (True,) * (len(axes) - 5)
-        super().__init__(spec, lengths, program, axes, dense)
+        super().__init__(spec, lengths, program, ranges, axes, dense)
         self.has_dlse = has_dlse
         self.result_axes = ("tnh", "skh", "skv")
 
@@ -296,7 +341,7 @@ class _Backward(_Pass):
         )
         dq, dk, dv, _ = jax.ffi.ffi_call(BACKWARD_TARGET, results)(
             *operands,
-            problem=_attributes(self.spec, self.lengths),
+            problem=_attributes(self.spec, self.lengths, self.ranges),
             **_program_attributes(self.program, query, value),
             has_dlse=np.bool_(self.has_dlse),
             deterministic=np.bool_(self.spec.deterministic_backward),

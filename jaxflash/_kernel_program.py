@@ -36,7 +36,7 @@ def make(spec: AttentionSpec, operands: Operands) -> KernelProgram | None:
     Raises:
         NotPrintable: the text says why, naming the equation.
     """
-    if spec.program is None and operands.sink is None:
+    if spec.program is None and operands.sink is None and operands.query_segment_ids is None:
         return None
     program = _identity() if spec.program is None else spec.program
     ranks = tuple(len(t.shape) for t in program.capture_types)
@@ -79,5 +79,5 @@ def _printed(
 
 @functools.cache
 def _identity() -> _scores.Program:
-    """The program of a call that only has a sink."""
+    """The program of a call that only has a sink, or a mask that is compiled with a program."""
     return _scores.trace(lambda score, *_: score, (), jnp.float32)[0]

@@ -65,7 +65,7 @@ class Operands(NamedTuple):
     ``bias`` and ``alibi_slopes`` become ``captures`` with the program of the spec.
     ``query_positions`` and ``key_positions`` replace the row and column numbers that the band of
     the spec (causal, window) and ``alibi_slopes`` compare; they come from packed sequences, not
-    from the caller.
+    from the caller, and so do the boundaries.
     """
 
     query: Any  # (*B, T, N, H)
@@ -82,6 +82,8 @@ class Operands(NamedTuple):
     dropout_seed: Any = None  # (2) uint32
     query_positions: Any = None  # (*B, T) int32
     key_positions: Any = None  # (*B, S) int32
+    query_boundaries: Any = None  # (n + 1) int32, begins of packed sequences, and the last end
+    key_boundaries: Any = None  # (n + 1) int32
     captures: tuple[Any, ...] = ()  # (*#B, *own shape) each
 
     def named(self) -> dict[str, Any]:

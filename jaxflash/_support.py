@@ -24,7 +24,7 @@ _MATH = {
 
 
 # Score programs are off until the kernels have run them on a GPU.
-KERNELS_RUN_PROGRAMS = False
+KERNELS_RUN_PROGRAMS = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ FEATURES = (
     Feature("`deterministic_backward`"),
     _score("`bias` and its gradient", lambda s, o: s.changes_scores_by("bias")),
     Feature("`mask`", lambda s, o: o.mask is not None),
-    Feature("`segment_ids`", lambda s, o: o.query_segment_ids is not None),
+    _score("`segment_ids`", lambda s, o: o.query_segment_ids is not None),
     _score("`logits_soft_cap`", lambda s, o: s.changes_scores_by("logits_soft_cap")),
     _score("`sink` and its gradient", lambda s, o: o.sink is not None),
     _score("`alibi_slopes` and their gradient", lambda s, o: s.changes_scores_by("alibi_slopes")),
@@ -65,7 +65,7 @@ FEATURES = (
         lambda s, o: s.changes_scores_by("score_mod"),
     ),
     Feature("`dropout_rate`", lambda s, o: s.dropout_rate > 0.0),
-    Feature("`varlen_attention` (packed)", lambda s, o: o.query_positions is not None),
+    _score("`varlen_attention` (packed)", lambda s, o: o.query_positions is not None),
 )
 
 
@@ -107,6 +107,12 @@ def reasons_against_kernels(spec: AttentionSpec, operands: Operands) -> tuple[st
     for name, length in (("query", query.shape[-3]), ("key", key.shape[-3])):
         if isinstance(length, int) and length > _MAX_LENGTH:
             reasons.append(f"{name} length {length}: the kernels take at most 2**30")
+    if operands.query_segment_ids is not None and spec.deterministic_backward:
+        reasons.append("deterministic_backward with segments or packed sequences")
+    if operands.query_positions is not None:
+        # Their numbers in a program would be those of the packed arrays.
+        by_position = set(spec.program.parts if spec.program else ()) - {"logits_soft_cap"}
+        reasons += [f"{name} with packed sequences" for name in sorted(by_position)]
     return (*reasons, *_reasons_against_program(spec, operands))
 
 

@@ -111,7 +111,12 @@ def varlen_attention(
         spec = dataclasses.replace(spec, bottom_right=False)
         shift = jnp.diff(cu_seqlens_kv) - jnp.diff(cu_seqlens_q)
         query_positions = query_positions + shift[jnp.maximum(query_ids, 0)]
-    operands = operands._replace(query_positions=query_positions, key_positions=key_positions)
+    operands = operands._replace(
+        query_positions=query_positions,
+        key_positions=key_positions,
+        query_boundaries=cu_seqlens_q,
+        key_boundaries=cu_seqlens_kv,
+    )
     spec, operands = _scores.compose(spec, operands, score_mod)
     out, lse = _derivatives.attention(spec, choose_path(spec, operands, implementation), operands)
     return (out, lse) if return_residual else out
