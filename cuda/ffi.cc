@@ -67,15 +67,9 @@ int32_t clamp_side(int64_t side) {
   return static_cast<int32_t>(std::min<int64_t>(std::max<int64_t>(side, -kMaxLength), kUnlimited));
 }
 
-std::optional<MaskKind> mask_of(const Attributes& attributes) {
-  const auto mask = static_cast<MaskKind>(attributes.mask);
-  switch (mask) {
-    case MaskKind::kBand:
-    case MaskKind::kRanges:
-    case MaskKind::kSegments:
-      return mask;
-  }
-  return std::nullopt;
+std::optional<MaskKind> mask_of(int64_t kind) {
+  if (kind < 0 || kind > static_cast<int64_t>(MaskKind::kSegments)) return std::nullopt;
+  return static_cast<MaskKind>(kind);
 }
 
 // ---- Shapes -------------------------------------------------------------------------------------
@@ -226,7 +220,7 @@ ffi::Error describe(const Attributes& attributes, ffi::AnyBuffer q, ffi::AnyBuff
   problem->band.left = clamp_side(attributes.left);
   problem->band.right = clamp_side(attributes.right);
   problem->band.bottom_right = attributes.bottom_right;
-  if (!mask_of(attributes)) return invalid("unknown kind of mask");
+  if (!mask_of(attributes.mask)) return invalid("unknown kind of mask");
 
   size_t next = 0;
   const int64_t batch = batch_count(out);
@@ -284,7 +278,7 @@ ffi::ErrorOr<std::unique_ptr<ProgramState>> instantiate(bool forward, const Attr
   description.head_dim = static_cast<int32_t>(program.head_dim);
   description.value_dim = static_cast<int32_t>(program.value_dim);
   description.scale = attributes.scale;
-  const std::optional<MaskKind> mask = mask_of(attributes);
+  const std::optional<MaskKind> mask = mask_of(attributes.mask);
   if (!mask) return ffi::Unexpected(invalid("unknown kind of mask"));
   description.mask = *mask;
   description.one_sided = (attributes.left >= kUnlimited) != (attributes.right >= kUnlimited);
@@ -799,11 +793,20 @@ NB_MODULE(_extension, m) {
       "compile_program",
       [](bool forward, const std::string& source, bool unit_slope, const std::string& dtype,
          bool highest_precision, int32_t head_dim, int32_t value_dim, float scale, int32_t arch,
-         int32_t shared_memory) {
+         int32_t shared_memory, int64_t mask) {
         const auto math = jaxflash::math_of(dtype, highest_precision);
         if (!math) throw nb::value_error("dtype must be float16, bfloat16 or float32");
-        const jaxflash::ProgramDescription description = {
-            forward, source.c_str(), unit_slope, *math, head_dim, value_dim, scale};
+        const auto kind = jaxflash::mask_of(mask);
+        if (!kind) throw nb::value_error("mask must be a MaskKind, 0 to 2");
+        jaxflash::ProgramDescription description = {};
+        description.forward = forward;
+        description.source = source.c_str();
+        description.unit_slope = unit_slope;
+        description.math = *math;
+        description.head_dim = head_dim;
+        description.value_dim = value_dim;
+        description.scale = scale;
+        description.mask = *kind;
         jaxflash::KernelReport report;
         jaxflash::Status status;
         {
@@ -815,7 +818,7 @@ NB_MODULE(_extension, m) {
       },
       nb::kw_only(), nb::arg("forward"), nb::arg("source"), nb::arg("unit_slope"), nb::arg("dtype"),
       nb::arg("highest_precision"), nb::arg("head_dim"), nb::arg("value_dim"), nb::arg("scale"),
-      nb::arg("arch"), nb::arg("shared_memory"),
+      nb::arg("arch"), nb::arg("shared_memory"), nb::arg("mask") = 0,
       "Compiles a score program as for a GPU of compute capability `arch` / 10 whose blocks may "
       "have that many bytes of shared memory; needs no GPU. Returns a row of kernel_reports().");
   m.def(

@@ -25,6 +25,7 @@ def compile_program(
     scale: float,
     arch: int,
     shared_memory: int,
+    mask: int = 0,
 ) -> tuple[str, str, str, int, int, bool, float, bool]: ...
 def compile_kernel(
     source: str, kernel: str, architecture: str
