@@ -84,6 +84,6 @@ def registers(count: int, unit_slope: bool = True) -> str:
         row_members=f"float values[{count}];",
         row=f"""
     #pragma unroll
-    for (int i = 0; i < {count}; ++i) row.values[i] = sinf(q * (i + 1.f));""",
-        addend=" + ".join(f"cosf(distance + {i}.f) * row.values[{i}]" for i in range(count)),
+    for (int i = 0; i < {count}; ++i) row.values[i] = __sinf(q * (i + 1.f));""",
+        addend=" + ".join(f"(distance + {i}.f) * row.values[{i}]" for i in range(count)),
     )
