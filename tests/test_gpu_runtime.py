@@ -72,7 +72,7 @@ def _replay(tmp_path, commands: str, scheduling: str) -> tuple[str, str]:
     )
     code = _REPLAY.format(tests=str(pathlib.Path(__file__).parent))
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False,
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False,
         env={**os.environ, "XLA_FLAGS": flags, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -88,7 +88,8 @@ def test_merge_is_associative():
 
 
 def test_merge_keeps_the_dtype():
-    outs, lses = jnp.ones((2, 5, N, VALUE), jnp.bfloat16), jnp.zeros((2, 5, N))
+    outs = jnp.ones((2, 5, N, VALUE), jnp.bfloat16)
+    lses = jnp.zeros((2, 5, N), jnp.float32)
     out, lse = jaxflash.merge_attention(outs, lses)
     assert (out.dtype, lse.dtype) == (jnp.bfloat16, jnp.float32)
 

@@ -16,7 +16,10 @@ _ROOT = pathlib.Path(__file__).parents[1]
 
 
 def _python(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    # -P: started in a checkout, Python would import its source folder, not what is installed.
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 

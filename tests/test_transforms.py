@@ -237,7 +237,8 @@ def test_scan(attend):
                 return jnp.tanh(x), None
 
             layer = jax.checkpoint(layer, policy=policy)
-            return jnp.sum(jax.lax.scan(layer, query, jnp.arange(1.0, 4.0))[0] ** 2)
+            scales = jnp.arange(1, 4, dtype=query.dtype)
+            return jnp.sum(jax.lax.scan(layer, query, scales)[0] ** 2)
 
         return jax.grad(run, (0, 1, 2))
 
