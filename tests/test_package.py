@@ -1,7 +1,9 @@
 """The installed package: its import, its names, what it says about itself."""
 
+import os
 import pathlib
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -22,6 +24,42 @@ def _python(code: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def test_sources_alone_say_what_to_do(tmp_path):
+    """As in a checkout, whose folder comes before the installed package."""
+    sources = tmp_path / "jaxflash"
+    shutil.copytree(
+        pathlib.Path(jaxflash.__file__).parent, sources,
+        ignore=shutil.ignore_patterns("*.so", "__pycache__"),
+    )  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", "import jaxflash"],
+        capture_output=True, text=True, check=False, cwd=tmp_path,
+        env={**os.environ, "PYTHONSAFEPATH": ""},
+    )  # fmt: skip
+    assert done.returncode == 1
+    message = done.stderr.splitlines()[-1]
+    assert message.startswith("ImportError: jaxflash: ")
+    assert str(sources) in message
+    assert "pip install" in message
+
+
+@pytest.mark.parametrize("name", ["train_gpt_flax", "train_gpt_equinox"])
+@pytest.mark.parametrize("how", ["script", "module"])
+def test_example_finds_its_module(name, how, tmp_path):
+    """Without the script's own folder on the path: `python -P` and `python -m`."""
+    pytest.importorskip("matplotlib", reason="needs the extra 'examples'")
+    pytest.importorskip("tqdm", reason="needs the extra 'examples'")
+    # A copy, as `-m` in the checkout would import its source folder.
+    shutil.copytree(_ROOT / "examples", tmp_path / "examples")
+    where = {"script": ["-P", f"examples/{name}.py"], "module": ["-m", f"examples.{name}"]}
+    done = subprocess.run(
+        [sys.executable, *where[how], "--help"],
+        capture_output=True, text=True, check=False, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "--steps" in done.stdout
 
 
 def test_import_starts_no_backend():
