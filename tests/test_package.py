@@ -1,5 +1,6 @@
 """The installed package: its import, its names, what it says about itself."""
 
+import ctypes
 import os
 import pathlib
 import re
@@ -43,6 +44,32 @@ def test_sources_alone_say_what_to_do(tmp_path):
     assert message.startswith("ImportError: jaxflash: ")
     assert str(sources) in message
     assert "pip install" in message
+
+
+@pytest.mark.skipif(not _ffi.extension.kernels, reason="the library was built without kernels")
+def test_kernels_of_other_sources_are_refused(tmp_path):
+    """A library whose hash is another than the one that the extension was built with."""
+    package = pathlib.Path(jaxflash.__file__).parent
+    extension = pathlib.Path(_ffi.extension.__file__)
+    library = package / "libjaxflash_cuda.so"
+    source_hash = ctypes.CDLL(str(library)).jaxflash_source_hash
+    source_hash.restype = ctypes.c_char_p
+    built = source_hash()
+    other = built[::-1]
+    contents = library.read_bytes()
+    assert contents.count(built) == 1
+    (tmp_path / library.name).write_bytes(contents.replace(built, other))
+    shutil.copy(extension, tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", "import _extension"],
+        capture_output=True, text=True, check=False, cwd=tmp_path,
+        env={**os.environ, "PYTHONSAFEPATH": ""},
+    )  # fmt: skip
+    assert done.returncode == 1
+    message = done.stderr.splitlines()[-1]
+    assert message.startswith("ImportError: jaxflash: ")
+    assert built.decode() in message
+    assert other.decode() in message
 
 
 @pytest.mark.parametrize("name", ["train_gpt_flax", "train_gpt_equinox"])
