@@ -35,6 +35,7 @@ _OPTIONS = {
 def _temporary_bytes(length, **options):
     compiled = jax.jit(_gradient(**options)).lower(*_shapes(length)).compile()
     analysis = compiled.memory_analysis()
+    assert analysis is not None
     return analysis.temp_size_in_bytes
 
 
@@ -69,5 +70,6 @@ def test_32k_causal_gradient_in_two_gigabytes():
     length = 32768
     compiled = jax.jit(_gradient(is_causal=True)).lower(*_shapes(length)).compile()
     memory = compiled.memory_analysis()
+    assert memory is not None
     total = memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes
     assert total < 2e9
