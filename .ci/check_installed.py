@@ -2,35 +2,16 @@
 its C symbols only and needs neither CUDA nor the C++ runtime of the machine."""
 
 import argparse
-import subprocess
 from pathlib import Path
 
 import jax._src.xla_bridge
+from check_kernels import check_library
 
 import jaxflash
 from jaxflash import _extension
 
 # Handlers of this version register with jax 0.10 and everything newer.
 FFI_API_VERSION = (0, 3)
-NEEDED = {"libc.so.6", "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
-
-
-def lines_of(*command: object) -> list[str]:
-    run = subprocess.run(
-        [str(word) for word in command], check=True, capture_output=True, text=True
-    )
-    return run.stdout.splitlines()
-
-
-def check_library(library: Path) -> None:
-    exported = [line.split()[-1] for line in lines_of("nm", "-D", "--defined-only", library)]
-    print("exported:", *exported)
-    assert exported, f"{library} exports nothing"
-    assert all(name.startswith("jaxflash_") for name in exported), "foreign symbols are exported"
-    dynamic = lines_of("readelf", "-d", "--wide", library)
-    needed = {line.split("[")[1].rstrip("]") for line in dynamic if "(NEEDED)" in line}
-    print("needed:", *sorted(needed))
-    assert needed <= NEEDED, f"{library} needs {sorted(needed - NEEDED)}"
 
 
 def main() -> None:

@@ -4,6 +4,12 @@ if(JAXFLASH_PREBUILT_KERNELS)
   if(NOT EXISTS "${JAXFLASH_PREBUILT_KERNELS}")
     message(FATAL_ERROR "JAXFLASH_PREBUILT_KERNELS: there is no ${JAXFLASH_PREBUILT_KERNELS}")
   endif()
+  file(STRINGS "${JAXFLASH_PREBUILT_KERNELS}" hash REGEX "${JAXFLASH_SOURCE_HASH}" LIMIT_COUNT 1)
+  if(NOT hash)
+    message(FATAL_ERROR
+      "JAXFLASH_PREBUILT_KERNELS: ${JAXFLASH_PREBUILT_KERNELS} was built from other sources than "
+      "these (of hash ${JAXFLASH_SOURCE_HASH}); build the kernels anew")
+  endif()
   add_library(jaxflash_cuda SHARED IMPORTED)
   set_target_properties(jaxflash_cuda PROPERTIES
     IMPORTED_LOCATION "${JAXFLASH_PREBUILT_KERNELS}" IMPORTED_SONAME libjaxflash_cuda.so)

@@ -127,5 +127,8 @@ JAXFLASH_API int32_t jaxflash_variants(const jaxflash::Variant** variants);
 // One line: versions of nvcc and ptxas and the architectures compiled for.
 JAXFLASH_API const char* jaxflash_build_info();
 
+// Of the sources that the library was built from: callers of another version must not use it.
+JAXFLASH_API const char* jaxflash_source_hash();
+
 // Fills in at most `capacity` devices; returns how many there are (0 without a driver).
 JAXFLASH_API int32_t jaxflash_devices(jaxflash::Device* devices, int32_t capacity);

@@ -341,6 +341,8 @@ int32_t jaxflash_variants(const Variant** variants) {
 
 const char* jaxflash_build_info() { return jaxflash::kBuildInfo; }
 
+const char* jaxflash_source_hash() { return jaxflash::kSourceHash; }
+
 int32_t jaxflash_devices(Device* devices, int32_t capacity) {
   int count = 0;
   if (!jaxflash::cuda_status(cudaGetDeviceCount(&count), "counting the GPUs").ok()) return 0;

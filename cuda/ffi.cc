@@ -741,6 +741,14 @@ NB_MODULE(_extension, m) {
       "Handler that reports a platform without kernels.");
 
 #ifdef JAXFLASH_WITH_KERNELS
+  if (const std::string hash = jaxflash_source_hash(); hash != JAXFLASH_SOURCE_HASH) {
+    throw nb::import_error(("jaxflash: libjaxflash_cuda.so was built from other sources (hash " +
+                            hash +
+                            ") than the extension beside it (" JAXFLASH_SOURCE_HASH
+                            "); install the package again, with JAXFLASH_PREBUILT_KERNELS unset or "
+                            "naming a library of the same sources")
+                               .c_str());
+  }
   m.attr("kernels") = true;
   m.def(
       "cuda_handlers",

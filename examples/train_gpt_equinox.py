@@ -1,14 +1,18 @@
 """Trains a character-level GPT written in Equinox whose attention is jaxflash's."""
 
 import functools
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
-import char_gpt
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 
 import jaxflash
+
+sys.path.append(str(Path(__file__).parent))  # which `python -P` and `-m` leave out
+import char_gpt
 
 
 class Attention(eqx.Module):

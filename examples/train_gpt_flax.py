@@ -1,11 +1,16 @@
 """Trains a character-level GPT written in Flax NNX whose attention is jaxflash's."""
 
-import char_gpt
+import sys
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 import jaxflash
+
+sys.path.append(str(Path(__file__).parent))  # which `python -P` and `-m` leave out
+import char_gpt
 
 
 class Block(nnx.Module):

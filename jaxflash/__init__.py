@@ -1,5 +1,14 @@
 """FlashAttention for JAX: CUDA kernels on NVIDIA GPUs, the same meaning everywhere else."""
 
+from importlib.util import find_spec as _find_spec
+
+if _find_spec("jaxflash._extension") is None:
+    raise ImportError(
+        f"jaxflash: {__path__[0]} holds sources, but no extension built for this Python; install "
+        "the package (pip install . in a checkout) and start Python in another folder, or with -P, "
+        "so that the installed one is imported"
+    )
+
 from jax.export import DisabledSafetyCheck as _DisabledSafetyCheck
 
 from jaxflash import _ffi

@@ -263,8 +263,13 @@ def visibility(case: AttentionCase, arrays) -> np.ndarray:
         visible &= query_ids[..., :, None] == key_ids[..., None, :]
     visible = np.broadcast_to(visible[..., None, :, :], case.shapes["logits"])
     if "mask" in arrays:
-        visible = visible & arrays["mask"]
+        visible = visible & to_rank(arrays["mask"], visible.ndim)
     return visible
+
+
+def to_rank(x, rank: int):
+    """A bias or mask with as many axes as the logits: leading axes of one come or go."""
+    return x.reshape((1,) * (rank - x.ndim) + x.shape[max(x.ndim - rank, 0) :])
 
 
 # ---- The rows -----------------------------------------------------------------------------------
@@ -385,6 +390,7 @@ SCORES = (
     _row("bias-float32-of-bfloat16", bias="B1TS", bias_dtype="float32", dtype="bfloat16"),
     _row("bias-3d", bias="NTS", is_causal=True),
     _row("bias-2d", bias="TS"),
+    _row("bias-4d-unbatched", bias="1NTS", batch=()),
     _row("bias-rows", bias="BNT1"),
     _row("bias-keys", bias="B11S", batch=(2, 2), q_len=20),
     _row("bias-hides", bias="11TS", bias_hides=True),
@@ -392,6 +398,7 @@ SCORES = (
     _row("mask-keys", mask="B11S", q_heads=4, kv_heads=1),
     _row("mask-rows", mask="1NT1"),
     _row("mask-2d", mask="TS", is_causal=True),
+    _row("mask-4d-unbatched", mask="1NTS", batch=()),
     _row("segments", segments="shared", dtype="bfloat16"),
     _row("segments-pair", segments="pair", kv_len=70),
     _row("segments-causal-gqa", segments="shared", is_causal=True, q_heads=4, kv_heads=2, q_len=80),
@@ -421,6 +428,7 @@ FAULTS = (
     _row("empty-batch", batch=(0,), dtype="bfloat16"),
     _row("empty-T", q_len=0, kv_len=16, dtype="bfloat16"),
     _row("empty-S", q_len=16, kv_len=0, dtype="bfloat16"),
+    _row("empty-S-dropout", q_len=16, kv_len=0, dropout_rate=0.2),
     _row("empty-S-features", q_len=16, kv_len=0, sink=True, alibi="N", bias="BN11"),
     _row("empty-T-S", q_len=0, kv_len=0, is_causal=True),
     _row("empty-batch-lengths", batch=(0, 2), query_lengths=(), kv_lengths=()),

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxflash
-from cases import DIFFERENTIABLE, AttentionCase, positions, visibility
+from cases import DIFFERENTIABLE, AttentionCase, positions, to_rank, visibility
 
 # Exponent and mantissa bits of an operand of the matrix products.
 _BITS = {
@@ -232,10 +232,10 @@ def plain_attention(case, operands, arrays, rounding, dropout_weights):
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
     logits = _product("...tnh,...snh->...nts", rounding, query, key) * jnp.asarray(scale, wide)
     if "bias" in operands:
-        logits += _to_rank(operands["bias"], logits.ndim)
+        logits += to_rank(operands["bias"], logits.ndim)
     if "alibi_slopes" in operands:
         away = np.abs(positions(case, arrays)[..., :, None] - np.arange(case.kv_length))
-        slopes = _to_rank(operands["alibi_slopes"][..., None, None], logits.ndim)
+        slopes = to_rank(operands["alibi_slopes"][..., None, None], logits.ndim)
         logits -= slopes * away[..., None, :, :].astype(wide)
     if case.logits_soft_cap is not None:
         logits = case.logits_soft_cap * jnp.tanh(logits / case.logits_soft_cap)
@@ -247,7 +247,7 @@ def plain_attention(case, operands, arrays, rounding, dropout_weights):
     p = jnp.exp(logits - top)
     denominator = jnp.sum(p, axis=-1, keepdims=True)
     if "sink" in operands:
-        denominator += jnp.exp(_to_rank(operands["sink"][:, None, None], top.ndim) - top)
+        denominator += jnp.exp(to_rank(operands["sink"][:, None, None], top.ndim) - top)
     denominator = jnp.where(empty, 1, denominator)
     lse = jnp.where(empty, -jnp.inf, top + jnp.log(denominator))
     if dropout_weights is not None:
@@ -255,10 +255,6 @@ def plain_attention(case, operands, arrays, rounding, dropout_weights):
     out = _product("...nts,...snh->...tnh", rounding, p, value)
     out = out / jnp.swapaxes(denominator, -2, -3)
     return out, jnp.swapaxes(lse[..., 0], -1, -2)
-
-
-def _to_rank(x, rank):
-    return x.reshape((1,) * (rank - x.ndim) + x.shape)
 
 
 def _product(equation, rounding, x, y):
@@ -291,6 +287,8 @@ def _round(arithmetic, dither, x):
 def _dropout_weights(case, arrays):
     """What dropout multiplies each probability by, (*B, N, T, S), seen through the reference: equal
     logits, and values that tell the keys apart."""
+    if case.kv_length == 0:
+        return np.zeros(case.shapes["logits"], np.float32)
     eye = np.broadcast_to(
         np.eye(case.kv_length, dtype=np.float32)[:, None, :],
         (*case.batch, case.kv_length, case.num_kv_heads, case.kv_length),

@@ -13,7 +13,8 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# Long runs: HYPOTHESIS_PROFILE=long python -m pytest tests/test_random.py
+# Other draws each time: HYPOTHESIS_PROFILE=fresh pytest tests/test_random.py --hypothesis-seed=1
+# Long runs: HYPOTHESIS_PROFILE=long pytest tests/test_random.py
 hypothesis.settings.register_profile(
     "default",
     derandomize=True,
@@ -23,7 +24,10 @@ hypothesis.settings.register_profile(
     suppress_health_check=list(hypothesis.HealthCheck),
 )
 hypothesis.settings.register_profile(
-    "long", parent=hypothesis.settings.get_profile("default"), derandomize=False, max_examples=2000
+    "fresh", parent=hypothesis.settings.get_profile("default"), derandomize=False
+)
+hypothesis.settings.register_profile(
+    "long", parent=hypothesis.settings.get_profile("fresh"), max_examples=2000
 )
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 

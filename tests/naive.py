@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cases import AttentionCase, positions, visibility
+from cases import AttentionCase, positions, to_rank, visibility
 
 
 def attention(case: AttentionCase, arrays) -> tuple[np.ndarray, np.ndarray]:
@@ -19,7 +19,8 @@ def attention(case: AttentionCase, arrays) -> tuple[np.ndarray, np.ndarray]:
     position = positions(case, arrays)
     query, key, value = (arrays[name].astype(np.float64) for name in ("query", "key", "value"))
     logits_shape = case.shapes["logits"]
-    bias = np.broadcast_to(arrays.get("bias", np.float32(0)).astype(np.float64), logits_shape)
+    bias = to_rank(arrays.get("bias", np.float32(0)).astype(np.float64), len(logits_shape))
+    bias = np.broadcast_to(bias, logits_shape)
     slopes = arrays.get("alibi_slopes", np.float32(0)).astype(np.float64)
     slopes = np.broadcast_to(slopes, (*case.batch, case.q_heads))
     scale = case.head_dim**-0.5 if case.scale is None else case.scale

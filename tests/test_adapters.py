@@ -168,8 +168,8 @@ class _Attention(eqx.Module):
 
     def __init__(self, fused, *, key):
         first, second = jax.random.split(key)
-        self.projections = eqx.nn.Linear(FEATURES, 3 * FEATURES, key=first)
-        self.output = eqx.nn.Linear(FEATURES, FEATURES, key=second)
+        self.projections = eqx.nn.Linear(FEATURES, 3 * FEATURES, key=first, dtype=jnp.float32)
+        self.output = eqx.nn.Linear(FEATURES, FEATURES, key=second, dtype=jnp.float32)
         self.fused = fused
 
     def __call__(self, x):

@@ -50,6 +50,7 @@ _OPTIONS = {
 def _temporary_bytes(length, **options):
     compiled = jax.jit(_gradient(**options)).lower(*_shapes(length)).compile()
     analysis = compiled.memory_analysis()
+    assert analysis is not None
     return analysis.temp_size_in_bytes
 
 
@@ -91,5 +92,6 @@ def test_bytes_at_32k(function, most):
     if jax.default_backend() != "cpu":
         pytest.skip("measures the CPU compiler")
     memory = jax.jit(function).lower(*_shapes(32768)).compile().memory_analysis()
+    assert memory is not None
     total = memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes
     assert total < most

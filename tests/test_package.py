@@ -1,7 +1,10 @@
 """The installed package: its import, its names, what it says about itself."""
 
+import ctypes
+import os
 import pathlib
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -16,9 +19,74 @@ _ROOT = pathlib.Path(__file__).parents[1]
 
 
 def _python(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    # -P: started in a checkout, Python would import its source folder, not what is installed.
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def test_sources_alone_say_what_to_do(tmp_path):
+    """As in a checkout, whose folder comes before the installed package."""
+    sources = tmp_path / "jaxflash"
+    shutil.copytree(
+        pathlib.Path(jaxflash.__file__).parent, sources,
+        ignore=shutil.ignore_patterns("*.so", "__pycache__"),
+    )  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", "import jaxflash"],
+        capture_output=True, text=True, check=False, cwd=tmp_path,
+        env={**os.environ, "PYTHONSAFEPATH": ""},
+    )  # fmt: skip
+    assert done.returncode == 1
+    message = done.stderr.splitlines()[-1]
+    assert message.startswith("ImportError: jaxflash: ")
+    assert str(sources) in message
+    assert "pip install" in message
+
+
+@pytest.mark.skipif(not _ffi.extension.kernels, reason="the library was built without kernels")
+def test_kernels_of_other_sources_are_refused(tmp_path):
+    """A library whose hash is another than the one that the extension was built with."""
+    package = pathlib.Path(jaxflash.__file__).parent
+    extension = pathlib.Path(_ffi.extension.__file__)
+    library = package / "libjaxflash_cuda.so"
+    source_hash = ctypes.CDLL(str(library)).jaxflash_source_hash
+    source_hash.restype = ctypes.c_char_p
+    built = source_hash()
+    other = built[::-1]
+    contents = library.read_bytes()
+    assert contents.count(built) == 1
+    (tmp_path / library.name).write_bytes(contents.replace(built, other))
+    shutil.copy(extension, tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", "import _extension"],
+        capture_output=True, text=True, check=False, cwd=tmp_path,
+        env={**os.environ, "PYTHONSAFEPATH": ""},
+    )  # fmt: skip
+    assert done.returncode == 1
+    message = done.stderr.splitlines()[-1]
+    assert message.startswith("ImportError: jaxflash: ")
+    assert built.decode() in message
+    assert other.decode() in message
+
+
+@pytest.mark.parametrize("name", ["train_gpt_flax", "train_gpt_equinox"])
+@pytest.mark.parametrize("how", ["script", "module"])
+def test_example_finds_its_module(name, how, tmp_path):
+    """Without the script's own folder on the path: `python -P` and `python -m`."""
+    pytest.importorskip("matplotlib", reason="needs the extra 'examples'")
+    pytest.importorskip("tqdm", reason="needs the extra 'examples'")
+    # A copy, as `-m` in the checkout would import its source folder.
+    shutil.copytree(_ROOT / "examples", tmp_path / "examples")
+    where = {"script": ["-P", f"examples/{name}.py"], "module": ["-m", f"examples.{name}"]}
+    done = subprocess.run(
+        [sys.executable, *where[how], "--help"],
+        capture_output=True, text=True, check=False, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "--steps" in done.stdout
 
 
 def test_import_starts_no_backend():

@@ -1,6 +1,6 @@
 """Random combinations of sizes and arguments. A failure prints a line that repeats it.
 
-Long runs: HYPOTHESIS_PROFILE=long python -m pytest tests/test_random.py
+Long runs: HYPOTHESIS_PROFILE=long pytest tests/test_random.py
 """
 
 import dataclasses

@@ -66,7 +66,8 @@ def test_is_jax_nn_where_a_row_sees_a_key(case):
     # jax.nn wants an axis of one where there is no batch.
     lengths = {name: x.reshape(-1) for name, x in arrays.items() if name.endswith("lengths")}
     attend = functools.partial(jax.nn.dot_product_attention, **options, return_residual=True)
-    with jax.default_matmul_precision("highest"):
+    # With 64-bit types, jax.nn compares int32 lengths to int64 positions.
+    with jax.default_matmul_precision("highest"), jax.numpy_dtype_promotion("standard"):
         expected, expected_lse = jax.device_get(jax.jit(attend)(**(arrays | lengths)))
     attend = functools.partial(_reference, **options, return_residual=True)
     out, lse = jax.device_get(jax.jit(attend)(**arrays))
