@@ -1,6 +1,7 @@
 """Attention inside Flax and Equinox, against the same modules with their own attention."""
 
 import functools
+import inspect
 
 import equinox as eqx
 import jax
@@ -68,7 +69,9 @@ def test_nnx_bfloat16():
 
 
 def test_nnx_dropout():
-    module = _nnx_module(attention_fn=jaxflash.attention_fn, dropout_rate=0.5)
+    module = _nnx_module(
+        attention_fn=jaxflash.attention_fn, dropout_rate=0.5, broadcast_dropout=False
+    )
     run = nnx.jit(lambda module, rngs: module(_x(), deterministic=False, rngs=rngs))
     first, second = run(module, nnx.Rngs(1)), run(module, nnx.Rngs(2))
     assert not np.allclose(first, second)
@@ -80,6 +83,43 @@ def test_nnx_sowing_is_refused():
     module = _nnx_module(attention_fn=jaxflash.attention_fn)
     with pytest.raises(ValueError, match="sow_weights"):
         module(_x(), sow_weights=True)
+
+
+def test_nnx_causal_and_grouped():
+    expected = _nnx_loss_and_gradient(_nnx_module(num_kv_heads=2), _x(), is_causal=True)
+    module = _nnx_module(num_kv_heads=2, attention_fn=jaxflash.attention_fn)
+    _close(_nnx_loss_and_gradient(module, _x(), is_causal=True), expected)
+
+
+def test_nnx_options():
+    """A window, fixed by `functools.partial`, is the band mask of Flax's own attention."""
+    attention_fn = functools.partial(
+        jaxflash.attention_fn, local_window_size=(3, 0), implementation="xla"
+    )
+    offset = np.arange(T)[:, None] - np.arange(T)
+    band = np.broadcast_to((offset >= 0) & (offset <= 3), (B, 1, T, T))
+    expected = _nnx_loss_and_gradient(_nnx_module(), _x(), mask=band)
+    _close(_nnx_loss_and_gradient(_nnx_module(attention_fn=attention_fn), _x()), expected)
+
+
+def test_nnx_decode():
+    """Token by token through the cache."""
+
+    def run(**options):
+        module = _nnx_module(**options)
+        module.init_cache((B, 3, FEATURES))
+        step = nnx.jit(lambda module, x: module(x, decode=True, is_causal=True))
+        return [step(module, _x()[:, i : i + 1]) for i in range(3)]
+
+    _close(run(attention_fn=jaxflash.attention_fn), run())
+
+
+def test_nnx_decode_with_a_window_is_refused():
+    attention_fn = functools.partial(jaxflash.attention_fn, local_window_size=(3, 0))
+    module = _nnx_module(attention_fn=attention_fn)
+    module.init_cache((B, T, FEATURES))
+    with pytest.raises(ValueError, match="local_window_size: one query over 12 keys"):
+        module(_x()[:, :1], decode=True)
 
 
 # ---- Flax linen ---------------------------------------------------------------------------------
@@ -103,7 +143,10 @@ def test_linen(causal):
 
 def test_linen_dropout():
     module = linen.MultiHeadDotProductAttention(
-        num_heads=HEADS, dropout_rate=0.5, attention_fn=jaxflash.attention_fn
+        num_heads=HEADS,
+        dropout_rate=0.5,
+        broadcast_dropout=False,
+        attention_fn=jaxflash.attention_fn,
     )
     parameters = module.init(jax.random.key(0), _x(), deterministic=True)
 
@@ -114,6 +157,49 @@ def test_linen_dropout():
 
     assert not np.allclose(run(1), run(2))
     np.testing.assert_array_equal(run(1), run(1))
+
+
+def test_linen_options():
+    """Linen has no word for causal; `functools.partial` fixes it."""
+    own = linen.MultiHeadDotProductAttention(num_heads=HEADS)
+    parameters = own.init(jax.random.key(0), _x())
+    causal = linen.MultiHeadDotProductAttention(
+        num_heads=HEADS, attention_fn=functools.partial(jaxflash.attention_fn, is_causal=True)
+    )
+    mask = linen.make_causal_mask(np.ones((B, T)))
+    _close(causal.apply(parameters, _x()), own.apply(parameters, _x(), mask=mask))
+
+
+def test_linen_decode():
+    def run(**options):
+        module = linen.MultiHeadDotProductAttention(num_heads=HEADS, decode=True, **options)
+        variables = module.init(jax.random.key(0), _x()[:, :3])
+        step = jax.jit(functools.partial(module.apply, mutable=["cache"]))
+        outs = []
+        for i in range(3):
+            out, updated = step(variables, _x()[:, i : i + 1])
+            variables = {**variables, **updated}
+            outs.append(out)
+        return outs
+
+    _close(run(attention_fn=jaxflash.attention_fn), run())
+    causal = functools.partial(jaxflash.attention_fn, is_causal=True)
+    with pytest.raises(ValueError, match="is_causal: one query over 3 keys"):
+        run(attention_fn=causal)
+
+
+def test_linen_sowing_and_einsums_are_refused():
+    module = functools.partial(
+        linen.MultiHeadDotProductAttention, num_heads=HEADS, attention_fn=jaxflash.attention_fn
+    )
+    parameters = module().init(jax.random.key(0), _x())
+    with pytest.raises(ValueError, match="sow_weights"):
+        module().apply(parameters, _x(), sow_weights=True)
+    with pytest.raises(ValueError, match="qk_attn_weights_einsum must be None"):
+        module(
+            qk_attn_weights_einsum_cls=lambda: jnp.einsum,
+            attn_weights_value_einsum_cls=lambda: jnp.einsum,
+        ).apply(parameters, _x())
 
 
 # ---- The adapter itself -------------------------------------------------------------------------
@@ -150,10 +236,93 @@ def test_deterministic_means_no_dropout():
     assert not np.allclose(dropped, plain)
 
 
-@pytest.mark.parametrize("name", ["qk_attn_weights_einsum", "attn_weights_value_einsum", "module"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qk_attn_weights_einsum",
+        "attn_weights_value_einsum",
+        "einsum_dot_general",
+        "input_positions",
+        "module",
+    ],
+)
 def test_what_a_fused_kernel_cannot_do(name):
     with pytest.raises(ValueError, match=name):
         jaxflash.attention_fn(*_qkv(), **{name: jnp.einsum})
+
+
+# An argument for every option of the op; a new one needs a line here.
+_OPTIONS = dict(
+    scale=0.7,
+    query_seq_lengths=np.array([7, T], np.int32),
+    key_value_seq_lengths=np.array([T, 5], np.int32),
+    local_window_size=(4, 2),
+    implementation="xla",
+    segment_ids=np.repeat([[0, 1]], B, axis=0).repeat(T // 2, axis=1),
+    causal_alignment="bottom_right",
+    logits_soft_cap=2.0,
+    sink=np.linspace(-1, 1, HEADS, dtype=np.float32),
+    alibi_slopes=np.linspace(0.1, 1, HEADS, dtype=np.float32),
+    deterministic_backward=True,
+)
+
+
+def test_every_option_reaches_the_op():
+    assert _OPTIONS.keys() == (
+        inspect.signature(jaxflash.dot_product_attention).parameters.keys()
+        - inspect.signature(jaxflash.attention_fn).parameters.keys()
+        - {"return_residual"}
+    )
+    plain = jaxflash.dot_product_attention(*_qkv())
+    for name, option in _OPTIONS.items():
+        call = {name: option, "is_causal": name == "causal_alignment"}
+        actual = functools.partial(jaxflash.attention_fn, **call)(*_qkv())
+        _close(actual, jaxflash.dot_product_attention(*_qkv(), **call))
+        changes = name not in ("implementation", "deterministic_backward")
+        assert np.allclose(actual, plain) != changes, name
+    everything = jaxflash.attention_fn(*_qkv(), **_OPTIONS)
+    _close(everything, jaxflash.dot_product_attention(*_qkv(), **_OPTIONS))
+
+
+def test_unknown_options():
+    with pytest.raises(TypeError, match=r"unknown options \['causal'\].*local_window_size"):
+        jaxflash.attention_fn(*_qkv(), causal=True)
+    with pytest.raises(ValueError, match="return_residual"):
+        jaxflash.attention_fn(*_qkv(), return_residual=True)
+
+
+def test_dtypes_are_promoted_as_in_flax():
+    q, k, v = _qkv()
+    mixed = (q, k.astype(jnp.bfloat16), v)
+    with jax.numpy_dtype_promotion("standard"):
+        assert jaxflash.attention_fn(*mixed).dtype == jnp.float32
+
+    def to_half(arrays, dtype):
+        assert dtype is None
+        return tuple(jnp.asarray(x, jnp.float16) for x in arrays)
+
+    assert jaxflash.attention_fn(q, k, v, promote_dtype=to_half).dtype == jnp.float16
+    assert jaxflash.attention_fn(q, k, v, dtype=jnp.bfloat16).dtype == jnp.bfloat16
+
+
+def test_broadcast_dropout_warns():
+    options = dict(dropout_rate=0.5, dropout_rng=jax.random.key(0), broadcast_dropout=True)
+    with pytest.warns(UserWarning, match="broadcast_dropout=True is not followed"):
+        jaxflash.attention_fn(*_qkv(), **options)
+    jaxflash.attention_fn(*_qkv(), **options, deterministic=True)  # nothing is dropped
+
+
+def test_one_query_over_a_cache():
+    """Only an explicit alignment says where a single query stands."""
+    q, k, v = _qkv()
+    call = dict(local_window_size=(3, 0), causal_alignment="bottom_right")
+    _close(
+        jaxflash.attention_fn(q[:, -1:], k, v, **call),
+        jaxflash.dot_product_attention(q, k, v, local_window_size=(3, 0))[:, -1:],
+    )
+    for call in (dict(is_causal=True), dict(alibi_slopes=np.ones(HEADS, np.float32))):
+        with pytest.raises(ValueError, match=f"{next(iter(call))}: one query over 12 keys"):
+            jaxflash.attention_fn(q[:, -1:], k, v, **call)
 
 
 # ---- Equinox ------------------------------------------------------------------------------------
