@@ -1,5 +1,7 @@
 """FlashAttention for JAX: CUDA kernels on NVIDIA GPUs, the same meaning everywhere else."""
 
+import importlib as _importlib
+
 from jax.export import DisabledSafetyCheck as _DisabledSafetyCheck
 
 from jaxflash import _ffi
@@ -19,3 +21,10 @@ EXPORT_CHECKS = (
     _DisabledSafetyCheck.custom_call(_ffi.FORWARD_TARGET),
     _DisabledSafetyCheck.custom_call(_ffi.BACKWARD_TARGET),
 )
+
+
+def __getattr__(name: str):
+    """`jaxflash.equinox` is imported when it is asked for: Equinox need not be installed."""
+    if name == "equinox":
+        return _importlib.import_module("jaxflash.equinox")
+    raise AttributeError(f"module 'jaxflash' has no attribute {name!r}")

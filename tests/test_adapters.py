@@ -2,6 +2,9 @@
 
 import functools
 import inspect
+import io
+import subprocess
+import sys
 
 import equinox as eqx
 import jax
@@ -255,7 +258,7 @@ def test_what_a_fused_kernel_cannot_do(name):
 _OPTIONS = dict(
     scale=0.7,
     query_seq_lengths=np.array([7, T], np.int32),
-    key_value_seq_lengths=np.array([T, 5], np.int32),
+    key_value_seq_lengths=np.array([5, T], np.int32),
     local_window_size=(4, 2),
     implementation="xla",
     segment_ids=np.repeat([[0, 1]], B, axis=0).repeat(T // 2, axis=1),
@@ -364,3 +367,152 @@ def test_equinox(per_example):
         return jax.tree.leaves(eqx.filter_jit(gradient)(module, _x()))
 
     _close(run(True), run(False))
+
+
+def _multihead(kind, **options):
+    return kind(HEADS, FEATURES, key=jax.random.key(0), **options)
+
+
+def _parameters(module):
+    return module.query_proj, module.key_proj, module.value_proj, module.output_proj
+
+
+def _rotate(query, key, value):
+    rope = jax.vmap(eqx.nn.RotaryPositionalEmbedding(query.shape[-1]), in_axes=1, out_axes=1)
+    return rope(query), rope(key), value
+
+
+_SIZES = dict(key_size=24, value_size=20, output_size=12, qk_size=6, vo_size=10)
+_BIASES = {f"use_{name}_bias": True for name in ("query", "key", "value", "output")}
+_LOWER = np.tril(np.ones((T, T), bool))
+_PER_HEAD = np.stack([_LOWER, _LOWER.T, _LOWER | _LOWER.T, np.eye(T, dtype=bool)])
+
+
+@pytest.mark.parametrize(
+    ("options", "call"),
+    [
+        ({}, {}),
+        ({**_SIZES, **_BIASES}, dict(mask=_LOWER)),
+        (_BIASES, dict(mask=_PER_HEAD)),
+        ({}, dict(process_heads=_rotate)),
+        (dict(dropout_p=0.5, inference=True), {}),
+        (dict(dropout_p=0.5), dict(inference=True)),
+    ],
+    ids=["plain", "sizes", "mask per head", "process_heads", "inference", "inference of the call"],
+)
+def test_multihead_attention(options, call):
+    """In place of Equinox's module, same key: outputs, and gradients of parameters and inputs."""
+    x = _x()
+    inputs = (x, x[..., : options.get("key_size", FEATURES)])
+    inputs += (x[..., : options.get("value_size", FEATURES)],)
+
+    def run(kind):
+        @eqx.filter_value_and_grad
+        def loss(arguments):
+            module, inputs = arguments
+            outs = jax.vmap(lambda q, k, v: module(q, k, v, **call))(*inputs)
+            return jnp.sum(jnp.sin(outs))
+
+        arguments = (_multihead(kind, **options), tuple(map(jnp.asarray, inputs)))
+        value, (gradient, input_gradients) = eqx.filter_jit(loss)(arguments)
+        return value, jax.tree.leaves(_parameters(gradient)), input_gradients
+
+    # Equinox promotes its float32 mask value implicitly.
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        expected = run(eqx.nn.MultiheadAttention)
+    _close(run(jaxflash.equinox.MultiheadAttention), expected)
+
+
+def test_multihead_attention_takes_over_parameters():
+    theirs = eqx.nn.MultiheadAttention(HEADS, FEATURES, key=jax.random.key(3))
+    ours = eqx.tree_at(
+        _parameters, _multihead(jaxflash.equinox.MultiheadAttention), _parameters(theirs)
+    )
+    x = _x()[0]
+    _close(ours(x, x, x), theirs(x, x, x))
+    file = io.BytesIO()
+    eqx.tree_serialise_leaves(file, theirs)
+    file.seek(0)
+    loaded = eqx.tree_deserialise_leaves(file, _multihead(jaxflash.equinox.MultiheadAttention))
+    _close(loaded(x, x, x), theirs(x, x, x))
+
+
+def test_multihead_attention_grouped():
+    """Two key heads: Equinox's module with each of them written twice."""
+    ours = _multihead(jaxflash.equinox.MultiheadAttention, num_kv_heads=2)
+    assert ours.key_proj.weight.shape == (FEATURES // 2, FEATURES)
+
+    def twice(linear):
+        weight = linear.weight.reshape(2, FEATURES // HEADS, FEATURES)
+        weight = jnp.repeat(weight, 2, axis=0).reshape(FEATURES, FEATURES)
+        return eqx.tree_at(lambda other: other.weight, theirs.key_proj, weight)
+
+    theirs = _multihead(eqx.nn.MultiheadAttention)
+    query, key, value, output = _parameters(ours)
+    theirs = eqx.tree_at(_parameters, theirs, (query, twice(key), twice(value), output))
+    x = _x()[0]
+    _close(ours(x, x, x), theirs(x, x, x))
+    with pytest.raises(ValueError, match="num_kv_heads must be a divisor of num_heads"):
+        _multihead(jaxflash.equinox.MultiheadAttention, num_kv_heads=3)
+
+
+def test_multihead_attention_options():
+    """Every option of the op, on one example."""
+    module = _multihead(jaxflash.equinox.MultiheadAttention)
+    x = _x()[0]
+    q, k, v = (jax.vmap(p)(x).reshape(T, HEADS, -1) for p in _parameters(module)[:3])
+    plain = module(x, x, x)
+    one_example = ("query_seq_lengths", "key_value_seq_lengths", "segment_ids")
+    more = dict(bias=np.ones((T, T), np.float32) * np.arange(T, dtype=np.float32), is_causal=True)
+    for name, option in {**_OPTIONS, **more, "precision": "highest"}.items():
+        call = {name: option[0] if name in one_example else option}
+        call.setdefault("is_causal", name == "causal_alignment")
+        out = jaxflash.dot_product_attention(q, k, v, **call)
+        actual = module(x, x, x, **call)
+        _close(actual, jax.vmap(module.output_proj)(out.reshape(T, -1)))
+        changes = name not in ("implementation", "deterministic_backward", "precision")
+        assert np.allclose(actual, plain) != changes, name
+
+
+def test_multihead_attention_dropout():
+    module = _multihead(jaxflash.equinox.MultiheadAttention, dropout_p=0.5)
+    x = _x()[0]
+    run = eqx.filter_jit(lambda key: module(x, x, x, key=key))
+    first = run(jax.random.key(1))
+    np.testing.assert_array_equal(first, run(jax.random.key(1)))
+    assert not np.allclose(first, run(jax.random.key(2)))
+    plain = _multihead(jaxflash.equinox.MultiheadAttention)(x, x, x)
+    assert not np.allclose(first, plain)
+    _close(eqx.nn.inference_mode(module)(x, x, x), plain)
+    with pytest.raises(RuntimeError, match="needs a key"):
+        module(x, x, x)
+    with pytest.warns(UserWarning, match="deterministic is deprecated"):
+        _close(module(x, x, x, deterministic=True), plain)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (dict(dropout_rate=0.5), "dropout_rate is not an option"),
+        (dict(return_residual=True), "return_residual is not an option"),
+        (dict(process_heads=lambda q, k, v: (q[:-1], k, v)), "process_heads must keep the shapes"),
+        (dict(value=_x()[0, :-1]), "value must have the length of key_"),
+        (dict(query=_x()), "jax.vmap"),
+    ],
+)
+def test_multihead_attention_refuses(call, text):
+    module = _multihead(jaxflash.equinox.MultiheadAttention)
+    x = _x()[0]
+    with pytest.raises(ValueError, match=text):
+        module(**{"query": x, "key_": x, "value": x, **call})
+
+
+def test_equinox_is_not_needed():
+    code = (
+        "import sys; sys.modules['equinox'] = None\n"
+        "import jaxflash\n"
+        "try: jaxflash.equinox\n"
+        "except ImportError as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "pip install 'jaxflash[equinox]'" in done.stdout
