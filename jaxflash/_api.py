@@ -212,11 +212,11 @@ def supported(
       ValueError: an argument is wrong, as in :func:`dot_product_attention`.
     """
     _spec.check_implementation(implementation)
-    spec, operands = _spec.make(query, key, value, bias, mask, **{**_DEFAULTS, **kwargs})
+    spec, operands = _spec.make(query, key, value, bias, mask, **{**DEFAULTS, **kwargs})
     return _support.reasons_against_kernels(spec, operands)
 
 
-_DEFAULTS = {
+DEFAULTS = {
     name: parameter.default
     for name, parameter in inspect.signature(dot_product_attention).parameters.items()
     if parameter.kind is inspect.Parameter.KEYWORD_ONLY
