@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import jax
 from jax.typing import ArrayLike
@@ -67,6 +67,33 @@ def dot_product_attention(
     precision: jax.lax.PrecisionLike = ...,
     deterministic_backward: bool = ...,
 ) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = ...,
+    mask: ArrayLike | None = ...,
+    *,
+    scale: float | None = ...,
+    is_causal: bool = ...,
+    query_seq_lengths: ArrayLike | None = ...,
+    key_value_seq_lengths: ArrayLike | None = ...,
+    local_window_size: Window = ...,
+    implementation: Implementation | None = ...,
+    return_residual: bool,
+    segment_ids: ArrayLike | tuple[ArrayLike, ArrayLike] | None = ...,
+    causal_alignment: CausalAlignment = ...,
+    logits_soft_cap: float | None = ...,
+    sink: ArrayLike | None = ...,
+    alibi_slopes: ArrayLike | None = ...,
+    dropout_rate: float = ...,
+    dropout_rng: jax.Array | None = ...,
+    precision: jax.lax.PrecisionLike = ...,
+    deterministic_backward: bool = ...,
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 
 def dot_product_attention(
@@ -153,6 +180,21 @@ def dot_product_attention(
 
     The function has first derivatives in reverse mode. Masked-out keys never reach the result,
     NaN or infinity in them included, if no row of the call sees them.
+
+    Examples:
+      Causal attention of eight query heads over two key heads, and its gradient::
+
+          keys = jax.random.split(jax.random.key(0), 3)
+          query = jax.random.normal(keys[0], (2, 1024, 8, 64), jnp.bfloat16)
+          key = jax.random.normal(keys[1], (2, 1024, 2, 64), jnp.bfloat16)
+          value = jax.random.normal(keys[2], (2, 1024, 2, 64), jnp.bfloat16)
+          out = jaxflash.dot_product_attention(query, key, value, is_causal=True)
+
+          def loss(query):
+              out = jaxflash.dot_product_attention(query, key, value, is_causal=True)
+              return jnp.sum(out.astype(jnp.float32) ** 2)
+
+          gradient = jax.jit(jax.grad(loss))(query)
     """
     spec, operands = _spec.make(
         query,
@@ -180,15 +222,15 @@ def dot_product_attention(
 
 
 def supported(
-    query,
-    key,
-    value,
-    bias=None,
-    mask=None,
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
     *,
-    implementation="cuda",
-    return_residual=False,
-    **kwargs,
+    implementation: Implementation | None = "cuda",
+    return_residual: bool = False,
+    **kwargs: Any,
 ) -> tuple[str, ...]:
     """Why the CUDA kernels cannot take a call: every reason, or none when they can.
 
@@ -210,6 +252,13 @@ def supported(
 
     Raises:
       ValueError: an argument is wrong, as in :func:`dot_product_attention`.
+
+    Examples:
+      Without arrays::
+
+          query = key = value = jax.ShapeDtypeStruct((2, 1024, 8, 64), jnp.float64)
+          jaxflash.supported(query, key, value, is_causal=True)
+          # ('dtype float64: the kernels take float16, bfloat16 and float32',)
     """
     _spec.check_implementation(implementation)
     spec, operands = _spec.make(query, key, value, bias, mask, **{**DEFAULTS, **kwargs})

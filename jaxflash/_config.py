@@ -98,5 +98,13 @@ def config() -> Config:
 
 
 def show_config() -> None:
-    """Prints what this installation was built with, and the GPUs that its kernels see."""
+    """Prints what this installation was built with, and the GPUs that its kernels see.
+
+    ``python -m jaxflash`` says more: it tests the numbers and times calls too.
+
+    Examples:
+      ::
+
+          jaxflash.show_config()
+    """
     print(config())

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
 
 from jaxflash._api import dot_product_attention
 
@@ -18,26 +20,26 @@ _OPTIONS = frozenset(inspect.signature(dot_product_attention).parameters) - {"re
 # Every keyword of Flax has its name here: linen passes only those that the signature names, nnx
 # all of its own.
 def attention_fn(
-    query,
-    key,
-    value,
-    bias=None,
-    mask=None,
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
     *,
-    dropout_rng=None,
-    dropout_rate=0.0,
-    broadcast_dropout=False,
-    deterministic=False,
-    dtype=None,
-    precision=None,
-    module=None,
-    promote_dtype=None,
-    is_causal=False,
-    force_fp32_for_softmax=False,
-    qk_attn_weights_einsum=None,
-    attn_weights_value_einsum=None,
-    einsum_dot_general=None,
-    input_positions=None,
+    dropout_rng: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    broadcast_dropout: bool = False,
+    deterministic: bool = False,
+    dtype: DTypeLike | None = None,
+    precision: jax.lax.PrecisionLike = None,
+    module: None = None,
+    promote_dtype: Callable[..., tuple[jax.Array, jax.Array, jax.Array]] | None = None,
+    is_causal: bool = False,
+    force_fp32_for_softmax: bool = False,
+    qk_attn_weights_einsum: None = None,
+    attn_weights_value_einsum: None = None,
+    einsum_dot_general: None = None,
+    input_positions: None = None,
     **options: Any,
 ) -> jax.Array:
     """Attention as `flax.nnx.MultiHeadAttention` and `flax.linen.MultiHeadDotProductAttention`

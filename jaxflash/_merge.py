@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 
-def merge_attention(outs, lses):
+def merge_attention(
+    outs: ArrayLike | Sequence[ArrayLike], lses: ArrayLike | Sequence[ArrayLike]
+) -> tuple[jax.Array, jax.Array]:
     r"""Merges attention results over disjoint sets of keys into the result over all of them.
 
     .. math::

@@ -8,13 +8,14 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.typing import DTypeLike
 
 try:
     import equinox as eqx
-except ImportError as error:
+except ImportError as _error:
     raise ImportError(
         "jaxflash.equinox needs Equinox, which is not installed: pip install 'jaxflash[equinox]'"
-    ) from error
+    ) from _error
 
 from jaxflash._api import dot_product_attention
 
@@ -84,11 +85,11 @@ class MultiheadAttention(eqx.Module):
         use_output_bias: bool = False,
         dropout_p: float = 0.0,
         inference: bool = False,
-        dtype=None,
+        dtype: DTypeLike | None = None,
         *,
         num_kv_heads: int | None = None,
         key: jax.Array,
-    ):
+    ) -> None:
         """Draws the parameters as `equinox.nn.MultiheadAttention` does.
 
         Args:

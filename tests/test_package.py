@@ -6,6 +6,7 @@ import statistics
 import subprocess
 import sys
 import time
+import types
 
 import pytest
 
@@ -57,12 +58,14 @@ def test_public_names():
         "dot_product_attention", "varlen_attention", "attention_fn", "merge_attention",
         "supported", "show_config", "reference", "EXPORT_CHECKS", "CHECKPOINT_NAME",
     }  # fmt: skip
-    public = {name for name in vars(jaxflash) if not name.startswith("_")}
-    assert names <= public
+    assert set(jaxflash.__all__) == names
     for name in names:
         value = getattr(jaxflash, name)
-        assert not callable(value) or value.__doc__, name
+        assert not callable(value) or "Examples:" in value.__doc__, name
+    assert isinstance(jaxflash.reference, types.ModuleType)
     assert re.fullmatch(r"\d+\.\d+\.\d+.*", jaxflash.__version__)
+    with pytest.raises(AttributeError, match="module 'jaxflash' has no attribute 'attention'"):
+        jaxflash.attention  # noqa: B018
 
 
 def test_show_config(capsys):
