@@ -97,7 +97,11 @@ def _parser() -> argparse.ArgumentParser:
         default=True,
         help="time the gradient too",
     )
-    run.add_argument("--implementation", choices=IMPLEMENTATIONS, help="default: None, see README")
+    run.add_argument(
+        "--implementation",
+        choices=IMPLEMENTATIONS,
+        help="default: None, the kernels where they take the call",
+    )
     run.add_argument("--seconds", type=float, default=0.25, help="of sampling per time")
     run.add_argument("--self-test", action=argparse.BooleanOptionalAction, default=True)
     run.add_argument(

@@ -122,11 +122,9 @@ def dot_product_attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""Scaled dot-product attention in memory linear in the sequence length.
 
-    Takes the arguments of :func:`jax.nn.dot_product_attention` with their meaning, and more:
+    Takes the arguments of `jax.nn.dot_product_attention` with their meaning, and more:
 
-    .. math::
-        \mathrm{Attention}(Q, K, V) = \mathrm{softmax}(\mathrm{mask}(
-            \mathrm{cap}(\mathit{scale} \cdot QK^T + \mathit{bias}))) V
+        softmax(mask(cap(scale * Q @ K^T + bias))) @ V
 
     computed without the logits ever being stored (FlashAttention-2, Dao 2023, algorithms 1 and 2).
     Letters of the shapes: ``*B`` any number of batch axes, none included; ``T`` query length;
@@ -148,7 +146,7 @@ def dot_product_attention(
         ``i - left`` to ``i + right``, both included; a side of None has no limit.
       implementation: ``"cuda"`` runs the CUDA kernels or raises NotImplementedError with every
         reason against it; ``"xla"`` is the blockwise path in plain JAX, on any platform; None
-        takes the kernels on CUDA when :func:`supported` has nothing against them, else ``"xla"``.
+        takes the kernels on CUDA when `supported` has nothing against them, else ``"xla"``.
       return_residual: also return the logarithm of the softmax's denominator.
       segment_ids: int ``(*B, T)``, or a pair ``(*B, T)``, ``(*B, S)``: only equal ids attend.
       causal_alignment: where query ``i`` stands for causal, window and ALiBi: at key position
@@ -234,11 +232,11 @@ def supported(
 ) -> tuple[str, ...]:
     """Why the CUDA kernels cannot take a call: every reason, or none when they can.
 
-    Takes the arguments of :func:`dot_product_attention`; arrays may be `jax.ShapeDtypeStruct`.
+    Takes the arguments of `dot_product_attention`; arrays may be `jax.ShapeDtypeStruct`.
     Nothing is computed and no GPU is needed or asked.
 
     Args:
-      query: as in :func:`dot_product_attention`; likewise the other arguments.
+      query: as in `dot_product_attention`; likewise the other arguments.
       key: likewise.
       value: likewise.
       bias: likewise.
@@ -251,7 +249,7 @@ def supported(
       Reasons, each a short text; an empty tuple if the kernels take the call.
 
     Raises:
-      ValueError: an argument is wrong, as in :func:`dot_product_attention`.
+      ValueError: an argument is wrong, as in `dot_product_attention`.
 
     Examples:
       Without arrays::

@@ -45,7 +45,7 @@ def attention_fn(
     """Attention as `flax.nnx.MultiHeadAttention` and `flax.linen.MultiHeadDotProductAttention`
     call it: ``MultiHeadAttention(..., attention_fn=jaxflash.attention_fn)``.
 
-    Every option of :func:`jaxflash.dot_product_attention` goes through, fixed by
+    Every option of `jaxflash.dot_product_attention` goes through, fixed by
     `functools.partial`. What a module passes at each call wins over the partial: of linen `mask`,
     `dtype`, `precision` and what concerns dropout, of nnx these and `is_causal`. Give those to the
     module: ``module(x, is_causal=True)`` for nnx. Linen has no word for it, so that
@@ -55,27 +55,27 @@ def attention_fn(
       query: ``(*B, T, N, H)``; key and value ``(*B, S, K, H)``, where ``K`` divides ``N``.
       key: see query.
       value: see query.
-      bias: as in :func:`jaxflash.dot_product_attention`.
+      bias: as in `jaxflash.dot_product_attention`.
       mask: broadcasts to ``(*B, N, T, S)``; bool, or numbers of which 0 means do not attend (Flax's
         mask helpers make float32 ones).
       dropout_rng: PRNG key.
-      dropout_rate: see :func:`jaxflash.dot_product_attention`.
+      dropout_rate: see `jaxflash.dot_product_attention`.
       broadcast_dropout: cannot be honoured: every head and sequence draws a mask of its own. With
         True, which is the modules' default, a call that drops something warns.
       deterministic: Flax's word for no dropout.
       dtype: dtype of the computation; query, key and value are cast to it. None: their common
         dtype, by JAX's promotion.
-      precision: see :func:`jaxflash.dot_product_attention`.
+      precision: see `jaxflash.dot_product_attention`.
       module: must be None; the probabilities, which Flax would store in it, never exist.
       promote_dtype: function of ``((query, key, value), dtype=dtype)`` that returns the three in
         one dtype, instead of the rule of `dtype`.
-      is_causal: see :func:`jaxflash.dot_product_attention`.
+      is_causal: see `jaxflash.dot_product_attention`.
       force_fp32_for_softmax: the softmax is float32 in any case.
       qk_attn_weights_einsum: must be None, as the products run inside one kernel.
       attn_weights_value_einsum: must be None, likewise.
       einsum_dot_general: must be None, likewise.
       input_positions: must be None: positions are Flax's way to its own rotary attention.
-      **options: every other option of :func:`jaxflash.dot_product_attention` except
+      **options: every other option of `jaxflash.dot_product_attention` except
         `return_residual`: `local_window_size`, `key_value_seq_lengths`, `segment_ids`, `scale`,
         `logits_soft_cap`, `sink`, `alibi_slopes`, `implementation` and so on.
 
@@ -83,12 +83,12 @@ def attention_fn(
       ``(*B, T, N, H)``.
 
     Raises:
-      ValueError: as in :func:`jaxflash.dot_product_attention`; an argument that must be None is
+      ValueError: as in `jaxflash.dot_product_attention`; an argument that must be None is
         not; or ``is_causal``, ``local_window_size`` or ``alibi_slopes`` for one query over several
         keys, as a module with a cache (``decode=True``) asks: the query's position among the keys
         does not reach this function, and the mask of the cache is causal already. An explicit
         ``causal_alignment`` says where the query stands.
-      TypeError: an option that :func:`jaxflash.dot_product_attention` does not have.
+      TypeError: an option that `jaxflash.dot_product_attention` does not have.
 
     Examples:
       A causal window of 128 keys and a soft cap, in linen::

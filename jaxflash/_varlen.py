@@ -109,7 +109,7 @@ def varlen_attention(
     r"""Scaled dot-product attention within each of ``n`` packed sequences.
 
     The tokens of all sequences stand one after the other, without padding between them. Each
-    sequence attends to itself alone, as if :func:`jaxflash.dot_product_attention` were called on
+    sequence attends to itself alone, as if `jaxflash.dot_product_attention` were called on
     it. The lengths are arrays: another set of lengths compiles nothing new, as long as the total
     number of tokens stays. Tokens past the last sequence are padding: they see nothing (output 0,
     lse -inf), nothing sees them, and their gradients are 0.
@@ -121,7 +121,7 @@ def varlen_attention(
       cu_seqlens_q: int32 ``(n + 1,)``, ascending from 0: sequence ``i`` has the queries
         ``cu_seqlens_q[i]`` up to but excluding ``cu_seqlens_q[i + 1]``. A sequence may be empty.
       cu_seqlens_kv: int32 ``(n + 1,)``, the same for keys and values.
-      scale: as in :func:`jaxflash.dot_product_attention`, like all that follow.
+      scale: as in `jaxflash.dot_product_attention`, like all that follow.
       is_causal: counts positions from the start of the sequence.
       local_window_size: likewise.
       causal_alignment: with ``"bottom_right"`` the last query of a sequence stands at its last key.
@@ -137,7 +137,7 @@ def varlen_attention(
 
     Returns:
       Output ``(tokens, N, h)`` in query's dtype; with ``return_residual`` a pair of it and the lse
-      ``(tokens, N)``, as in :func:`jaxflash.dot_product_attention`.
+      ``(tokens, N)``, as in `jaxflash.dot_product_attention`.
 
     Raises:
       ValueError: an argument is wrong; the text names it, what came and what is allowed.

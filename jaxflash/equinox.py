@@ -26,7 +26,7 @@ Heads = tuple[jax.Array, jax.Array, jax.Array]
 
 class MultiheadAttention(eqx.Module):
     """Multi-head attention with the interface of `equinox.nn.MultiheadAttention`, grouped heads and
-    every option of :func:`jaxflash.dot_product_attention`.
+    every option of `jaxflash.dot_product_attention`.
 
     Made from the same arguments and the same `key` it has the same parameters under the same names,
     and gives the same outputs and gradients. Parameters of one fit into the other::
@@ -166,7 +166,7 @@ class MultiheadAttention(eqx.Module):
           process_heads: function of the projected query ``(T, num_heads, qk_size)``, key
             ``(S, num_kv_heads, qk_size)`` and value ``(S, num_kv_heads, vo_size)`` that returns the
             three changed but of the same shapes: a rotary embedding, for instance.
-          **options: of :func:`jaxflash.dot_product_attention`, for this one example:
+          **options: of `jaxflash.dot_product_attention`, for this one example:
             ``is_causal=True``, ``local_window_size``, ``bias`` broadcastable to
             ``(num_heads, T, S)``, ``segment_ids`` ``(T,)``, ``sink`` ``(num_heads,)``,
             ``implementation`` and so on.
@@ -175,7 +175,7 @@ class MultiheadAttention(eqx.Module):
           ``(T, output_size)``.
 
         Raises:
-          ValueError: as in :func:`jaxflash.dot_product_attention`, or `process_heads` changes a
+          ValueError: as in `jaxflash.dot_product_attention`, or `process_heads` changes a
             shape.
           RuntimeError: something is to be dropped and `key` is None.
 

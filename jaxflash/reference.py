@@ -53,11 +53,9 @@ def dot_product_attention(
     deterministic_backward: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""Scaled dot-product attention by its definition; arguments and result are those of
-    :func:`jaxflash.dot_product_attention`.
+    `jaxflash.dot_product_attention`.
 
-    .. math::
-        \mathrm{out} = \mathrm{dropout}(\mathrm{softmax}(
-            \mathrm{mask}(c \tanh((s Q K^T + \mathrm{bias} - a |i - j|) / c)))) V
+        dropout(softmax(mask(c * tanh((s * Q @ K^T + bias - a * |i - j|) / c)))) @ V
 
     Letters: B batch (any number of axes, or none), T query length, S key length, N query heads,
     K key heads, H query and key head size, h value head size.
@@ -141,7 +139,7 @@ def varlen_attention(
     cu_seqlens_kv: ArrayLike,
     **arguments: Any,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    r"""The definition of :func:`jaxflash.varlen_attention`: each sequence by itself.
+    r"""The definition of `jaxflash.varlen_attention`: each sequence by itself.
 
     `cu_seqlens_q` and `cu_seqlens_kv` must be known here, that is, not traced. Dropout is left out:
     its mask counts rows and columns of the packed arrays.
@@ -152,7 +150,7 @@ def varlen_attention(
         value: (key tokens, K, h).
         cu_seqlens_q: (n + 1), where the sequences begin and end among the queries.
         cu_seqlens_kv: (n + 1), the same for the keys.
-        **arguments: other arguments of :func:`jaxflash.varlen_attention`.
+        **arguments: other arguments of `jaxflash.varlen_attention`.
     """
     if arguments.get("dropout_rate", 0.0) != 0.0:
         raise ValueError("dropout_rate must be 0 in the reference of varlen_attention")

@@ -47,6 +47,23 @@ def test_page(page, tmp_path):
     assert done.returncode == 0, f"{page}, by its own lines:\n{done.stderr}"
 
 
+def test_figures_of_the_readme():
+    """Six rows of the page that the benchmark writes."""
+    (block,) = re.findall(
+        r"<!-- six rows -->\n(.*?)<!-- /six rows -->", (_ROOT / "README.md").read_text(), re.DOTALL
+    )
+    rows = block.splitlines()
+    assert len(rows) == 2 + 6
+    assert set(rows) <= set((_ROOT / "docs/benchmarks.md").read_text().splitlines())
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+def test_links(page):
+    """mkdocs checks those of the documentation."""
+    for target in re.findall(r"\]\(([^)#]+)", (_ROOT / page).read_text()):
+        assert (_ROOT / target).exists(), target
+
+
 def test_pages_are_found():
     """The marks of a block are what the pattern takes them for."""
     assert "README.md" in _PAGES

@@ -95,9 +95,9 @@ def test_every_pass_has_every_arithmetic():
     assert expected <= built
 
 
-def test_support_table_of_the_readme():
-    """The README's table is the code's own."""
-    assert _support.table() in (_ROOT / "README.md").read_text()
+def test_support_table_of_the_documentation():
+    """The table is the code's own."""
+    assert _support.table() in (_ROOT / "docs/arguments.md").read_text()
 
 
 def test_typed():
