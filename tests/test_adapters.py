@@ -111,7 +111,7 @@ def test_nnx_decode():
     def run(**options):
         module = _nnx_module(**options)
         module.init_cache((B, 3, FEATURES))
-        step = nnx.jit(lambda module, x: module(x, decode=True, is_causal=True))
+        step = nnx.jit(lambda module, x: module(x, decode=True))
         return [step(module, _x()[:, i : i + 1]) for i in range(3)]
 
     _close(run(attention_fn=jaxflash.attention_fn), run())
