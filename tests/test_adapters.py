@@ -22,6 +22,13 @@ def _x(seed=0):
     return np.random.default_rng(seed).standard_normal((B, T, FEATURES), np.float32)
 
 
+@pytest.fixture(autouse=True)
+def accurate_products():
+    """On a GPU too: modules are compared with others, not with a rounding."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
 def _close(actual, expected):
     jax.tree.map(
         functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-5),

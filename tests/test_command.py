@@ -46,13 +46,19 @@ def test_report(tmp_path):
     for row in ours:
         assert row["seconds"] > 0
         assert row["memory"] > 0
-        assert row["path"] == "blockwise path"
+        assert row["path"] == "blockwise path" or "kernel" in row["path"]
         assert 0 <= row["error"] <= row["tolerance"]
     theirs = [row for row in report["times"] if row["peer"] != "jaxflash"]
     for name in ("alibi_slopes", "causal_alignment", "dropout_rate", "logits_soft_cap", "sink"):
         assert all(name in row["reason"] for row in theirs)
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
-    for text in (jaxflash.__version__, "blockwise path", "TFLOP/s", "jax.nn has no", "is right"):
+    for text in (
+        jaxflash.__version__,
+        "jaxflash, forward: ",
+        "TFLOP/s",
+        "jax.nn has no",
+        "is right",
+    ):
         assert text in done.stdout
 
 
@@ -127,7 +133,7 @@ def test_wrong_results_of_the_definition_are_no_number(monkeypatch):
         (["--dropout", "1"], "dropout_rate must lie in [0, 1)"),
         (["--bias", "BT"], "axes are BNTS from the right"),
         (["--segments", "0"], "--segments must be at least 1"),
-        (["--implementation", "cuda", "--sink"], "cannot take this call"),
+        (["--implementation", "cuda", "--head-size", "400"], "cannot take this call"),
         (["--json", "no/such/folder/x.json"], "cannot write no/such/folder/x.json"),
         (["--plot", "no/such/folder/x.png"], "cannot write no/such/folder/x.png"),
     ],
@@ -169,6 +175,7 @@ def test_error_on_a_slice_of_rows(monkeypatch):
     call = _check.Call(
         2, 48, 48, 4, 2, 8, 8, is_causal=True, bias="BNTS", mask="T1", segments=2, dropout_rate=0.1,
         sink=True, alibi=True, query_lengths=(48, 30), kv_lengths=(40, 48),
+        precision="highest",
     )  # fmt: skip
     monkeypatch.setattr(_check, "_SLICE_BYTES", 4 * 2 * 48 * 20)
     for pass_name in _check.PASSES:
@@ -181,10 +188,11 @@ def test_error_on_a_slice_of_rows(monkeypatch):
 
 
 def test_paths():
-    call = _check.Call(sink=True)
+    call = _check.Call(dtype="float32", head_dim=400)
     ran, why = _check.path(call, "forward", None)
     assert ran == "blockwise path"
-    assert any("sink" in reason for reason in why)
+    reason = "head size 400" if jaxflash._ffi.extension.kernels else "without CUDA kernels"
+    assert any(reason in text for text in why)
     assert _check.path(call, "forward", "xla") == ("blockwise path", ("implementation='xla'",))
 
 

@@ -40,7 +40,8 @@ def test_page(page, tmp_path):
     file.write_text(_program(page) + _FINITE)
     done = subprocess.run(
         [sys.executable, "-W", "error", file],
-        env=os.environ | {"JAX_NUM_CPU_DEVICES": "8"},
+        # Accurate products on GPUs too, where the pages compare results.
+        env=os.environ | {"JAX_NUM_CPU_DEVICES": "8", "JAX_DEFAULT_MATMUL_PRECISION": "highest"},
         capture_output=True,
         text=True,
     )
