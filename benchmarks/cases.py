@@ -35,7 +35,7 @@ class Bar:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One call of attention; letters as in the README."""
+    """One call of attention; letters as in CONTRIBUTING.md."""
 
     name: str
     batch: int | None  # None: no batch axis

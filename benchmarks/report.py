@@ -1,6 +1,6 @@
-"""Tables, plot and the README's block from a results file, so that no figure is typed by hand.
+"""Tables, plot and the block of docs/benchmarks.md from a results file: no figure is typed by hand.
 
-python -m benchmarks.report benchmarks/results/nvidia-h200.json --readme README.md
+python -m benchmarks.report benchmarks/results/nvidia-h200.json --page docs/benchmarks.md
 """
 
 from __future__ import annotations
@@ -214,8 +214,8 @@ def markdown(results: Results) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def readme_block(results: Results) -> str:
-    """What the README shows: a line per case, both passes."""
+def page_block(results: Results) -> str:
+    """What the page shows: a line per case, both passes."""
     built = lines(results)
     passes = _passes(built)
     by_case: dict[str, dict[str, Line]] = {}
@@ -286,8 +286,8 @@ def failures(results: Results) -> list[str]:
     return found
 
 
-def write_readme(results: Results, path: Path) -> None:
-    block = f"<!-- measured -->\n{readme_block(results)}\n<!-- /measured -->"
+def write_page(results: Results, path: Path) -> None:
+    block = f"<!-- measured -->\n{page_block(results)}\n<!-- /measured -->"
     pattern = r"<!-- measured -->.*?<!-- /measured -->"
     new, count = re.subn(pattern, lambda _: block, path.read_text(), flags=re.DOTALL)
     if count != 1:
@@ -344,13 +344,13 @@ def plot(results: Results, path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
     parser.add_argument("results", type=Path, help="a file that benchmarks.run wrote")
-    parser.add_argument("--readme", type=Path, help="replace the measured block of this file")
+    parser.add_argument("--page", type=Path, help="replace the measured block of this file")
     arguments = parser.parse_args()
     results = json.loads(arguments.results.read_text())
     print(text(results))
     plot(results, arguments.results.with_suffix(".png"))
-    if arguments.readme:
-        write_readme(results, arguments.readme)
+    if arguments.page:
+        write_page(results, arguments.page)
 
 
 if __name__ == "__main__":

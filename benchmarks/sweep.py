@@ -8,7 +8,7 @@
 
 Needs nvcc to build and a Hopper GPU to run, and nothing of JAX. Candidates take turns shape by
 shape, so that heat and clocks hit all alike (whoever comes first meets a cooler chip: 5 %); a
-figure is the median of its rounds. What was learnt goes into cuda/sm90/NOTES.md and, as the reason
+figure is the median of its rounds. What was learnt goes into docs/experiments.md and, as the reason
 of a row, into cuda/sm90/tile_config.h.
 """
 

@@ -1,6 +1,8 @@
 """FlashAttention for JAX: CUDA kernels on NVIDIA GPUs, the same meaning everywhere else."""
 
+import importlib as _importlib
 from importlib.util import find_spec as _find_spec
+from types import ModuleType as _ModuleType
 
 if _find_spec("jaxflash._extension") is None:
     raise ImportError(
@@ -11,20 +13,37 @@ if _find_spec("jaxflash._extension") is None:
 
 from jax.export import DisabledSafetyCheck as _DisabledSafetyCheck
 
-from jaxflash import _ffi
-from jaxflash import reference as reference
-from jaxflash._api import dot_product_attention as dot_product_attention
-from jaxflash._api import supported as supported
-from jaxflash._config import show_config as show_config
-from jaxflash._derivatives import CHECKPOINT_NAME as CHECKPOINT_NAME
-from jaxflash._flax import attention_fn as attention_fn
-from jaxflash._merge import merge_attention as merge_attention
-from jaxflash._varlen import varlen_attention as varlen_attention
+from jaxflash import _ffi, reference
+from jaxflash._api import dot_product_attention, supported
+from jaxflash._config import show_config
+from jaxflash._derivatives import CHECKPOINT_NAME
+from jaxflash._flax import attention_fn
+from jaxflash._merge import merge_attention
+from jaxflash._varlen import varlen_attention
+
+__all__ = [
+    "CHECKPOINT_NAME",
+    "EXPORT_CHECKS",
+    "attention_fn",
+    "dot_product_attention",
+    "merge_attention",
+    "reference",
+    "show_config",
+    "supported",
+    "varlen_attention",
+]
 
 __version__ = "0.1.0"
 
 # What `jax.export.export(..., disabled_checks=jaxflash.EXPORT_CHECKS)` must be told.
-EXPORT_CHECKS = (
+EXPORT_CHECKS: tuple[_DisabledSafetyCheck, ...] = (
     _DisabledSafetyCheck.custom_call(_ffi.FORWARD_TARGET),
     _DisabledSafetyCheck.custom_call(_ffi.BACKWARD_TARGET),
 )
+
+
+def __getattr__(name: str) -> _ModuleType:
+    """`jaxflash.equinox` is imported when it is asked for: Equinox need not be installed."""
+    if name == "equinox":
+        return _importlib.import_module("jaxflash.equinox")
+    raise AttributeError(f"module 'jaxflash' has no attribute {name!r}")

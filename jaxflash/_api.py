@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import jax
 from jax.typing import ArrayLike
@@ -72,6 +72,34 @@ def dot_product_attention(
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
+@overload
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = ...,
+    mask: ArrayLike | None = ...,
+    *,
+    scale: float | None = ...,
+    is_causal: bool = ...,
+    query_seq_lengths: ArrayLike | None = ...,
+    key_value_seq_lengths: ArrayLike | None = ...,
+    local_window_size: Window = ...,
+    implementation: Implementation | None = ...,
+    return_residual: bool,
+    segment_ids: ArrayLike | tuple[ArrayLike, ArrayLike] | None = ...,
+    causal_alignment: CausalAlignment = ...,
+    logits_soft_cap: float | None = ...,
+    sink: ArrayLike | None = ...,
+    alibi_slopes: ArrayLike | None = ...,
+    score_mod: ScoreMod | None = ...,
+    dropout_rate: float = ...,
+    dropout_rng: jax.Array | None = ...,
+    precision: jax.lax.PrecisionLike = ...,
+    deterministic_backward: bool = ...,
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+
+
 def dot_product_attention(
     query: ArrayLike,
     key: ArrayLike,
@@ -99,11 +127,9 @@ def dot_product_attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""Scaled dot-product attention in memory linear in the sequence length.
 
-    Takes the arguments of :func:`jax.nn.dot_product_attention` with their meaning, and more:
+    Takes the arguments of `jax.nn.dot_product_attention` with their meaning, and more:
 
-    .. math::
-        \mathrm{Attention}(Q, K, V) = \mathrm{softmax}(\mathrm{mask}(\mathrm{mod}(
-            \mathrm{cap}(\mathit{scale} \cdot QK^T + \mathit{bias} - \mathrm{ALiBi})))) V
+        softmax(mask(mod(cap(scale * Q @ K^T + bias - ALiBi)))) @ V
 
     computed without the logits ever being stored (FlashAttention-2, Dao 2023, algorithms 1 and 2).
     Letters of the shapes: ``*B`` any number of batch axes, none included; ``T`` query length;
@@ -125,7 +151,7 @@ def dot_product_attention(
         ``i - left`` to ``i + right``, both included; a side of None has no limit.
       implementation: ``"cuda"`` runs the CUDA kernels or raises NotImplementedError with every
         reason against it; ``"xla"`` is the blockwise path in plain JAX, on any platform; None
-        takes the kernels on CUDA when :func:`supported` has nothing against them, else ``"xla"``.
+        takes the kernels on CUDA when `supported` has nothing against them, else ``"xla"``.
       return_residual: also return the logarithm of the softmax's denominator.
       segment_ids: int ``(*B, T)``, or a pair ``(*B, T)``, ``(*B, S)``: only equal ids attend.
       causal_alignment: where query ``i`` stands for causal, window and ALiBi: at key position
@@ -167,6 +193,21 @@ def dot_product_attention(
     the forward pass and gradients run kernels; tangents and derivatives of gradients are computed
     blockwise. Masked-out keys never reach the result or a derivative, NaN or infinity in them or
     in their tangents included, if no row of the call sees them.
+
+    Examples:
+      Causal attention of eight query heads over two key heads, and its gradient::
+
+          keys = jax.random.split(jax.random.key(0), 3)
+          query = jax.random.normal(keys[0], (2, 1024, 8, 64), jnp.bfloat16)
+          key = jax.random.normal(keys[1], (2, 1024, 2, 64), jnp.bfloat16)
+          value = jax.random.normal(keys[2], (2, 1024, 2, 64), jnp.bfloat16)
+          out = jaxflash.dot_product_attention(query, key, value, is_causal=True)
+
+          def loss(query):
+              out = jaxflash.dot_product_attention(query, key, value, is_causal=True)
+              return jnp.sum(out.astype(jnp.float32) ** 2)
+
+          gradient = jax.jit(jax.grad(loss))(query)
     """
     spec, operands = _spec.make(
         query,
@@ -195,23 +236,23 @@ def dot_product_attention(
 
 
 def supported(
-    query,
-    key,
-    value,
-    bias=None,
-    mask=None,
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
     *,
-    implementation="cuda",
-    return_residual=False,
-    **kwargs,
+    implementation: Implementation | None = "cuda",
+    return_residual: bool = False,
+    **kwargs: Any,
 ) -> tuple[str, ...]:
     """Why the CUDA kernels cannot take a call: every reason, or none when they can.
 
-    Takes the arguments of :func:`dot_product_attention`; arrays may be `jax.ShapeDtypeStruct`.
+    Takes the arguments of `dot_product_attention`; arrays may be `jax.ShapeDtypeStruct`.
     Nothing is computed and no GPU is needed or asked.
 
     Args:
-      query: as in :func:`dot_product_attention`; likewise the other arguments.
+      query: as in `dot_product_attention`; likewise the other arguments.
       key: likewise.
       value: likewise.
       bias: likewise.
@@ -224,17 +265,24 @@ def supported(
       Reasons, each a short text; an empty tuple if the kernels take the call.
 
     Raises:
-      ValueError: an argument is wrong, as in :func:`dot_product_attention`.
+      ValueError: an argument is wrong, as in `dot_product_attention`.
+
+    Examples:
+      Without arrays::
+
+          query = key = value = jax.ShapeDtypeStruct((2, 1024, 8, 64), jnp.float64)
+          jaxflash.supported(query, key, value, is_causal=True)
+          # ('dtype float64: the kernels take float16, bfloat16 and float32',)
     """
     _spec.check_implementation(implementation)
-    arguments = {**_DEFAULTS, **kwargs}
+    arguments = {**DEFAULTS, **kwargs}
     score_mod = arguments.pop("score_mod")
     spec, operands = _spec.make(query, key, value, bias, mask, **arguments)
     spec, operands = _scores.compose(spec, operands, score_mod)
     return _support.reasons_against_kernels(spec, operands)
 
 
-_DEFAULTS = {
+DEFAULTS = {
     name: parameter.default
     for name, parameter in inspect.signature(dot_product_attention).parameters.items()
     if parameter.kind is inspect.Parameter.KEYWORD_ONLY

@@ -2,78 +2,137 @@
 
 from __future__ import annotations
 
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
 
 from jaxflash._api import dot_product_attention
 
+# Flax's own words for these come by name below; a module needs an array back.
+_OPTIONS = frozenset(inspect.signature(dot_product_attention).parameters) - {"return_residual"}
 
-# Every keyword has its name here: linen passes only those that the signature names, nnx all.
+
+# Every keyword of Flax has its name here: linen passes only those that the signature names, nnx
+# all of its own.
 def attention_fn(
-    query,
-    key,
-    value,
-    bias=None,
-    mask=None,
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
     *,
-    dropout_rng=None,
-    dropout_rate=0.0,
-    broadcast_dropout=True,
-    deterministic=False,
-    dtype=None,
-    precision=None,
-    module=None,
-    is_causal=False,
-    force_fp32_for_softmax=False,
-    qk_attn_weights_einsum=None,
-    attn_weights_value_einsum=None,
+    dropout_rng: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    broadcast_dropout: bool = False,
+    deterministic: bool = False,
+    dtype: DTypeLike | None = None,
+    precision: jax.lax.PrecisionLike = None,
+    module: None = None,
+    promote_dtype: Callable[..., tuple[jax.Array, jax.Array, jax.Array]] | None = None,
+    is_causal: bool = False,
+    force_fp32_for_softmax: bool = False,
+    qk_attn_weights_einsum: None = None,
+    attn_weights_value_einsum: None = None,
+    einsum_dot_general: None = None,
+    input_positions: None = None,
+    **options: Any,
 ) -> jax.Array:
     """Attention as `flax.nnx.MultiHeadAttention` and `flax.linen.MultiHeadDotProductAttention`
     call it: ``MultiHeadAttention(..., attention_fn=jaxflash.attention_fn)``.
 
+    Every option of `jaxflash.dot_product_attention` goes through, fixed by
+    `functools.partial`. What a module passes at each call wins over the partial: of linen `mask`,
+    `dtype`, `precision` and what concerns dropout, of nnx these and `is_causal`. Give those to the
+    module: ``module(x, is_causal=True)`` for nnx. Linen has no word for it, so that
+    ``functools.partial(jaxflash.attention_fn, is_causal=True)`` is the way there.
+
     Args:
-      query: ``(*B, T, N, H)``; key and value ``(*B, S, K, H)``.
+      query: ``(*B, T, N, H)``; key and value ``(*B, S, K, H)``, where ``K`` divides ``N``.
       key: see query.
       value: see query.
-      bias: as in :func:`jaxflash.dot_product_attention`.
+      bias: as in `jaxflash.dot_product_attention`.
       mask: broadcasts to ``(*B, N, T, S)``; bool, or numbers of which 0 means do not attend (Flax's
         mask helpers make float32 ones).
       dropout_rng: PRNG key.
-      dropout_rate: see :func:`jaxflash.dot_product_attention`.
-      broadcast_dropout: accepted and not followed: every head and sequence draws its own mask.
+      dropout_rate: see `jaxflash.dot_product_attention`.
+      broadcast_dropout: cannot be honoured: every head and sequence draws a mask of its own. With
+        True, which is the modules' default, a call that drops something warns.
       deterministic: Flax's word for no dropout.
-      dtype: dtype of the computation; query, key and value are cast to it. None keeps theirs.
-      precision: see :func:`jaxflash.dot_product_attention`.
+      dtype: dtype of the computation; query, key and value are cast to it. None: their common
+        dtype, by JAX's promotion.
+      precision: see `jaxflash.dot_product_attention`.
       module: must be None; the probabilities, which Flax would store in it, never exist.
-      is_causal: see :func:`jaxflash.dot_product_attention`.
+      promote_dtype: function of ``((query, key, value), dtype=dtype)`` that returns the three in
+        one dtype, instead of the rule of `dtype`.
+      is_causal: see `jaxflash.dot_product_attention`.
       force_fp32_for_softmax: the softmax is float32 in any case.
-      qk_attn_weights_einsum: must be None.
-      attn_weights_value_einsum: must be None.
+      qk_attn_weights_einsum: must be None, as the products run inside one kernel.
+      attn_weights_value_einsum: must be None, likewise.
+      einsum_dot_general: must be None, likewise.
+      input_positions: must be None: positions are Flax's way to its own rotary attention.
+      **options: every other option of `jaxflash.dot_product_attention` except
+        `return_residual`: `local_window_size`, `key_value_seq_lengths`, `segment_ids`, `scale`,
+        `logits_soft_cap`, `sink`, `alibi_slopes`, `implementation` and so on.
 
     Returns:
       ``(*B, T, N, H)``.
 
     Raises:
-      ValueError: as in :func:`jaxflash.dot_product_attention`, and if ``module`` or an einsum is
-        given.
+      ValueError: as in `jaxflash.dot_product_attention`; an argument that must be None is
+        not; or ``is_causal``, ``local_window_size`` or ``alibi_slopes`` for one query over several
+        keys, as a module with a cache (``decode=True``) asks: the query's position among the keys
+        does not reach this function, and the mask of the cache is causal already. An explicit
+        ``causal_alignment`` says where the query stands.
+      TypeError: an option that `jaxflash.dot_product_attention` does not have.
+
+    Examples:
+      A causal window of 128 keys and a soft cap, in linen::
+
+          attention_fn = functools.partial(
+              jaxflash.attention_fn, local_window_size=(127, 0), logits_soft_cap=50.0
+          )
+          layer = linen.MultiHeadDotProductAttention(num_heads=8, attention_fn=attention_fn)
     """
-    del broadcast_dropout, force_fp32_for_softmax
-    if module is not None:
-        raise ValueError(
-            "module must be None (sow_weights=False): the attention probabilities are never stored"
-        )
-    for name, einsum in (
-        ("qk_attn_weights_einsum", qk_attn_weights_einsum),
-        ("attn_weights_value_einsum", attn_weights_value_einsum),
+    del force_fp32_for_softmax
+    fused = "the products run inside one kernel"
+    for name, given, why in (
+        ("module", module, "the probabilities are never stored (sow_weights=False)"),
+        ("qk_attn_weights_einsum", qk_attn_weights_einsum, fused),
+        ("attn_weights_value_einsum", attn_weights_value_einsum, fused),
+        ("einsum_dot_general", einsum_dot_general, fused),
+        ("input_positions", input_positions, "rotate query and key before the call"),
+        (
+            "return_residual",
+            options.pop("return_residual", False) or None,
+            "a Flax module takes an array; jaxflash.dot_product_attention returns the lse",
+        ),
     ):
-        if einsum is not None:
-            raise ValueError(f"{name} must be None: the products run inside one kernel")
-    if dtype is not None:
-        query, key, value = (jnp.asarray(x, dtype) for x in (query, key, value))
+        if given is not None:
+            raise ValueError(f"{name} must be None: {why}")
+    if unknown := sorted(options.keys() - _OPTIONS):
+        raise TypeError(
+            f"attention_fn got unknown options {unknown}; beside Flax's own it takes "
+            f"{', '.join(sorted(_OPTIONS - _FLAX))}"
+        )
+
+    query, key, value = _promoted((query, key, value), dtype, promote_dtype)
+    _check_position(query, key, is_causal, options)
     if mask is not None:
         mask = jnp.asarray(mask)
         mask = mask if mask.dtype == jnp.bool_ else mask != 0
-    drops = dropout_rate > 0.0 and not deterministic
+    if deterministic:
+        dropout_rate, dropout_rng = 0.0, None
+    elif dropout_rate and broadcast_dropout:
+        warnings.warn(
+            "broadcast_dropout=True is not followed: every head and sequence draws a dropout mask "
+            "of its own; broadcast_dropout=False says so, and silences this warning",
+            stacklevel=2,
+        )
     return dot_product_attention(
         query,
         key,
@@ -81,7 +140,38 @@ def attention_fn(
         bias,
         mask,
         is_causal=is_causal,
-        dropout_rate=dropout_rate if drops else 0.0,
-        dropout_rng=dropout_rng if drops else None,
+        dropout_rate=dropout_rate,
+        dropout_rng=dropout_rng,
         precision=precision,
+        **options,
     )
+
+
+_FLAX = frozenset(inspect.signature(attention_fn).parameters)
+
+
+def _promoted(arrays, dtype, promote_dtype):
+    if promote_dtype is not None:
+        return promote_dtype(arrays, dtype=dtype)
+    if dtype is None:
+        dtype = jnp.result_type(*arrays)
+    return tuple(jnp.asarray(x, dtype) for x in arrays)
+
+
+def _check_position(query, key, is_causal, options) -> None:
+    """A module that decodes asks for one query over a cache: top-left would put it at key 0."""
+    by_position = [name for name in ("local_window_size", "alibi_slopes") if _given(options, name)]
+    by_position += ["is_causal"] if is_causal else []
+    if not by_position or "causal_alignment" in options:
+        return
+    if query.ndim >= 3 and key.ndim >= 3 and query.shape[-3] == 1 and key.shape[-3] != 1:
+        raise ValueError(
+            f"{', '.join(by_position)}: one query over {key.shape[-3]} keys, as with a cache "
+            "(decode=True), has no known position among them. Leave them away where the mask of "
+            "the cache says what is visible, or pass causal_alignment ('bottom_right': the query "
+            "stands at the last key, or at that of key_value_seq_lengths)"
+        )
+
+
+def _given(options, name: str) -> bool:
+    return options.get(name) is not None

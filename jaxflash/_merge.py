@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 
-def merge_attention(outs, lses):
+def merge_attention(
+    outs: ArrayLike | Sequence[ArrayLike], lses: ArrayLike | Sequence[ArrayLike]
+) -> tuple[jax.Array, jax.Array]:
     r"""Merges attention results over disjoint sets of keys into the result over all of them.
 
-    .. math::
-        \mathrm{lse} = \log \sum_p e^{\mathrm{lse}_p}, \qquad
-        \mathrm{out} = \sum_p e^{\mathrm{lse}_p - \mathrm{lse}} \, \mathrm{out}_p
+        lse = log(sum_p exp(lse_p))
+        out = sum_p exp(lse_p - lse) * out_p
 
-    Each partial result comes from :func:`jaxflash.dot_product_attention` with
+    Each partial result comes from `jaxflash.dot_product_attention` with
     `return_residual=True` for the same queries. This is what ring attention needs: every device
     attends to the keys it holds, passes keys and values on with ``jax.lax.ppermute``, and merges
     what it got so far with each new partial result. The same goes for keys split over devices in

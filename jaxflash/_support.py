@@ -1,4 +1,4 @@
-"""What the kernels cover: one table of features, asked before a call and printed for the README."""
+"""What the kernels cover: one table of features, asked before a call and printed for the docs."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def _largest_head_size(math: str) -> int:
 
 
 def table() -> str:
-    """The support table of the README, in Markdown."""
+    """The support table of docs/arguments.md, in Markdown."""
     rows = ["| feature | CUDA kernels | blockwise path (`xla`) |", "|---|---|---|"]
     rows += [f"| {f.name} | {'yes' if f.in_kernels else 'no'} | yes |" for f in FEATURES]
     rows += [f"| {name} | {on_kernels} | yes |" for name, on_kernels in TRANSFORMS]

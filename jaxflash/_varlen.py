@@ -3,40 +3,117 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal, overload
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from jaxflash import _derivatives, _scores, _spec
-from jaxflash._api import choose_path
+from jaxflash._api import CausalAlignment, Implementation, Window, choose_path
+
+
+@overload
+def varlen_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_kv: ArrayLike,
+    *,
+    scale: float | None = ...,
+    is_causal: bool = ...,
+    local_window_size: Window = ...,
+    causal_alignment: CausalAlignment = ...,
+    logits_soft_cap: float | None = ...,
+    sink: ArrayLike | None = ...,
+    alibi_slopes: ArrayLike | None = ...,
+    score_mod: _scores.ScoreMod | None = ...,
+    dropout_rate: float = ...,
+    dropout_rng: jax.Array | None = ...,
+    precision: jax.lax.PrecisionLike = ...,
+    implementation: Implementation | None = ...,
+    return_residual: Literal[False] = ...,
+    deterministic_backward: bool = ...,
+) -> jax.Array: ...
+
+
+@overload
+def varlen_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_kv: ArrayLike,
+    *,
+    scale: float | None = ...,
+    is_causal: bool = ...,
+    local_window_size: Window = ...,
+    causal_alignment: CausalAlignment = ...,
+    logits_soft_cap: float | None = ...,
+    sink: ArrayLike | None = ...,
+    alibi_slopes: ArrayLike | None = ...,
+    score_mod: _scores.ScoreMod | None = ...,
+    dropout_rate: float = ...,
+    dropout_rng: jax.Array | None = ...,
+    precision: jax.lax.PrecisionLike = ...,
+    implementation: Implementation | None = ...,
+    return_residual: Literal[True],
+    deterministic_backward: bool = ...,
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def varlen_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_kv: ArrayLike,
+    *,
+    scale: float | None = ...,
+    is_causal: bool = ...,
+    local_window_size: Window = ...,
+    causal_alignment: CausalAlignment = ...,
+    logits_soft_cap: float | None = ...,
+    sink: ArrayLike | None = ...,
+    alibi_slopes: ArrayLike | None = ...,
+    score_mod: _scores.ScoreMod | None = ...,
+    dropout_rate: float = ...,
+    dropout_rng: jax.Array | None = ...,
+    precision: jax.lax.PrecisionLike = ...,
+    implementation: Implementation | None = ...,
+    return_residual: bool,
+    deterministic_backward: bool = ...,
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 
 def varlen_attention(
-    query,
-    key,
-    value,
-    cu_seqlens_q,
-    cu_seqlens_kv,
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_kv: ArrayLike,
     *,
-    scale=None,
-    is_causal=False,
-    local_window_size=None,
-    causal_alignment="top_left",
-    logits_soft_cap=None,
-    sink=None,
-    alibi_slopes=None,
-    score_mod=None,
-    dropout_rate=0.0,
-    dropout_rng=None,
-    precision=None,
-    implementation=None,
-    return_residual=False,
-    deterministic_backward=False,
-):
+    scale: float | None = None,
+    is_causal: bool = False,
+    local_window_size: Window = None,
+    causal_alignment: CausalAlignment = "top_left",
+    logits_soft_cap: float | None = None,
+    sink: ArrayLike | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    score_mod: _scores.ScoreMod | None = None,
+    dropout_rate: float = 0.0,
+    dropout_rng: jax.Array | None = None,
+    precision: jax.lax.PrecisionLike = None,
+    implementation: Implementation | None = None,
+    return_residual: bool = False,
+    deterministic_backward: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""Scaled dot-product attention within each of ``n`` packed sequences.
 
     The tokens of all sequences stand one after the other, without padding between them. Each
-    sequence attends to itself alone, as if :func:`jaxflash.dot_product_attention` were called on
+    sequence attends to itself alone, as if `jaxflash.dot_product_attention` were called on
     it. The lengths are arrays: another set of lengths compiles nothing new, as long as the total
     number of tokens stays. Tokens past the last sequence are padding: they see nothing (output 0,
     lse -inf), nothing sees them, and their gradients are 0.
@@ -48,7 +125,7 @@ def varlen_attention(
       cu_seqlens_q: int32 ``(n + 1,)``, ascending from 0: sequence ``i`` has the queries
         ``cu_seqlens_q[i]`` up to but excluding ``cu_seqlens_q[i + 1]``. A sequence may be empty.
       cu_seqlens_kv: int32 ``(n + 1,)``, the same for keys and values.
-      scale: as in :func:`jaxflash.dot_product_attention`, like all that follow.
+      scale: as in `jaxflash.dot_product_attention`, like all that follow.
       is_causal: counts positions from the start of the sequence.
       local_window_size: likewise.
       causal_alignment: with ``"bottom_right"`` the last query of a sequence stands at its last key.
@@ -65,11 +142,20 @@ def varlen_attention(
 
     Returns:
       Output ``(tokens, N, h)`` in query's dtype; with ``return_residual`` a pair of it and the lse
-      ``(tokens, N)``, as in :func:`jaxflash.dot_product_attention`.
+      ``(tokens, N)``, as in `jaxflash.dot_product_attention`.
 
     Raises:
       ValueError: an argument is wrong; the text names it, what came and what is allowed.
       NotImplementedError: ``implementation="cuda"`` and the kernels do not take this call.
+
+    Examples:
+      Documents of 100, 28 and 384 tokens::
+
+          boundaries = jnp.array([0, 100, 128, 512], jnp.int32)
+          query = key = value = jnp.ones((512, 8, 64), jnp.bfloat16)
+          out = jaxflash.varlen_attention(
+              query, key, value, boundaries, boundaries, is_causal=True
+          )
     """
     for name, x in (("query", query), ("key", key), ("value", value)):
         if jnp.ndim(x) != 3:

@@ -1,5 +1,8 @@
 """The definition of attention as this package means it: dense, plain jnp, made to be read.
 
+A module: its functions `dot_product_attention` and `varlen_attention` take the arguments of the
+package's functions of these names.
+
 It is what the kernels and the blockwise path are tested against. Its memory is quadratic in the
 sequence length; JAX differentiates it any number of times, forward and reverse.
 """
@@ -8,47 +11,53 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from jaxflash import _dropout, _spec
+
+if TYPE_CHECKING:
+    from jaxflash._api import CausalAlignment, Implementation, Window
+
+__all__ = ["dot_product_attention", "varlen_attention"]
 
 _INT32_MAX = 2**31 - 1
 
 
 def dot_product_attention(
-    query,
-    key,
-    value,
-    bias=None,
-    mask=None,
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
     *,
-    scale=None,
-    is_causal=False,
-    query_seq_lengths=None,
-    key_value_seq_lengths=None,
-    local_window_size=None,
-    implementation=None,
-    return_residual=False,
-    segment_ids=None,
-    causal_alignment="top_left",
-    logits_soft_cap=None,
-    sink=None,
-    alibi_slopes=None,
-    score_mod=None,
-    dropout_rate=0.0,
-    dropout_rng=None,
-    precision=None,
-    deterministic_backward=False,
-):
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: Window = None,
+    implementation: Implementation | None = None,
+    return_residual: bool = False,
+    segment_ids: ArrayLike | tuple[ArrayLike, ArrayLike] | None = None,
+    causal_alignment: CausalAlignment = "top_left",
+    logits_soft_cap: float | None = None,
+    sink: ArrayLike | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    score_mod: Callable[..., Any] | None = None,
+    dropout_rate: float = 0.0,
+    dropout_rng: jax.Array | None = None,
+    precision: jax.lax.PrecisionLike = None,
+    deterministic_backward: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""Scaled dot-product attention by its definition; arguments and result are those of
-    :func:`jaxflash.dot_product_attention`.
+    `jaxflash.dot_product_attention`.
 
-    .. math::
-        \mathrm{out} = \mathrm{dropout}(\mathrm{softmax}(
-            \mathrm{mask}(f(c \tanh((s Q K^T + \mathrm{bias} - a |i - j|) / c))))) V
+        dropout(softmax(mask(f(c * tanh((s * Q @ K^T + bias - a * |i - j|) / c))))) @ V
 
     Letters: B batch (any number of axes, or none), T query length, S key length, N query heads,
     K key heads, H query and key head size, h value head size.
@@ -95,6 +104,11 @@ def dot_product_attention(
     Returns:
         The output (\*B, T, N, h) in the dtype of the query; with `return_residual` also lse
         (\*B, T, N), the natural logarithm of the softmax's denominator, in float32 (float64).
+
+    Examples:
+        `jaxflash.reference` is a module; the definition is a function of it::
+
+            expected = jaxflash.reference.dot_product_attention(query, key, value, is_causal=True)
     """
     spec, operands = _spec.make(
         query,
@@ -121,8 +135,15 @@ def dot_product_attention(
     return (out, lse) if return_residual else out
 
 
-def varlen_attention(query, key, value, cu_seqlens_q, cu_seqlens_kv, **arguments):
-    r"""The definition of :func:`jaxflash.varlen_attention`: each sequence by itself.
+def varlen_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_kv: ArrayLike,
+    **arguments: Any,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    r"""The definition of `jaxflash.varlen_attention`: each sequence by itself.
 
     `cu_seqlens_q` and `cu_seqlens_kv` must be known here, that is, not traced. Dropout is left out:
     its mask counts rows and columns of the packed arrays.
@@ -133,7 +154,7 @@ def varlen_attention(query, key, value, cu_seqlens_q, cu_seqlens_kv, **arguments
         value: (key tokens, K, h).
         cu_seqlens_q: (n + 1), where the sequences begin and end among the queries.
         cu_seqlens_kv: (n + 1), the same for the keys.
-        **arguments: other arguments of :func:`jaxflash.varlen_attention`.
+        **arguments: other arguments of `jaxflash.varlen_attention`.
     """
     if arguments.get("dropout_rate", 0.0) != 0.0:
         raise ValueError("dropout_rate must be 0 in the reference of varlen_attention")
@@ -164,7 +185,9 @@ def varlen_attention(query, key, value, cu_seqlens_q, cu_seqlens_kv, **arguments
     return (out, lse) if return_residual else out
 
 
-def attention(spec: _spec.AttentionSpec, operands: _spec.Operands, score_mod=None):
+def attention(
+    spec: _spec.AttentionSpec, operands: _spec.Operands, score_mod: Callable[..., Any] | None = None
+) -> tuple[jax.Array, jax.Array]:
     """(out, lse) of validated arguments."""
     dtype = jnp.float64 if operands.query.dtype == jnp.float64 else jnp.float32
     q_heads, kv_heads = operands.query.shape[-2], operands.key.shape[-2]

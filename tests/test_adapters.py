@@ -1,6 +1,10 @@
 """Attention inside Flax and Equinox, against the same modules with their own attention."""
 
 import functools
+import inspect
+import io
+import subprocess
+import sys
 
 import equinox as eqx
 import jax
@@ -16,6 +20,13 @@ B, T, FEATURES, HEADS = 2, 12, 32, 4
 
 def _x(seed=0):
     return np.random.default_rng(seed).standard_normal((B, T, FEATURES), np.float32)
+
+
+@pytest.fixture(autouse=True)
+def accurate_products():
+    """On a GPU too: modules are compared with others, not with a rounding."""
+    with jax.default_matmul_precision("highest"):
+        yield
 
 
 def _close(actual, expected):
@@ -68,7 +79,9 @@ def test_nnx_bfloat16():
 
 
 def test_nnx_dropout():
-    module = _nnx_module(attention_fn=jaxflash.attention_fn, dropout_rate=0.5)
+    module = _nnx_module(
+        attention_fn=jaxflash.attention_fn, dropout_rate=0.5, broadcast_dropout=False
+    )
     run = nnx.jit(lambda module, rngs: module(_x(), deterministic=False, rngs=rngs))
     first, second = run(module, nnx.Rngs(1)), run(module, nnx.Rngs(2))
     assert not np.allclose(first, second)
@@ -80,6 +93,43 @@ def test_nnx_sowing_is_refused():
     module = _nnx_module(attention_fn=jaxflash.attention_fn)
     with pytest.raises(ValueError, match="sow_weights"):
         module(_x(), sow_weights=True)
+
+
+def test_nnx_causal_and_grouped():
+    expected = _nnx_loss_and_gradient(_nnx_module(num_kv_heads=2), _x(), is_causal=True)
+    module = _nnx_module(num_kv_heads=2, attention_fn=jaxflash.attention_fn)
+    _close(_nnx_loss_and_gradient(module, _x(), is_causal=True), expected)
+
+
+def test_nnx_options():
+    """A window, fixed by `functools.partial`, is the band mask of Flax's own attention."""
+    attention_fn = functools.partial(
+        jaxflash.attention_fn, local_window_size=(3, 0), implementation="xla"
+    )
+    offset = np.arange(T)[:, None] - np.arange(T)
+    band = np.broadcast_to((offset >= 0) & (offset <= 3), (B, 1, T, T))
+    expected = _nnx_loss_and_gradient(_nnx_module(), _x(), mask=band)
+    _close(_nnx_loss_and_gradient(_nnx_module(attention_fn=attention_fn), _x()), expected)
+
+
+def test_nnx_decode():
+    """Token by token through the cache."""
+
+    def run(**options):
+        module = _nnx_module(**options)
+        module.init_cache((B, 3, FEATURES))
+        step = nnx.jit(lambda module, x: module(x, decode=True))
+        return [step(module, _x()[:, i : i + 1]) for i in range(3)]
+
+    _close(run(attention_fn=jaxflash.attention_fn), run())
+
+
+def test_nnx_decode_with_a_window_is_refused():
+    attention_fn = functools.partial(jaxflash.attention_fn, local_window_size=(3, 0))
+    module = _nnx_module(attention_fn=attention_fn)
+    module.init_cache((B, T, FEATURES))
+    with pytest.raises(ValueError, match="local_window_size: one query over 12 keys"):
+        module(_x()[:, :1], decode=True)
 
 
 # ---- Flax linen ---------------------------------------------------------------------------------
@@ -103,7 +153,10 @@ def test_linen(causal):
 
 def test_linen_dropout():
     module = linen.MultiHeadDotProductAttention(
-        num_heads=HEADS, dropout_rate=0.5, attention_fn=jaxflash.attention_fn
+        num_heads=HEADS,
+        dropout_rate=0.5,
+        broadcast_dropout=False,
+        attention_fn=jaxflash.attention_fn,
     )
     parameters = module.init(jax.random.key(0), _x(), deterministic=True)
 
@@ -114,6 +167,49 @@ def test_linen_dropout():
 
     assert not np.allclose(run(1), run(2))
     np.testing.assert_array_equal(run(1), run(1))
+
+
+def test_linen_options():
+    """Linen has no word for causal; `functools.partial` fixes it."""
+    own = linen.MultiHeadDotProductAttention(num_heads=HEADS)
+    parameters = own.init(jax.random.key(0), _x())
+    causal = linen.MultiHeadDotProductAttention(
+        num_heads=HEADS, attention_fn=functools.partial(jaxflash.attention_fn, is_causal=True)
+    )
+    mask = linen.make_causal_mask(np.ones((B, T)))
+    _close(causal.apply(parameters, _x()), own.apply(parameters, _x(), mask=mask))
+
+
+def test_linen_decode():
+    def run(**options):
+        module = linen.MultiHeadDotProductAttention(num_heads=HEADS, decode=True, **options)
+        variables = module.init(jax.random.key(0), _x()[:, :3])
+        step = jax.jit(functools.partial(module.apply, mutable=["cache"]))
+        outs = []
+        for i in range(3):
+            out, updated = step(variables, _x()[:, i : i + 1])
+            variables = {**variables, **updated}
+            outs.append(out)
+        return outs
+
+    _close(run(attention_fn=jaxflash.attention_fn), run())
+    causal = functools.partial(jaxflash.attention_fn, is_causal=True)
+    with pytest.raises(ValueError, match="is_causal: one query over 3 keys"):
+        run(attention_fn=causal)
+
+
+def test_linen_sowing_and_einsums_are_refused():
+    module = functools.partial(
+        linen.MultiHeadDotProductAttention, num_heads=HEADS, attention_fn=jaxflash.attention_fn
+    )
+    parameters = module().init(jax.random.key(0), _x())
+    with pytest.raises(ValueError, match="sow_weights"):
+        module().apply(parameters, _x(), sow_weights=True)
+    with pytest.raises(ValueError, match="qk_attn_weights_einsum must be None"):
+        module(
+            qk_attn_weights_einsum_cls=lambda: jnp.einsum,
+            attn_weights_value_einsum_cls=lambda: jnp.einsum,
+        ).apply(parameters, _x())
 
 
 # ---- The adapter itself -------------------------------------------------------------------------
@@ -150,10 +246,93 @@ def test_deterministic_means_no_dropout():
     assert not np.allclose(dropped, plain)
 
 
-@pytest.mark.parametrize("name", ["qk_attn_weights_einsum", "attn_weights_value_einsum", "module"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qk_attn_weights_einsum",
+        "attn_weights_value_einsum",
+        "einsum_dot_general",
+        "input_positions",
+        "module",
+    ],
+)
 def test_what_a_fused_kernel_cannot_do(name):
     with pytest.raises(ValueError, match=name):
         jaxflash.attention_fn(*_qkv(), **{name: jnp.einsum})
+
+
+# An argument for every option of the op; a new one needs a line here.
+_OPTIONS = dict(
+    scale=0.7,
+    query_seq_lengths=np.array([7, T], np.int32),
+    key_value_seq_lengths=np.array([5, T], np.int32),
+    local_window_size=(4, 2),
+    implementation="xla",
+    segment_ids=np.repeat([[0, 1]], B, axis=0).repeat(T // 2, axis=1),
+    causal_alignment="bottom_right",
+    logits_soft_cap=2.0,
+    sink=np.linspace(-1, 1, HEADS, dtype=np.float32),
+    alibi_slopes=np.linspace(0.1, 1, HEADS, dtype=np.float32),
+    deterministic_backward=True,
+)
+
+
+def test_every_option_reaches_the_op():
+    assert _OPTIONS.keys() == (
+        inspect.signature(jaxflash.dot_product_attention).parameters.keys()
+        - inspect.signature(jaxflash.attention_fn).parameters.keys()
+        - {"return_residual"}
+    )
+    plain = jaxflash.dot_product_attention(*_qkv())
+    for name, option in _OPTIONS.items():
+        call = {name: option, "is_causal": name == "causal_alignment"}
+        actual = functools.partial(jaxflash.attention_fn, **call)(*_qkv())
+        _close(actual, jaxflash.dot_product_attention(*_qkv(), **call))
+        changes = name not in ("implementation", "deterministic_backward")
+        assert np.allclose(actual, plain) != changes, name
+    everything = jaxflash.attention_fn(*_qkv(), **_OPTIONS)
+    _close(everything, jaxflash.dot_product_attention(*_qkv(), **_OPTIONS))
+
+
+def test_unknown_options():
+    with pytest.raises(TypeError, match=r"unknown options \['causal'\].*local_window_size"):
+        jaxflash.attention_fn(*_qkv(), causal=True)
+    with pytest.raises(ValueError, match="return_residual"):
+        jaxflash.attention_fn(*_qkv(), return_residual=True)
+
+
+def test_dtypes_are_promoted_as_in_flax():
+    q, k, v = _qkv()
+    mixed = (q, k.astype(jnp.bfloat16), v)
+    with jax.numpy_dtype_promotion("standard"):
+        assert jaxflash.attention_fn(*mixed).dtype == jnp.float32
+
+    def to_half(arrays, dtype):
+        assert dtype is None
+        return tuple(jnp.asarray(x, jnp.float16) for x in arrays)
+
+    assert jaxflash.attention_fn(q, k, v, promote_dtype=to_half).dtype == jnp.float16
+    assert jaxflash.attention_fn(q, k, v, dtype=jnp.bfloat16).dtype == jnp.bfloat16
+
+
+def test_broadcast_dropout_warns():
+    options = dict(dropout_rate=0.5, dropout_rng=jax.random.key(0), broadcast_dropout=True)
+    with pytest.warns(UserWarning, match="broadcast_dropout=True is not followed"):
+        jaxflash.attention_fn(*_qkv(), **options)
+    jaxflash.attention_fn(*_qkv(), **options, deterministic=True)  # nothing is dropped
+
+
+def test_one_query_over_a_cache():
+    """Only an explicit alignment says where a single query stands."""
+    q, k, v = _qkv()
+    call = dict(local_window_size=(3, 0), causal_alignment="bottom_right")
+    _close(
+        jaxflash.attention_fn(q[:, -1:], k, v, **call),
+        jaxflash.dot_product_attention(q, k, v, local_window_size=(3, 0))[:, -1:],
+    )
+    for call in (dict(is_causal=True), dict(alibi_slopes=np.ones(HEADS, np.float32))):
+        with pytest.raises(ValueError, match=f"{next(iter(call))}: one query over 12 keys"):
+            jaxflash.attention_fn(q[:, -1:], k, v, **call)
 
 
 # ---- Equinox ------------------------------------------------------------------------------------
@@ -195,3 +374,152 @@ def test_equinox(per_example):
         return jax.tree.leaves(eqx.filter_jit(gradient)(module, _x()))
 
     _close(run(True), run(False))
+
+
+def _multihead(kind, **options):
+    return kind(HEADS, FEATURES, key=jax.random.key(0), **options)
+
+
+def _parameters(module):
+    return module.query_proj, module.key_proj, module.value_proj, module.output_proj
+
+
+def _rotate(query, key, value):
+    rope = jax.vmap(eqx.nn.RotaryPositionalEmbedding(query.shape[-1]), in_axes=1, out_axes=1)
+    return rope(query), rope(key), value
+
+
+_SIZES = dict(key_size=24, value_size=20, output_size=12, qk_size=6, vo_size=10)
+_BIASES = {f"use_{name}_bias": True for name in ("query", "key", "value", "output")}
+_LOWER = np.tril(np.ones((T, T), bool))
+_PER_HEAD = np.stack([_LOWER, _LOWER.T, _LOWER | _LOWER.T, np.eye(T, dtype=bool)])
+
+
+@pytest.mark.parametrize(
+    ("options", "call"),
+    [
+        ({}, {}),
+        ({**_SIZES, **_BIASES}, dict(mask=_LOWER)),
+        (_BIASES, dict(mask=_PER_HEAD)),
+        ({}, dict(process_heads=_rotate)),
+        (dict(dropout_p=0.5, inference=True), {}),
+        (dict(dropout_p=0.5), dict(inference=True)),
+    ],
+    ids=["plain", "sizes", "mask per head", "process_heads", "inference", "inference of the call"],
+)
+def test_multihead_attention(options, call):
+    """In place of Equinox's module, same key: outputs, and gradients of parameters and inputs."""
+    x = _x()
+    inputs = (x, x[..., : options.get("key_size", FEATURES)])
+    inputs += (x[..., : options.get("value_size", FEATURES)],)
+
+    def run(kind):
+        @eqx.filter_value_and_grad
+        def loss(arguments):
+            module, inputs = arguments
+            outs = jax.vmap(lambda q, k, v: module(q, k, v, **call))(*inputs)
+            return jnp.sum(jnp.sin(outs))
+
+        arguments = (_multihead(kind, **options), tuple(map(jnp.asarray, inputs)))
+        value, (gradient, input_gradients) = eqx.filter_jit(loss)(arguments)
+        return value, jax.tree.leaves(_parameters(gradient)), input_gradients
+
+    # Equinox promotes its float32 mask value implicitly.
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        expected = run(eqx.nn.MultiheadAttention)
+    _close(run(jaxflash.equinox.MultiheadAttention), expected)
+
+
+def test_multihead_attention_takes_over_parameters():
+    theirs = eqx.nn.MultiheadAttention(HEADS, FEATURES, key=jax.random.key(3))
+    ours = eqx.tree_at(
+        _parameters, _multihead(jaxflash.equinox.MultiheadAttention), _parameters(theirs)
+    )
+    x = _x()[0]
+    _close(ours(x, x, x), theirs(x, x, x))
+    file = io.BytesIO()
+    eqx.tree_serialise_leaves(file, theirs)
+    file.seek(0)
+    loaded = eqx.tree_deserialise_leaves(file, _multihead(jaxflash.equinox.MultiheadAttention))
+    _close(loaded(x, x, x), theirs(x, x, x))
+
+
+def test_multihead_attention_grouped():
+    """Two key heads: Equinox's module with each of them written twice."""
+    ours = _multihead(jaxflash.equinox.MultiheadAttention, num_kv_heads=2)
+    assert ours.key_proj.weight.shape == (FEATURES // 2, FEATURES)
+
+    def twice(linear):
+        weight = linear.weight.reshape(2, FEATURES // HEADS, FEATURES)
+        weight = jnp.repeat(weight, 2, axis=0).reshape(FEATURES, FEATURES)
+        return eqx.tree_at(lambda other: other.weight, theirs.key_proj, weight)
+
+    theirs = _multihead(eqx.nn.MultiheadAttention)
+    query, key, value, output = _parameters(ours)
+    theirs = eqx.tree_at(_parameters, theirs, (query, twice(key), twice(value), output))
+    x = _x()[0]
+    _close(ours(x, x, x), theirs(x, x, x))
+    with pytest.raises(ValueError, match="num_kv_heads must be a divisor of num_heads"):
+        _multihead(jaxflash.equinox.MultiheadAttention, num_kv_heads=3)
+
+
+def test_multihead_attention_options():
+    """Every option of the op, on one example."""
+    module = _multihead(jaxflash.equinox.MultiheadAttention)
+    x = _x()[0]
+    q, k, v = (jax.vmap(p)(x).reshape(T, HEADS, -1) for p in _parameters(module)[:3])
+    plain = module(x, x, x)
+    one_example = ("query_seq_lengths", "key_value_seq_lengths", "segment_ids")
+    more = dict(bias=np.ones((T, T), np.float32) * np.arange(T, dtype=np.float32), is_causal=True)
+    for name, option in {**_OPTIONS, **more, "precision": "highest"}.items():
+        call = {name: option[0] if name in one_example else option}
+        call.setdefault("is_causal", name == "causal_alignment")
+        out = jaxflash.dot_product_attention(q, k, v, **call)
+        actual = module(x, x, x, **call)
+        _close(actual, jax.vmap(module.output_proj)(out.reshape(T, -1)))
+        changes = name not in ("implementation", "deterministic_backward", "precision")
+        assert np.allclose(actual, plain) != changes, name
+
+
+def test_multihead_attention_dropout():
+    module = _multihead(jaxflash.equinox.MultiheadAttention, dropout_p=0.5)
+    x = _x()[0]
+    run = eqx.filter_jit(lambda key: module(x, x, x, key=key))
+    first = run(jax.random.key(1))
+    np.testing.assert_array_equal(first, run(jax.random.key(1)))
+    assert not np.allclose(first, run(jax.random.key(2)))
+    plain = _multihead(jaxflash.equinox.MultiheadAttention)(x, x, x)
+    assert not np.allclose(first, plain)
+    _close(eqx.nn.inference_mode(module)(x, x, x), plain)
+    with pytest.raises(RuntimeError, match="needs a key"):
+        module(x, x, x)
+    with pytest.warns(UserWarning, match="deterministic is deprecated"):
+        _close(module(x, x, x, deterministic=True), plain)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (dict(dropout_rate=0.5), "dropout_rate is not an option"),
+        (dict(return_residual=True), "return_residual is not an option"),
+        (dict(process_heads=lambda q, k, v: (q[:-1], k, v)), "process_heads must keep the shapes"),
+        (dict(value=_x()[0, :-1]), "value must have the length of key_"),
+        (dict(query=_x()), "jax.vmap"),
+    ],
+)
+def test_multihead_attention_refuses(call, text):
+    module = _multihead(jaxflash.equinox.MultiheadAttention)
+    x = _x()[0]
+    with pytest.raises(ValueError, match=text):
+        module(**{"query": x, "key_": x, "value": x, **call})
+
+
+def test_equinox_is_not_needed():
+    code = (
+        "import sys; sys.modules['equinox'] = None\n"
+        "import jaxflash\n"
+        "try: jaxflash.equinox\n"
+        "except ImportError as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "pip install 'jaxflash[equinox]'" in done.stdout

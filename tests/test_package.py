@@ -9,6 +9,7 @@ import statistics
 import subprocess
 import sys
 import time
+import types
 
 import pytest
 
@@ -125,12 +126,14 @@ def test_public_names():
         "dot_product_attention", "varlen_attention", "attention_fn", "merge_attention",
         "supported", "show_config", "reference", "EXPORT_CHECKS", "CHECKPOINT_NAME",
     }  # fmt: skip
-    public = {name for name in vars(jaxflash) if not name.startswith("_")}
-    assert names <= public
+    assert set(jaxflash.__all__) == names
     for name in names:
         value = getattr(jaxflash, name)
-        assert not callable(value) or value.__doc__, name
+        assert not callable(value) or "Examples:" in value.__doc__, name
+    assert isinstance(jaxflash.reference, types.ModuleType)
     assert re.fullmatch(r"\d+\.\d+\.\d+.*", jaxflash.__version__)
+    with pytest.raises(AttributeError, match="module 'jaxflash' has no attribute 'attention'"):
+        jaxflash.attention  # noqa: B018
 
 
 def test_show_config(capsys):
@@ -160,16 +163,9 @@ def test_every_pass_has_every_arithmetic():
     assert expected <= built
 
 
-def test_support_table_of_the_readme():
-    """The README's table is the code's own."""
-    assert _support.table() in (_ROOT / "README.md").read_text()
-
-
-@pytest.mark.parametrize("name", ["flax", "equinox", "derivatives"])
-def test_example_of_the_readme(name):
-    text = (_ROOT / "README.md").read_text()
-    (code,) = re.findall(rf"<!-- example {name} -->\n```python\n(.*?)```", text, re.DOTALL)
-    _python(code + "\nassert all(jax.numpy.isfinite(x).all() for x in jax.tree.leaves(gradients))")
+def test_support_table_of_the_documentation():
+    """The table is the code's own."""
+    assert _support.table() in (_ROOT / "docs/arguments.md").read_text()
 
 
 def test_typed():

@@ -1,0 +1,233 @@
+"""Equinox's attention module on `jaxflash.dot_product_attention`. Needs Equinox, which importing
+`jaxflash` does not."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.typing import DTypeLike
+
+try:
+    import equinox as eqx
+except ImportError as _error:
+    raise ImportError(
+        "jaxflash.equinox needs Equinox, which is not installed: pip install 'jaxflash[equinox]'"
+    ) from _error
+
+from jaxflash._api import dot_product_attention
+
+__all__ = ["MultiheadAttention"]
+
+Heads = tuple[jax.Array, jax.Array, jax.Array]
+
+
+class MultiheadAttention(eqx.Module):
+    """Multi-head attention with the interface of `equinox.nn.MultiheadAttention`, grouped heads and
+    every option of `jaxflash.dot_product_attention`.
+
+    Made from the same arguments and the same `key` it has the same parameters under the same names,
+    and gives the same outputs and gradients. Parameters of one fit into the other::
+
+        eqx.tree_at(eqx_parameters, ours, eqx_parameters(theirs))
+
+    where ``eqx_parameters = lambda m: (m.query_proj, m.key_proj, m.value_proj, m.output_proj)``.
+
+    As in Equinox the module takes one example; `jax.vmap` maps it over a batch, which becomes one
+    call of the op for the whole batch.
+
+    Three things differ. A query that `mask` hides from every key has output 0 before the output
+    projection (Equinox: the mean of all values). Dropout draws other random numbers from `key`, and
+    its rate must be below 1. `mask` must be bool; a causal mask is better said with
+    ``is_causal=True``, which is not read from memory.
+
+    Attributes:
+      query_proj: `equinox.nn.Linear`, ``query_size`` to ``num_heads * qk_size``.
+      key_proj: likewise, ``key_size`` to ``num_kv_heads * qk_size``.
+      value_proj: likewise, ``value_size`` to ``num_kv_heads * vo_size``.
+      output_proj: likewise, ``num_heads * vo_size`` to ``output_size``.
+      dropout: `equinox.nn.Dropout`; its rate and `inference` flag apply to the probabilities.
+    """
+
+    query_proj: eqx.nn.Linear
+    key_proj: eqx.nn.Linear
+    value_proj: eqx.nn.Linear
+    output_proj: eqx.nn.Linear
+    dropout: eqx.nn.Dropout
+
+    num_heads: int = eqx.field(static=True)
+    num_kv_heads: int = eqx.field(static=True)
+    query_size: int = eqx.field(static=True)
+    key_size: int = eqx.field(static=True)
+    value_size: int = eqx.field(static=True)
+    output_size: int = eqx.field(static=True)
+    qk_size: int = eqx.field(static=True)
+    vo_size: int = eqx.field(static=True)
+    use_query_bias: bool = eqx.field(static=True)
+    use_key_bias: bool = eqx.field(static=True)
+    use_value_bias: bool = eqx.field(static=True)
+    use_output_bias: bool = eqx.field(static=True)
+
+    def __init__(
+        self,
+        num_heads: int,
+        query_size: int,
+        key_size: int | None = None,
+        value_size: int | None = None,
+        output_size: int | None = None,
+        qk_size: int | None = None,
+        vo_size: int | None = None,
+        use_query_bias: bool = False,
+        use_key_bias: bool = False,
+        use_value_bias: bool = False,
+        use_output_bias: bool = False,
+        dropout_p: float = 0.0,
+        inference: bool = False,
+        dtype: DTypeLike | None = None,
+        *,
+        num_kv_heads: int | None = None,
+        key: jax.Array,
+    ) -> None:
+        """Draws the parameters as `equinox.nn.MultiheadAttention` does.
+
+        Args:
+          num_heads: query heads.
+          query_size: channels of the query.
+          key_size: channels of the key; `query_size` by default.
+          value_size: channels of the value; `query_size` by default.
+          output_size: channels of the output; `query_size` by default.
+          qk_size: head size of queries and keys; ``query_size // num_heads`` by default.
+          vo_size: head size of values; ``query_size // num_heads`` by default.
+          use_query_bias: whether the query projection has a bias; the other three likewise.
+          use_key_bias: see use_query_bias.
+          use_value_bias: see use_query_bias.
+          use_output_bias: see use_query_bias.
+          dropout_p: probability, below 1, of dropping an attention probability.
+          inference: drop nothing; `equinox.nn.inference_mode` sets it.
+          dtype: of the parameters; float32 by default, float64 in JAX's 64-bit mode.
+          num_kv_heads: key and value heads, a divisor of `num_heads`, which is the default. Fewer
+            share their keys and values between query heads (Ainslie et al. 2023).
+          key: PRNG key that the parameters are drawn with.
+
+        Raises:
+          ValueError: `num_kv_heads` does not divide `num_heads`.
+        """
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if num_kv_heads < 1 or num_heads % num_kv_heads != 0:
+            raise ValueError(
+                f"num_kv_heads must be a divisor of num_heads ({num_heads}), got {num_kv_heads}"
+            )
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self.query_size = query_size
+        self.key_size = query_size if key_size is None else key_size
+        self.value_size = query_size if value_size is None else value_size
+        self.output_size = query_size if output_size is None else output_size
+        self.qk_size = query_size // num_heads if qk_size is None else qk_size
+        self.vo_size = query_size // num_heads if vo_size is None else vo_size
+        self.use_query_bias, self.use_key_bias = use_query_bias, use_key_bias
+        self.use_value_bias, self.use_output_bias = use_value_bias, use_output_bias
+
+        keys = jax.random.split(key, 4)
+        q_width, k_width = num_heads * self.qk_size, num_kv_heads * self.qk_size
+        v_width, o_width = num_kv_heads * self.vo_size, num_heads * self.vo_size
+        linear = eqx.nn.Linear
+        self.query_proj = linear(self.query_size, q_width, use_query_bias, dtype, key=keys[0])
+        self.key_proj = linear(self.key_size, k_width, use_key_bias, dtype, key=keys[1])
+        self.value_proj = linear(self.value_size, v_width, use_value_bias, dtype, key=keys[2])
+        self.output_proj = linear(o_width, self.output_size, use_output_bias, dtype, key=keys[3])
+        self.dropout = eqx.nn.Dropout(dropout_p, inference=inference)
+
+    @jax.named_scope("jaxflash.equinox.MultiheadAttention")
+    def __call__(
+        self,
+        query: jax.Array,
+        key_: jax.Array,
+        value: jax.Array,
+        mask: jax.Array | None = None,
+        *,
+        key: jax.Array | None = None,
+        inference: bool | None = None,
+        deterministic: bool | None = None,
+        process_heads: Callable[[jax.Array, jax.Array, jax.Array], Heads] | None = None,
+        **options: Any,
+    ) -> jax.Array:
+        """Attention of one example.
+
+        Args:
+          query: ``(T, query_size)``.
+          key_: ``(S, key_size)``.
+          value: ``(S, value_size)``.
+          mask: bool ``(T, S)`` or ``(num_heads, T, S)``, True = attend.
+          key: PRNG key of the dropout; needed where something is dropped.
+          inference: drop nothing; None follows the module's `dropout`.
+          deterministic: deprecated name of `inference`.
+          process_heads: function of the projected query ``(T, num_heads, qk_size)``, key
+            ``(S, num_kv_heads, qk_size)`` and value ``(S, num_kv_heads, vo_size)`` that returns the
+            three changed but of the same shapes: a rotary embedding, for instance.
+          **options: of `jaxflash.dot_product_attention`, for this one example:
+            ``is_causal=True``, ``local_window_size``, ``bias`` broadcastable to
+            ``(num_heads, T, S)``, ``segment_ids`` ``(T,)``, ``sink`` ``(num_heads,)``,
+            ``implementation`` and so on.
+
+        Returns:
+          ``(T, output_size)``.
+
+        Raises:
+          ValueError: as in `jaxflash.dot_product_attention`, or `process_heads` changes a
+            shape.
+          RuntimeError: something is to be dropped and `key` is None.
+
+        Examples:
+          A causal window over a batch::
+
+              attention = jaxflash.equinox.MultiheadAttention(8, 512, num_kv_heads=2, key=key)
+              one = lambda x: attention(x, x, x, local_window_size=(127, 0))
+              y = jax.vmap(one)(x)  # (batch, T, 512) to the same
+        """
+        if deterministic is not None:
+            warnings.warn("deterministic is deprecated: use inference", stacklevel=2)
+            inference = deterministic
+        for name in ("dropout_rate", "dropout_rng", "return_residual"):
+            if name in options:
+                raise ValueError(
+                    f"{name} is not an option of the module: dropout comes from dropout_p and key, "
+                    "and the output alone is returned"
+                )
+        if query.ndim != 2 or key_.ndim != 2 or value.ndim != 2:
+            raise ValueError(
+                "query, key_ and value must be one example, (length, channels), got shapes "
+                f"{query.shape}, {key_.shape}, {value.shape}: map the module over a batch with "
+                "jax.vmap"
+            )
+        if len(key_) != len(value):
+            raise ValueError(f"value must have the length of key_, {len(key_)}, got {len(value)}")
+
+        heads = (
+            _project(self.query_proj, query, self.num_heads, self.qk_size),
+            _project(self.key_proj, key_, self.num_kv_heads, self.qk_size),
+            _project(self.value_proj, value, self.num_kv_heads, self.vo_size),
+        )
+        if process_heads is not None:
+            shapes = [x.shape for x in heads]
+            heads = process_heads(*heads)
+            if [x.shape for x in heads] != shapes:
+                raise ValueError(
+                    f"process_heads must keep the shapes {shapes}, got {[x.shape for x in heads]}"
+                )
+        out = dot_product_attention(*heads, mask=mask, **self._dropout(key, inference), **options)
+        return jax.vmap(self.output_proj)(out.reshape(len(query), -1))
+
+    def _dropout(self, key, inference) -> dict[str, Any]:
+        inference = self.dropout.inference if inference is None else inference
+        rate = self.dropout.p
+        if inference or (isinstance(rate, (int, float)) and rate == 0):
+            return {}
+        if key is None:
+            raise RuntimeError(f"dropout of {rate} needs a key, or inference=True")
+        return dict(dropout_rate=rate, dropout_rng=key)
+
+
+def _project(linear: eqx.nn.Linear, x, heads: int, size: int) -> jax.Array:
+    return jax.vmap(linear)(x).reshape(len(x), heads, size)

@@ -1,0 +1,205 @@
+"""`python -m jaxflash`: what it measures is right, and what is wrong it says."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxflash
+from jaxflash import __main__ as command
+from jaxflash import _check
+
+_TINY = ["--batch", "1", "--heads", "2", "--kv-heads", "1", "--head-size", "8", "--length", "16"]
+_QUICK = [*_TINY, "--dtype", "float32", "--seconds", "0.01"]
+
+
+def _main(monkeypatch, *arguments) -> int:
+    monkeypatch.setattr(sys, "argv", ["jaxflash", *_QUICK, *map(str, arguments)])
+    return command.main()
+
+
+def test_report(tmp_path):
+    """Every feature at once, two lengths, to JSON and a plot, in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxflash", *_QUICK, "--length", "16", "24",
+         "--causal", "--window", "7", "none",
+         "--kv-length", "32", "--causal-alignment", "bottom_right", "--soft-cap", "5", "--sink",
+         "--alibi", "--bias", "--mask", "1N1S", "--dropout", "0.1", "--segments", "2",
+         "--kv-lengths", "30", "--query-lengths", "15", "--scale", "0.5", "--precision", "highest",
+         "--deterministic-backward", "--no-self-test", "--json", "report.json", "--plot", "t.png"],
+        capture_output=True, text=True, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["passed"]
+    assert report["config"]["version"] == jaxflash.__version__
+    assert report["matrix_rate"]["flops_per_second"] > 0
+    ours = [row for row in report["times"] if row["peer"] == "jaxflash"]
+    assert [(row["call"]["q_len"], row["pass"]) for row in ours] == [
+        (length, pass_name) for length in (16, 24) for pass_name in ("forward", "backward")
+    ]
+    for row in ours:
+        assert row["seconds"] > 0
+        assert row["memory"] > 0
+        assert row["path"] == "blockwise path" or "kernel" in row["path"]
+        assert 0 <= row["error"] <= row["tolerance"]
+    theirs = [row for row in report["times"] if row["peer"] != "jaxflash"]
+    for name in ("alibi_slopes", "causal_alignment", "dropout_rate", "logits_soft_cap", "sink"):
+        assert all(name in row["reason"] for row in theirs)
+    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+    for text in (
+        jaxflash.__version__,
+        "jaxflash, forward: ",
+        "TFLOP/s",
+        "jax.nn has no",
+        "is right",
+    ):
+        assert text in done.stdout
+
+
+def test_plain_text_without_rich(tmp_path):
+    code = (
+        "import runpy, sys; sys.modules['rich'] = None\n"
+        "runpy.run_module('jaxflash', run_name='__main__', alter_sys=True)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *_QUICK, "--causal", "--no-backward"],
+        capture_output=True, text=True, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for name in _check.SELF_TEST:
+        assert f"ok  {name}" in done.stdout
+    assert "is_causal=True" in done.stdout
+    assert "backward  jaxflash" not in done.stdout
+
+
+def test_json_alone_on_stdout(monkeypatch, capsys):
+    assert _main(monkeypatch, "--no-self-test", "--no-backward", "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert {row["peer"] for row in report["times"]} >= {"jaxflash", "jax.nn xla"}
+    assert all("seconds" in row for row in report["times"] if row["peer"] == "jax.nn xla")
+
+
+def _broken(call, implementation):
+    """The op with one wrong row."""
+
+    def op(query, key, value, **options):
+        out = jaxflash.dot_product_attention(query, key, value, **call.static, **options)
+        return out.at[:, 3].multiply(1.5)
+
+    return op
+
+
+@pytest.mark.parametrize("pass_name", ["forward", "backward"])
+def test_wrong_results_are_found(monkeypatch, pass_name):
+    monkeypatch.setattr(_check, "_ours", _broken)
+    call = _check.Call(1, 16, 16, 2, 1, 8, 8, is_causal=True)
+    ours, *_ = _check.measure(call, pass_name, None, 0.01)
+    assert ours["error"] > ours["tolerance"]
+
+
+def test_wrong_results_are_an_exit_status(monkeypatch, capsys):
+    name, test = next(iter(_check.SELF_TEST.items()))
+    monkeypatch.setattr(_check, "SELF_TEST", {name: test})
+    monkeypatch.setattr(_check, "_ours", _broken)
+    assert _main(monkeypatch, "--no-backward") == 1
+    text = capsys.readouterr().out
+    assert f"FAILED  {name}" in text
+    assert "FAILED: see above" in text
+
+
+def test_wrong_results_of_the_definition_are_no_number(monkeypatch):
+    """NaN is an error, not a pass."""
+    monkeypatch.setattr(
+        _check, "_ours", lambda call, implementation: lambda q, k, v: q * jnp.float32(np.nan)
+    )
+    call = _check.Call(1, 16, 16, 2, 2, 8, 8)
+    ours, *_ = _check.measure(call, "forward", None, 0.01)
+    assert not ours["error"] <= ours["tolerance"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--kv-heads", "3"], "multiple of the number of key heads"),
+        (["--head-size", "0"], "--head-size must be at least 1"),
+        (["--window", "1", "2", "3"], "--window takes one side or two"),
+        (["--kv-lengths", "1", "2"], "--kv-lengths takes 1 lengths"),
+        (["--dropout", "1"], "dropout_rate must lie in [0, 1)"),
+        (["--bias", "BT"], "axes are BNTS from the right"),
+        (["--segments", "0"], "--segments must be at least 1"),
+        (["--implementation", "cuda", "--head-size", "400"], "cannot take this call"),
+        (["--json", "no/such/folder/x.json"], "cannot write no/such/folder/x.json"),
+        (["--plot", "no/such/folder/x.png"], "cannot write no/such/folder/x.png"),
+    ],
+)
+def test_wrong_arguments(monkeypatch, capsys, arguments, text):
+    """Said before anything is measured."""
+    with pytest.raises(SystemExit) as exit_:
+        _main(monkeypatch, *arguments)
+    assert exit_.value.code == 2
+    assert text in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        dict(is_causal=True),
+        dict(is_causal=True, causal_alignment="bottom_right"),
+        dict(local_window_size=(3, 2)),
+        dict(local_window_size=(None, 1), kv_lengths=(13, 5), query_lengths=(12, 3)),
+        dict(causal_alignment="bottom_right", local_window_size=(4, 0), kv_lengths=(13, 5)),
+        dict(segments=3, is_causal=True),
+    ],
+)
+def test_flops_count_what_is_visible(options):
+    call = _check.Call(2, 12, 17, 2, 1, 8, 4, **options)
+    qkv, _ = call.draw()
+    # A row of ones and zeros for each key: the output is the keys that a row sees.
+    value = jnp.broadcast_to(jnp.eye(17)[:, None], (2, 17, 1, 17))
+    qkv = (jnp.zeros_like(qkv[0]), jnp.zeros_like(qkv[1]), value)
+    seen = jaxflash.reference.dot_product_attention(*qkv, **call.static, **call.arrays()) > 0
+    assert call.flops("forward") == 2 * (8 + 4) * int(seen.sum())
+    assert call.flops("backward") == 2 * (3 * 8 + 2 * 4) * int(seen.sum())
+
+
+def test_error_on_a_slice_of_rows(monkeypatch):
+    """Where the logits are too large for the definition, the first rows are compared, backward
+    too, although gradients of keys collect from all rows."""
+    call = _check.Call(
+        2, 48, 48, 4, 2, 8, 8, is_causal=True, bias="BNTS", mask="T1", segments=2, dropout_rate=0.1,
+        sink=True, alibi=True, query_lengths=(48, 30), kv_lengths=(40, 48),
+        precision="highest",
+    )  # fmt: skip
+    monkeypatch.setattr(_check, "_SLICE_BYTES", 4 * 2 * 48 * 20)
+    for pass_name in _check.PASSES:
+        ours, *_ = _check.measure(call, pass_name, None, 0.01)
+        assert ours["error"] < 1e-5
+    # From the bottom right the position of a row depends on how many there are.
+    call = dataclasses.replace(call, causal_alignment="bottom_right")
+    ours, *_ = _check.measure(call, "forward", None, 0.01)
+    assert ours["error"] is None
+
+
+def test_paths():
+    call = _check.Call(dtype="float32", head_dim=400)
+    ran, why = _check.path(call, "forward", None)
+    assert ran == "blockwise path"
+    reason = "head size 400" if jaxflash._ffi.extension.kernels else "without CUDA kernels"
+    assert any(reason in text for text in why)
+    assert _check.path(call, "forward", "xla") == ("blockwise path", ("implementation='xla'",))
+
+
+@pytest.mark.gpu
+def test_kernels_are_named():
+    call = _check.Call(dtype="bfloat16", head_dim=100, value_dim=100)
+    ran, why = _check.path(call, "forward", None)
+    assert "kernel, head size" in ran
+    assert not why
+    assert jax.default_backend() == "gpu"

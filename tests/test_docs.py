@@ -1,0 +1,74 @@
+"""Every block of Python in the README and the documentation runs, page by page."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+_ROOT = pathlib.Path(__file__).parents[1]
+_BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+_PAGES = sorted(
+    page.relative_to(_ROOT).as_posix()
+    for page in (_ROOT / "README.md", *(_ROOT / "docs").rglob("*.md"))
+    if _BLOCK.search(page.read_text())
+)
+
+
+def _program(page: str) -> str:
+    """The blocks of a page, each on the lines on which it stands there."""
+    text = (_ROOT / page).read_text()
+    lines = [""] * text.count("\n")
+    for block in _BLOCK.finditer(text):
+        first = text.count("\n", 0, block.start(1))
+        code = block.group(1).splitlines()
+        lines[first : first + len(code)] = code
+    return "\n".join(lines)
+
+
+_FINITE = (
+    "\nimport jax as _jax\nassert all("
+    "_jax.numpy.isfinite(x).all() for x in _jax.tree.leaves(globals().get('gradients')))"
+)
+
+
+@pytest.mark.parametrize("page", _PAGES)
+def test_page(page, tmp_path):
+    file = tmp_path / pathlib.Path(page).name
+    file.write_text(_program(page) + _FINITE)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", file],
+        # Accurate products on GPUs too, where the pages compare results.
+        env=os.environ | {"JAX_NUM_CPU_DEVICES": "8", "JAX_DEFAULT_MATMUL_PRECISION": "highest"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, f"{page}, by its own lines:\n{done.stderr}"
+
+
+def test_figures_of_the_readme():
+    """Six rows of the page that the benchmark writes."""
+    (block,) = re.findall(
+        r"<!-- six rows -->\n(.*?)<!-- /six rows -->", (_ROOT / "README.md").read_text(), re.DOTALL
+    )
+    rows = block.splitlines()
+    assert len(rows) == 2 + 6
+    assert set(rows) <= set((_ROOT / "docs/benchmarks.md").read_text().splitlines())
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+def test_links(page):
+    """mkdocs checks those of the documentation."""
+    for target in re.findall(r"\]\(([^)#]+)", (_ROOT / page).read_text()):
+        assert (_ROOT / target).exists(), target
+
+
+def test_pages_are_found():
+    """The marks of a block are what the pattern takes them for."""
+    assert "README.md" in _PAGES
+    assert "docs/frameworks.md" in _PAGES
+    for page in (_ROOT / "README.md", *(_ROOT / "docs").rglob("*.md")):
+        text = page.read_text()
+        assert len(_BLOCK.findall(text)) == len(re.findall(r"```\s*(?:python|py)\b", text)), page
