@@ -193,7 +193,7 @@ def backward(
         gradients = gradients._replace(sink=dsink)
     return Operands(
         *(
-            None if x is None else x.reshape(of.shape).astype(of.dtype)
+            None if x is None else _shaped_as(of, x).astype(of.dtype)
             for x, of in zip(gradients, operands, strict=True)
         )
     )
@@ -335,6 +335,12 @@ def _add_tile(total, rows, columns, tile):
 def _sum_to(x, shape):
     axes = tuple(i for i, (n, full) in enumerate(zip(shape, x.shape, strict=True)) if n < full)
     return jnp.sum(x, axis=axes, keepdims=True)
+
+
+def _shaped_as(like, x):
+    """`x` in the shape of `like`, split as it is on an explicit mesh."""
+    sharding = jax.typeof(like).sharding
+    return jax.lax.reshape(x, like.shape, out_sharding=None if sharding.mesh.empty else sharding)
 
 
 def _filled(value, like, shape, dtype):

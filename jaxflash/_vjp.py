@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from jaxflash import _blockwise, _ffi
+from jaxflash import _blockwise, _ffi, _sharding
 from jaxflash._spec import AttentionSpec, Operands
 
 CHECKPOINT_NAME = "context"
@@ -27,22 +27,8 @@ Path = Literal["cuda", "xla", "auto"]
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
 def attention(spec: AttentionSpec, path: Path, operands: Operands):
     """(out (*B, T, N, h), lse (*B, T, N)) of checked operands."""
-    return _attention(spec, path, _alike(operands))
-
-
-def _alike(operands: Operands) -> Operands:
-    """Inside `shard_map`, everything varies over the mesh axes that something varies over: loops
-    and custom calls want one type, and the gradient of the cast sums what was replicated.
-    """
-    axes = frozenset().union(
-        *(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(operands))
-    )
-
-    def vary(x):
-        missing = axes - jax.typeof(x).manual_axis_type.varying
-        return jax.lax.pcast(x, tuple(missing), to="varying") if missing else x
-
-    return jax.tree.map(vary, operands)
+    out, lse = _attention(spec, path, _sharding.alike(operands))
+    return _sharding.as_of_query(operands.query, out, lse)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -507,6 +507,91 @@ def test_sharded_is_unsharded(split):
         assert gradient.sharding.is_equivalent_to(operand.sharding, gradient.ndim)
 
 
+# Query, key and value on an explicit mesh b=2, h=4; what else is given is on every device. N = 8
+# query heads, K = 2 key heads.
+_EXPLICIT = {
+    "batch": ((("b", "h"),),) * 3,
+    "heads": ((None, None, "b"),) * 3,
+    "batch and heads": (("h", None, "b"),) * 3,
+    "more devices than key heads": ((None, None, "h"), (), ()),
+    "query alone": (("b", None, None), (), ()),
+    "query length": ((None, "h"), (), ()),
+    "query length, batch and heads": (("h", "b"), ("h", None, "b"), ("h", None, "b")),
+    "key length": ((), (None, "h"), (None, "h")),
+}
+
+
+def _explicit_mesh():
+    mesh = _mesh(b=2, h=4)
+    axis_types = (jax.sharding.AxisType.Explicit,) * 2
+    return jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=axis_types)
+
+
+def _explicit_case():
+    """Arrays of lengths that take several tiles, and a loss of a dictionary of them."""
+    rng = np.random.default_rng(0)
+    shapes = dict(
+        query=(8, 160, 8, H), key=(8, 132, 2, H), value=(8, 132, 2, H), bias=(8, 1, 132), sink=(8,),
+        alibi_slopes=(8,),
+    )  # fmt: skip
+    arrays = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+
+    def loss(attend):
+        def of_arrays(arrays):
+            ids = jnp.broadcast_to(jnp.arange(160) // 32, (8, 160))
+            out, lse = attend(
+                **arrays, is_causal=True, segment_ids=(ids, ids[:, :132]), return_residual=True
+            )
+            seen = jnp.where(jnp.isfinite(lse), lse, 0)
+            return jnp.sum(jnp.sin(3 * out)) + jnp.sum(jnp.sin(seen))
+
+        # Compiling takes longest.
+        options = {"xla_backend_optimization_level": 0}
+        return jax.jit(jax.value_and_grad(of_arrays), compiler_options=options)
+
+    return arrays, loss
+
+
+@functools.cache
+def _explicit_expected():
+    arrays, loss = _explicit_case()
+    return loss(_dense)(arrays)
+
+
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize("specs", _EXPLICIT.values(), ids=_EXPLICIT)
+def test_explicit_mesh(specs):
+    """Gradients of what is split and of what stands whole on every device (bias, sink, slopes)."""
+    arrays, loss = _explicit_case()
+    mesh = _explicit_mesh()
+    placed = _sharded(arrays.values(), mesh, *specs, (), (), ())
+    attend = functools.partial(jaxflash.dot_product_attention, implementation="xla")
+    with jax.set_mesh(mesh):
+        actual = loss(attend)(dict(zip(arrays, placed, strict=True)))
+    _close(actual, _explicit_expected())
+    for name, x in zip(arrays, placed, strict=True):
+        assert actual[1][name].sharding.is_equivalent_to(x.sharding, x.ndim), name
+
+
+@needs_kernels
+@pytest.mark.parametrize("specs", _EXPLICIT.values(), ids=_EXPLICIT)
+def test_explicit_mesh_of_the_kernels(specs):
+    """The output is split as the query; the program compiles for CPU devices, where it cannot
+    run, gradient included."""
+    mesh = _explicit_mesh()
+    arrays, _ = _explicit_case()
+    placed = _sharded([arrays[name] for name in ("query", "key", "value")], mesh, *specs)
+    attend = functools.partial(
+        jaxflash.dot_product_attention, implementation="cuda", return_residual=True
+    )
+    with jax.set_mesh(mesh):
+        out, lse = jax.eval_shape(attend, *placed)
+        jax.jit(jax.grad(_loss(attend), (0, 1, 2))).lower(*placed).compile()
+    spec = (*specs[0], None, None, None)
+    assert out.sharding.spec == PartitionSpec(*spec[:3], None)
+    assert lse.sharding.spec == PartitionSpec(*spec[:3])
+
+
 # The mesh is of CPU devices, whatever else the machine has.
 @pytest.mark.usefixtures("cpu")
 @pytest.mark.parametrize(
