@@ -145,7 +145,8 @@ def dot_product_attention(
 
     Raises:
       ValueError: an argument is wrong; the text names it, what came and what is allowed.
-      NotImplementedError: ``implementation="cuda"`` and the kernels do not take this call.
+      NotImplementedError: ``implementation="cuda"`` and the kernels do not take this call, or the
+        program is compiled for another platform than CUDA (then raised when it is lowered).
 
     Two things differ from jax.nn. A query row that sees no key has output 0, gradients 0 and lse
     -inf; jax.nn returns the mean of all values there. The lse is float32 and has a gradient;
@@ -190,10 +191,11 @@ def supported(
     return_residual=False,
     **kwargs,
 ) -> tuple[str, ...]:
-    """Why the CUDA kernels cannot take a call: every reason, or none when they can.
+    """Why the CUDA kernels cannot take a call here: every reason, or none when they can.
 
     Takes the arguments of :func:`dot_product_attention`; arrays may be `jax.ShapeDtypeStruct`.
-    Nothing is computed and no GPU is needed or asked.
+    Nothing is computed and no JAX backend is started. A machine without a GPU for the kernels is a
+    reason too, though a program may still be lowered or exported for CUDA on it.
 
     Args:
       query: as in :func:`dot_product_attention`; likewise the other arguments.
@@ -213,7 +215,10 @@ def supported(
     """
     _spec.check_implementation(implementation)
     spec, operands = _spec.make(query, key, value, bias, mask, **{**_DEFAULTS, **kwargs})
-    return _support.reasons_against_kernels(spec, operands)
+    return (
+        *_support.reasons_against_kernels(spec, operands),
+        *_support.reasons_against_machine(),
+    )
 
 
 _DEFAULTS = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 from jaxflash import _ffi
@@ -77,6 +78,27 @@ def reasons_against_kernels(spec: AttentionSpec, operands: Operands) -> tuple[st
         if isinstance(length, int) and length > _MAX_LENGTH:
             reasons.append(f"{name} length {length}: the kernels take at most 2**30")
     return tuple(reasons)
+
+
+@functools.cache
+def reasons_against_machine() -> tuple[str, ...]:
+    """Why the kernels, whatever the call, do not run on this machine; asks the CUDA driver, and
+    starts no JAX backend."""
+    if not _ffi.extension.kernels:
+        return ()  # a reason against the call already
+    devices = _ffi.extension.devices()
+    if not devices:
+        return (
+            "this machine has no NVIDIA GPU, or no driver for CUDA "
+            f"({_ffi.extension.build_info()}): programs can be lowered and exported for CUDA here, "
+            "not run",
+        )
+    if all((major, minor) < (8, 0) for _, major, minor, _ in devices):
+        names = ", ".join(
+            f"{name} (compute capability {major}.{minor})" for name, major, minor, _ in devices
+        )
+        return (f"the kernels need compute capability 8.0 or newer, this machine has {names}",)
+    return ()
 
 
 def _largest_head_size(math: str) -> int:

@@ -156,8 +156,12 @@ def _mapped_together(function):
 
 
 def _on_path(path: Path, kernels, blockwise):
-    if path == "cuda":
-        return kernels
     if path == "xla":
         return blockwise
-    return functools.partial(jax.lax.platform_dependent, cuda=kernels, default=blockwise)
+
+    def checked(first, *others):
+        return kernels(_ffi.checked(first, only_cuda=path == "cuda"), *others)
+
+    if path == "cuda":
+        return checked
+    return functools.partial(jax.lax.platform_dependent, cuda=checked, default=blockwise)

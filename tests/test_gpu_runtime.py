@@ -140,6 +140,38 @@ def test_two_devices_at_once():
                 assert_same_bits(result, alone, str(result[0].devices()))
 
 
+@pytest.mark.two_gpus
+@pytest.mark.parametrize("manual", [(), ("b",)], ids=["automatic", "partly manual"])
+@pytest.mark.parametrize("kv_heads", [1, 4])
+def test_heads_over_two_devices(kv_heads, manual):
+    """With one key head, each device has half of the query heads and of the sums for the key."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices("gpu")[:2]).reshape(1, 2), ("b", "h"))
+    query, key, value = _qkv()
+    qkv = (query, key[:, :, :kv_heads], value[:, :, :kv_heads])
+    attend = functools.partial(
+        jaxflash.dot_product_attention, implementation="cuda", is_causal=True
+    )
+
+    def step(attend, *qkv):
+        return jax.jit(jax.value_and_grad(lambda *qkv: jnp.sum(jnp.sin(attend(*qkv))), (0, 1, 2)))(
+            *qkv
+        )
+
+    expected = jax.device_get(step(attend, *qkv))
+    split = NamedSharding(mesh, PartitionSpec(None, None, "h"))
+    whole = NamedSharding(mesh, PartitionSpec())
+    placed = jax.device_put(qkv, (split, *((whole,) * 2 if kv_heads == 1 else (split,) * 2)))
+    if manual:
+        spec = PartitionSpec("b")
+        attend = jax.shard_map(
+            attend, mesh=mesh, in_specs=spec, out_specs=spec, axis_names=set(manual)
+        )
+    for x, y in zip(*map(jax.tree.leaves, (step(attend, *placed), expected)), strict=True):
+        np.testing.assert_allclose(
+            np.asarray(x, np.float32), np.asarray(y, np.float32), rtol=2e-2, atol=2e-2
+        )
+
+
 def test_other_work_on_the_gpu():
     """Matrix products on another stream come and go: blocks start late, and in another order."""
     qkv = jax.device_put(_qkv(length=2000))

@@ -1,5 +1,6 @@
 """What is accepted, and every error: its type, and that the text names the argument."""
 
+import functools
 import inspect
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 import jaxflash
+from jaxflash import _ffi
 
 T, S, N, K, H, VALUE = 6, 5, 4, 2, 8, 3
 BATCH = (2,)
@@ -225,10 +227,14 @@ def test_supported_without_arrays():
         return jax.ShapeDtypeStruct(shape, dtype)
 
     q = shapes(1, 128, 4, 64)
-    without_kernels = jaxflash.supported(q, q, q)  # () where the library has kernels
-    assert without_kernels == () or "without CUDA kernels" in without_kernels[0]
-    if without_kernels:
+    always = jaxflash.supported(q, q, q)  # () where the library has kernels and the machine a GPU
+    assert len(always) <= 1
+    if jax.default_backend() == "gpu":
+        assert not always
+    elif "without CUDA kernels" in always[0]:
         return
+    else:
+        assert "no NVIDIA GPU" in always[0] or "compute capability" in always[0]
     reasons = jaxflash.supported(
         q, q, q, shapes(128, 128), shapes(128, 128, dtype=jnp.bool_), logits_soft_cap=5.0,
         sink=shapes(4), dropout_rate=0.1, dropout_rng=jax.random.key(0),
@@ -246,21 +252,40 @@ def test_cuda_names_every_reason_at_once():
         jaxflash.dot_product_attention(
             **_arrays(), bias=_ones(T, S), sink=_ones(N), implementation="cuda"
         )
+    # Those against the call; the machine's do not matter before the program is lowered.
+    machine = jaxflash.supported(**_arrays())
     reasons = jaxflash.supported(**_arrays(), bias=_ones(T, S), sink=_ones(N))
     assert reasons
     for reason in reasons:
-        assert reason in str(caught.value)
+        assert reason in str(caught.value) or reason in machine
     assert "implementation='xla'" in str(caught.value)
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="says what happens without a GPU")
+@pytest.mark.skipif(not _ffi.extension.kernels, reason="the library was built without kernels")
 def test_kernels_on_a_cpu_are_an_error_that_says_so():
-    if jaxflash.supported(**_arrays()):
-        pytest.skip("the library was built without kernels")
-    with pytest.raises(Exception, match="needs an NVIDIA GPU"):
-        jax.block_until_ready(jaxflash.dot_product_attention(**_arrays(), implementation="cuda"))
+    """As documentation promises, when the platform is known: eagerly, compiled, in a gradient and
+    for an exported program; tracing alone, or lowering for CUDA, is no error."""
+    cpu = jax.devices("cpu")[0]
+    arrays = jax.device_put(list(_arrays().values()), cpu)
+    attend = functools.partial(jaxflash.dot_product_attention, implementation="cuda")
+
+    def loss(*arrays):
+        return jnp.sum(attend(*arrays))
+
+    for run in (
+        attend,
+        jax.jit(attend),
+        jax.grad(loss),
+        jax.vmap(attend),
+        jax.export.export(jax.jit(attend), platforms=["cpu", "cuda"]),
+        jax.jit(attend).lower,
+    ):
+        with pytest.raises(NotImplementedError, match="'cuda' needs an NVIDIA GPU"):
+            run(*arrays)
+    jax.make_jaxpr(attend)(*arrays)
+    jax.jit(attend).trace(*arrays).lower(lowering_platforms=("cuda",))
     # The process survives.
-    jax.block_until_ready(jaxflash.dot_product_attention(**_arrays()))
+    jax.block_until_ready(jaxflash.dot_product_attention(*arrays))
 
 
 def test_precision_follows_jax():

@@ -2,6 +2,7 @@
 
 import functools
 import re
+import math
 
 import jax
 import jax.numpy as jnp
@@ -476,6 +477,13 @@ def _sharded(arrays, mesh, *specs):
     ]
 
 
+def _compiled(loss, path, arguments):
+    """The gradient of a function, compiled for the devices of its arguments, CPUs. A program of the
+    kernels, lowered for CUDA, compiles there too; it does not run."""
+    traced = jax.jit(jax.grad(loss, tuple(range(len(arguments))))).trace(*arguments)
+    return traced.lower(lowering_platforms=("cuda" if path == "cuda" else "cpu",)).compile()
+
+
 _SPLITS = {
     "batch": ((("b", "h"),),) * 3,
     "batch and heads": (("b", None, "h"),) * 3,
@@ -486,14 +494,74 @@ _SPLITS = {
 @pytest.mark.parametrize("path", ["xla", pytest.param("cuda", marks=needs_kernels)])
 @pytest.mark.parametrize("split", _SPLITS.values(), ids=_SPLITS)
 def test_sharded_program_gathers_nothing(split, path):
-    """Batch and key/value heads split; each device works on its own part. The kernels' program is
-    compiled for CPU devices too, where it cannot run."""
+    """Batch and key/value heads split; each device works on its own part."""
     qkv = _sharded(_qkv(8), _mesh(b=4, h=2), *split)
     attend = functools.partial(jaxflash.dot_product_attention, implementation=path)
-    step = jax.jit(jax.grad(lambda *qkv: jnp.sum(jnp.sin(attend(*qkv))), (0, 1, 2)))
-    text = step.lower(*qkv).compile().as_text()
+    text = _compiled(lambda *qkv: jnp.sum(jnp.sin(attend(*qkv))), path, qkv).as_text()
     for collective in ("all-gather", "all-to-all", "collective-permute"):
         assert collective not in text
+
+
+# Query heads over more devices than there are key heads: (key heads, mesh, split of the heads).
+_MORE_DEVICES = {
+    "one key head": (1, dict(b=2, h=4), "h"),
+    "two key heads": (2, dict(b=2, h=4), "h"),
+    "two axes": (2, dict(g=2, h=4), ("g", "h")),
+    "between two axes": (2, dict(h=4, g=2), ("h", "g")),
+}
+
+
+@needs_kernels
+@pytest.mark.parametrize("row", _MORE_DEVICES.values(), ids=_MORE_DEVICES)
+def test_more_devices_than_key_heads(row):
+    """Each device takes its query heads and the key head that they share; of its gradients only
+    those of keys and values are summed and, where key heads are whole everywhere, put together."""
+    kv_heads, axes, heads = row
+    shapes = ((2, T, 16, H), (2, S, kv_heads, H), (2, S, kv_heads, H))
+    split = ((None, None, heads), (), ())
+    qkv = _sharded([np.ones(shape, np.float32) for shape in shapes], _mesh(**axes), *split)
+    attend = functools.partial(jaxflash.dot_product_attention, implementation="cuda")
+    text = _compiled(lambda *qkv: jnp.sum(jnp.sin(attend(*qkv))), "cuda", qkv).as_text()
+    shards = math.prod(n for name, n in axes.items() if name in heads)
+    q_heads = f"{T},{16 // shards},{H}"
+    calls = [line for line in text.splitlines() if "custom-call" in line and "jaxflash" in line]
+    assert len(calls) == 2
+    for call in calls:
+        assert f"f32[2,{q_heads}]" in call
+        assert f"f32[2,{S},1,{H}]" in call
+    assert "all-reduce" in text
+    for line in text.splitlines():
+        if "all-gather(" in line:
+            assert f"f32[2,{S},{kv_heads},{H}]" in line
+
+
+@pytest.mark.parametrize("path", ["xla", pytest.param("cuda", marks=needs_kernels)])
+def test_partly_manual_shard_map(path):
+    """One axis manual, the other left to the compiler."""
+    mesh = _mesh(d=2, h=2, b=2)
+    attend = functools.partial(jaxflash.dot_product_attention, implementation=path)
+    whole = PartitionSpec("d")
+    mapped = jax.shard_map(
+        attend, mesh=mesh, in_specs=whole, out_specs=whole, axis_names={"d"}, check_vma=True
+    )
+    qkv = _sharded(_qkv(8), mesh, *(((("d", "b"), None, "h"),) * 3))
+    text = _compiled(lambda *qkv: jnp.sum(jnp.sin(mapped(*qkv))), path, qkv).as_text()
+    for collective in ("all-gather", "all-to-all", "collective-permute"):
+        assert collective not in text
+
+
+@needs_kernels
+def test_kernels_need_shardy():
+    """Without it, jax 0.10 would end the process."""
+    qkv = _sharded(_qkv(8), _mesh(b=4, h=2), *_SPLITS["batch and heads"])
+    attend = functools.partial(jaxflash.dot_product_attention, implementation="cuda")
+    shardy = jax.config.jax_use_shardy_partitioner
+    jax.config.update("jax_use_shardy_partitioner", False)
+    try:
+        with pytest.raises(NotImplementedError, match="jax_use_shardy_partitioner"):
+            _compiled(lambda *qkv: jnp.sum(attend(*qkv)), "cuda", qkv)
+    finally:
+        jax.config.update("jax_use_shardy_partitioner", shardy)
 
 
 @pytest.mark.parametrize("split", _SPLITS.values(), ids=_SPLITS)
@@ -576,8 +644,7 @@ def test_explicit_mesh(specs):
 @needs_kernels
 @pytest.mark.parametrize("specs", _EXPLICIT.values(), ids=_EXPLICIT)
 def test_explicit_mesh_of_the_kernels(specs):
-    """The output is split as the query; the program compiles for CPU devices, where it cannot
-    run, gradient included."""
+    """The output is split as the query; the program compiles, gradient included."""
     mesh = _explicit_mesh()
     arrays, _ = _explicit_case()
     placed = _sharded([arrays[name] for name in ("query", "key", "value")], mesh, *specs)
@@ -586,7 +653,7 @@ def test_explicit_mesh_of_the_kernels(specs):
     )
     with jax.set_mesh(mesh):
         out, lse = jax.eval_shape(attend, *placed)
-        jax.jit(jax.grad(_loss(attend), (0, 1, 2))).lower(*placed).compile()
+        _compiled(_loss(attend), "cuda", placed)
     spec = (*specs[0], None, None, None)
     assert out.sharding.spec == PartitionSpec(*spec[:3], None)
     assert lse.sharding.spec == PartitionSpec(*spec[:3])
