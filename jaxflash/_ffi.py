@@ -32,6 +32,8 @@ BACKWARD_TARGET = "jaxflash_backward_v1"
 # cuda/attention.h: kUnlimited, kMaxBatchAxes.
 _UNLIMITED = 1 << 30
 _MAX_BATCH_AXES = 8
+# cuda/common/workspace.h: kWorkspaceRows.
+_WORKSPACE_ROWS = 128
 
 
 def _register() -> None:
@@ -256,11 +258,15 @@ class _Backward(_Pass):
         query, key, value = operands[:3]
         q_len, q_heads, head_dim = query.shape[-3:]
         kv_len, kv_heads, value_dim = value.shape[-3:]
-        # Linear in the batch, so that a symbolic batch size exports.
-        workspace = math.prod(self.full_batch(operands)) * extension.backward_workspace_bytes(
+        # Linear in the batch and, where it is symbolic (jax.export), in the length: parts of a
+        # problem need at least as many bytes as the whole.
+        parts = math.prod(self.full_batch(operands))
+        if not isinstance(q_len, int):
+            parts *= -(-q_len // _WORKSPACE_ROWS)
+        workspace = parts * extension.backward_workspace_bytes(
             batch=1,
-            q_len=q_len,
-            kv_len=kv_len,
+            q_len=q_len if isinstance(q_len, int) else _WORKSPACE_ROWS,
+            kv_len=kv_len if isinstance(kv_len, int) else 1,  # does not matter
             q_heads=q_heads,
             kv_heads=kv_heads,
             head_dim=head_dim,

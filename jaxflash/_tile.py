@@ -48,6 +48,9 @@ class Blocks:
 
 def blocks(length: int, at_most: int) -> Blocks:
     """Blocks as even as multiples of 16 allow: the fewest elements are computed twice."""
+    if not isinstance(length, int):  # symbolic (jax.export), at least 1
+        size = jax.core.min_dim(length, at_most)
+        return Blocks(length, size, -(-length // size), ragged=True)
     count = -(-length // at_most)
     size = min(-(-length // (16 * count)) * 16, length)
     count = -(-length // size)
@@ -138,7 +141,7 @@ class Tiles:
                 self._offset = kv_len - q_len
         # Loop bounds come from the sizes alone, never from values: values may be batched by vmap.
         self._static_band = (
-            isinstance(self._offset, int)
+            not isinstance(self._offset, jax.Array)
             and self._q_positions is None
             and self._kv_positions is None
         )

@@ -27,6 +27,9 @@ Path = Literal["cuda", "xla", "auto"]
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
 def attention(spec: AttentionSpec, path: Path, operands: Operands):
     """(out (*B, T, N, h), lse (*B, T, N)) of checked operands."""
+    # jax 0.10 does not take NumPy arrays for residuals, which they may be under vmap; a copy costs
+    # nothing in a compiled program.
+    operands = jax.tree.map(jnp.copy, operands)
     out, lse = _attention(spec, path, _sharding.alike(operands))
     return _sharding.as_of_query(operands.query, out, lse)
 

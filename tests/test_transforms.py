@@ -162,6 +162,13 @@ def test_nested_vmap(attend):
     _both(attend, transform, query, key, value)
 
 
+def test_numpy_constants_under_vmap(attend):
+    """Mapped, inside a compiled function: they reach the differentiation rule as they are."""
+    arrays = _mapped_arrays((0, 0, 0))
+    gradient = jax.vmap(jax.grad(_loss(attend), (0, 1, 2)))
+    _close(jax.jit(lambda: gradient(*arrays))(), gradient(*map(jnp.asarray, arrays)))
+
+
 def test_vmap_over_lengths(attend):
     lengths = np.array([[S, 3], [0, 7], [5, 5]], np.int32)
 
@@ -374,6 +381,67 @@ def test_export_with_a_symbolic_batch():
         qkv = _on_cpu(_qkv(batch))
         # The loss divides by the size of the array, which is symbolic too.
         _close(jax.jit(again.call)(*qkv), jax.jit(_gradients)(*qkv))
+
+
+def _everything(bias, lengths, ids, key_ids, slopes):
+    return dict(
+        bias=bias, key_value_seq_lengths=lengths, segment_ids=(ids, key_ids), alibi_slopes=slopes,
+        local_window_size=(700, 50), causal_alignment="bottom_right", dropout_rate=0.2,
+        dropout_rng=np.array([1, 2], np.uint32),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("features", [False, True], ids=["causal", "features"])
+def test_export_with_symbolic_lengths(features):
+    """One program for all lengths: shorter than a block, and longer."""
+
+    def run(query, key, value, *others):
+        options = _everything(*others) if features else dict(is_causal=True)
+
+        def loss(query, key, value):
+            out, lse = jaxflash.dot_product_attention(
+                query, key, value, return_residual=True, implementation="xla", **options
+            )
+            return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.where(lse > -jnp.inf, jnp.cos(lse), 0))
+
+        return jax.value_and_grad(loss, (0, 1, 2))(query, key, value)
+
+    dtypes = [np.float32] * 3 + ([np.float32] + [np.int32] * 3 + [np.float32]) * features
+    shapes = ["b, t, 4, 8", "b, s, 2, 8", "b, s, 2, 8"]
+    shapes += ["4, t, s", "b", "b, t", "b, s", "4"] * features
+    scope = export.SymbolicScope()
+    symbolic = [
+        jax.ShapeDtypeStruct(export.symbolic_shape(shape, scope=scope), dtype)
+        for shape, dtype in zip(shapes, dtypes, strict=True)
+    ]
+    exported = export.export(jax.jit(run), platforms=["cpu"])(*symbolic)
+    again = jax.jit(export.deserialize(exported.serialize()).call)
+    rng = np.random.default_rng(0)
+    short = dict(b=2, t=24, s=20) if features else dict(b=1, t=1, s=1)
+    for sizes in (short, dict(b=1, t=40, s=1100)):
+        arrays = []
+        for shape, dtype in zip(shapes, dtypes, strict=True):
+            shape = [sizes.get(n.strip()) or int(n) for n in shape.split(",")]
+            if dtype == np.float32:
+                arrays.append(rng.standard_normal(shape, np.float32))
+            else:
+                arrays.append(rng.integers(1, 3 + 20 * (len(shape) == 1), shape).astype(np.int32))
+        arrays = _on_cpu(arrays)
+        _close(again(*arrays), jax.jit(run)(*arrays))
+
+
+@needs_kernels
+@pytest.mark.parametrize("path", ["cuda", None])
+def test_export_for_cuda_with_symbolic_lengths(path):
+    attend = functools.partial(jaxflash.dot_product_attention, is_causal=True, implementation=path)
+    scope = export.SymbolicScope()
+    symbolic = [
+        jax.ShapeDtypeStruct(export.symbolic_shape(shape, scope=scope), jnp.bfloat16)
+        for shape in ("b, t, 4, 64", "b, s, 2, 64", "b, s, 2, 64")
+    ]
+    step = jax.jit(jax.grad(_loss(attend), (0, 1, 2)))
+    exported = export.export(step, platforms=["cuda"], disabled_checks=jaxflash.EXPORT_CHECKS)
+    assert _ffi.BACKWARD_TARGET in exported(*symbolic).mlir_module()
 
 
 @needs_kernels
