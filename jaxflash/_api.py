@@ -23,7 +23,7 @@ def dot_product_attention(
     bias: ArrayLike | None = ...,
     mask: ArrayLike | None = ...,
     *,
-    scale: float | None = ...,
+    scale: ArrayLike | None = ...,
     is_causal: bool = ...,
     query_seq_lengths: ArrayLike | None = ...,
     key_value_seq_lengths: ArrayLike | None = ...,
@@ -50,7 +50,7 @@ def dot_product_attention(
     bias: ArrayLike | None = ...,
     mask: ArrayLike | None = ...,
     *,
-    scale: float | None = ...,
+    scale: ArrayLike | None = ...,
     is_causal: bool = ...,
     query_seq_lengths: ArrayLike | None = ...,
     key_value_seq_lengths: ArrayLike | None = ...,
@@ -76,7 +76,7 @@ def dot_product_attention(
     bias: ArrayLike | None = None,
     mask: ArrayLike | None = None,
     *,
-    scale: float | None = None,
+    scale: ArrayLike | None = None,
     is_causal: bool = False,
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
@@ -113,7 +113,9 @@ def dot_product_attention(
       bias: floating array that broadcasts to ``(*B, N, T, S)``, added to the scaled logits. Each
         axis is 1 or full; leading axes may be missing. Its gradient is computed only if asked for.
       mask: bool array that broadcasts likewise; True means attend.
-      scale: factor of the logits, a Python number; None means ``1 / sqrt(H)``.
+      scale: factor of the logits; None means ``1 / sqrt(H)``. A Python number is applied to the
+        float32 logits. A traced scalar, which has a gradient, multiplies the query instead, rounded
+        to its dtype, and nothing is compiled again when it changes.
       is_causal: query ``i`` sees the keys at positions up to its own.
       query_seq_lengths: int32 ``(*B)``; rows from there on are padding: output 0, no gradient.
       key_value_seq_lengths: int32 ``(*B)``; keys from there on are seen by nobody.
@@ -135,7 +137,9 @@ def dot_product_attention(
         are scaled up. The mask depends on (key, batch, head, row, column) alone.
       dropout_rng: PRNG key for the dropout.
       precision: of the products of float32 inputs: DEFAULT rounds operands to TF32 on GPUs, HIGH
-        and HIGHEST are accurate to float32; None follows ``jax_default_matmul_precision``.
+        and HIGHEST are accurate to float32; None follows ``jax_default_matmul_precision``. Of a
+        ``DotAlgorithmPreset``, those with float32 operands or several products (``X3`` ...) are
+        HIGHEST, the others DEFAULT.
       deterministic_backward: gradients are bitwise the same from run to run. The output is so
         always.
 

@@ -13,6 +13,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -467,7 +468,7 @@ def _divided(mesh: Mesh, names: tuple[str, ...], kv_heads: int):
     """(mesh, axes of the key heads, axes within a key head): `mesh` with the axis in two over which
     the key heads end, the others and the order of the devices as they are. None if there is none.
     """
-    shape = {name: (n,) for name, n in mesh.shape.items()}
+    shape: dict[Any, tuple[int, ...]] = {name: (n,) for name, n in mesh.shape.items()}
     left = kv_heads
     of_keys, of_group = [], []
     for name in names:
@@ -484,13 +485,13 @@ def _divided(mesh: Mesh, names: tuple[str, ...], kv_heads: int):
             shape[name] = (keys, n // keys)
             of_keys.append(f"{name}_keys")
             of_group.append(f"{name}_group")
-    names = [
+    divided = [
         part
         for name, sizes in shape.items()
         for part in ((name,) if len(sizes) == 1 else (f"{name}_keys", f"{name}_group"))
     ]
     sizes = [n for sizes in shape.values() for n in sizes]
-    return Mesh(mesh.devices.reshape(sizes), names), tuple(of_keys), tuple(of_group)
+    return Mesh(mesh.devices.reshape(sizes), divided), tuple(of_keys), tuple(of_group)
 
 
 def _sharding_rule(kernel: _Pass, broadcasts) -> tuple[str, tuple[str, ...]]:

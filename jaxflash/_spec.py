@@ -29,7 +29,7 @@ class AttentionSpec:
     """Everything static about a call except shapes and dtypes, which the operands carry.
 
     Attributes:
-        scale: factor of the logits.
+        scale: factor of the logits; `Operands.scale` is another one.
         left: keys visible before a query's own position, or None without a limit.
         right: keys visible after it (0 when causal), or None without a limit.
         bottom_right: query i stands at key position i + S - T instead of i; with sequence lengths,
@@ -73,6 +73,7 @@ class Operands(NamedTuple):
     dropout_seed: Any = None  # (2) uint32
     query_positions: Any = None  # (*B, T) int32
     key_positions: Any = None  # (*B, S) int32
+    scale: Any = None  # (), a factor of the logits that is not known at trace time
 
 
 def make(
@@ -128,7 +129,7 @@ def make(
         raise ValueError(f"dropout_rng must be a PRNG key when dropout_rate > 0 ({dropout_rate})")
 
     spec = AttentionSpec(
-        scale=_scale(scale, head_dim),
+        scale=1.0 if _is_traced_scale(scale) else _scale(scale, head_dim),
         left=left,
         right=right,
         bottom_right=_one_of("causal_alignment", causal_alignment, CAUSAL_ALIGNMENTS)
@@ -153,6 +154,7 @@ def make(
             "alibi_slopes", alibi_slopes, q_heads, ((q_heads,), (*batch, q_heads))
         ),
         dropout_seed=_dropout_seed(dropout_rng) if dropout_rate > 0.0 else None,
+        scale=scale if _is_traced_scale(scale) else None,
     )
     return spec, operands
 
@@ -304,6 +306,17 @@ def _window_side(side, window) -> int | None:
     return side
 
 
+def _is_traced_scale(scale) -> bool:
+    if not isinstance(scale, jax.core.Tracer | jax.ShapeDtypeStruct):
+        return False
+    if scale.shape != () or not jnp.issubdtype(scale.dtype, jnp.floating):
+        raise ValueError(
+            "scale must be a Python number or a floating scalar, got "
+            f"{scale.dtype} of shape {scale.shape}"
+        )
+    return True
+
+
 def _scale(scale, head_dim) -> float:
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
@@ -378,24 +391,39 @@ def _dropout_seed(rng):
     return rng[:2]
 
 
+# The names of jax.lax.Precision, jax.lax.DotAlgorithmPreset and jax_default_matmul_precision that
+# ask for products of float32 inputs as accurate as float32, or nearly so; others ask for less.
+_HIGHEST = frozenset(
+    {"high", "highest", "float32", "f32_f32_f32", "f64_f64_f64"}
+    | {"tf32_tf32_f32_x3", "bf16_bf16_f32_x3", "bf16_bf16_f32_x6", "bf16_bf16_f32_x9"}
+)
+
+
 def _highest_precision(precision) -> bool:
     """Whether float32 products must be accurate to float32; None follows jax's own default."""
     if precision is None:
         precision = jax.config.jax_default_matmul_precision  # pyright: ignore
-        if precision is None:
-            return False
-        # The configuration knows more names than jax.lax.Precision; those that mean less than
-        # float32 products are our default.
-        return precision in ("high", "highest", "float32", "F32_F32_F32", "BF16_BF16_F32_X6")
+        return precision is not None and precision.lower() in _HIGHEST
     if isinstance(precision, (tuple, list)) and len(precision) == 2:
         return any(_highest_precision(p) for p in precision)
-    try:
-        precision = jax.lax.Precision(precision)
-    except (ValueError, TypeError) as error:
-        raise ValueError(
-            f"precision must be a jax.lax.Precision, its name or None, got {precision!r}"
-        ) from error
-    return precision != jax.lax.Precision.DEFAULT
+    if isinstance(precision, jax.lax.DotAlgorithm):
+        wide = (np.dtype(np.float32), np.dtype(np.float64))
+        operands = (precision.lhs_precision_type, precision.rhs_precision_type)
+        return (
+            all(np.dtype(dtype) in wide for dtype in operands)
+            or precision.num_primitive_operations >= 3
+        )
+    if isinstance(precision, str) and precision in jax.lax.DotAlgorithmPreset.__members__:
+        precision = jax.lax.DotAlgorithmPreset[precision]
+    if not isinstance(precision, jax.lax.DotAlgorithmPreset):
+        try:
+            precision = jax.lax.Precision(precision)
+        except (ValueError, TypeError) as error:
+            raise ValueError(
+                "precision must be a jax.lax.Precision, DotAlgorithmPreset or DotAlgorithm, a name "
+                f"of one, a pair of them or None, got {precision!r}"
+            ) from error
+    return precision.name.lower() in _HIGHEST
 
 
 def _is_abstract(x) -> bool:

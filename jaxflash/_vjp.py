@@ -7,6 +7,7 @@ Residuals are the operands, out and lse; out and lse carry `CHECKPOINT_NAME`, so
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -29,9 +30,19 @@ def attention(spec: AttentionSpec, path: Path, operands: Operands):
     """(out (*B, T, N, h), lse (*B, T, N)) of checked operands."""
     # jax 0.10 does not take NumPy arrays for residuals, which they may be under vmap; a copy costs
     # nothing in a compiled program.
-    operands = jax.tree.map(jnp.copy, operands)
-    out, lse = _attention(spec, path, _sharding.alike(operands))
-    return _sharding.as_of_query(operands.query, out, lse)
+    operands = _with_scaled_query(jax.tree.map(jnp.copy, operands))
+    results: Any = _attention(spec, path, _sharding.alike(operands))
+    return _sharding.as_of_query(operands.query, *results)
+
+
+def _with_scaled_query(operands: Operands) -> Operands:
+    """A factor of the logits that only the program knows multiplies the query, in float32."""
+    query, scale = operands.query, operands.scale
+    if scale is None:
+        return operands
+    dtype = jnp.promote_types(query.dtype, jnp.float32)
+    query = (query.astype(dtype) * scale.astype(dtype)).astype(query.dtype)
+    return operands._replace(query=query, scale=None)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -55,9 +66,8 @@ def _forward_rule(spec: AttentionSpec, path: Path, primals: Operands):
     given = {name: x for name, x in primals._asdict().items() if x is not None}
     wanted = _Wanted(name for name, x in given.items() if x.perturbed)
     operands = Operands(**{name: x.value for name, x in given.items()})
-    out, lse = _forward(spec, path, operands)
-    out = checkpoint_name(out, CHECKPOINT_NAME)
-    lse = checkpoint_name(lse, CHECKPOINT_NAME)
+    results: Any = _forward(spec, path, operands)
+    out, lse = (checkpoint_name(x, CHECKPOINT_NAME) for x in results)
     return (out, lse), _Residuals(operands, out, lse, wanted)
 
 
@@ -158,7 +168,7 @@ def _mapped_together(function):
     return op
 
 
-def _on_path(path: Path, kernels, blockwise):
+def _on_path(path: Path, kernels: Callable, blockwise: Callable) -> Callable[..., Any]:
     if path == "xla":
         return blockwise
 

@@ -58,6 +58,10 @@ ERRORS = {
     "mask shape": (dict(mask=_ones(S, T, dtype=bool)), ["mask", "(5, 6)"]),
     "scale text": (dict(scale="big"), ["scale"]),
     "scale array": (dict(scale=_ones(2)), ["scale"]),
+    "scale abstract array": (
+        dict(scale=jax.ShapeDtypeStruct((2,), np.float32)),
+        ["scale", "(2,)", "float32"],
+    ),
     "scale NaN": (dict(scale=float("nan")), ["scale", "nan"]),
     "scale infinite": (dict(scale=float("inf")), ["scale", "inf"]),
     "is_causal": (dict(is_causal="yes"), ["is_causal", "yes"]),
@@ -137,7 +141,7 @@ def test_reference_has_the_same_errors(name):
         jaxflash.reference.dot_product_attention(**_arrays(**changes))
 
 
-@pytest.mark.parametrize("name", ["scale", "logits_soft_cap", "dropout_rate"])
+@pytest.mark.parametrize("name", ["logits_soft_cap", "dropout_rate"])
 def test_traced_numbers_are_refused(name):
     def traced(number):
         return jaxflash.dot_product_attention(**_arrays(), **{name: number})
@@ -306,6 +310,17 @@ def test_precision_follows_jax():
     with jax.default_matmul_precision("highest"):
         assert highest(None)
         assert not highest("default")
+    presets = jax.lax.DotAlgorithmPreset
+    for preset in (presets.F32_F32_F32, presets.TF32_TF32_F32_X3, presets.BF16_BF16_F32_X6):
+        assert highest(preset)
+        assert highest(preset.name)
+        with jax.default_matmul_precision(preset.name):
+            assert highest(None)
+    for preset in (presets.DEFAULT, presets.TF32_TF32_F32, presets.BF16_BF16_F32):
+        assert not highest(preset)
+        assert not highest(preset.name)
+    assert highest(jax.lax.DotAlgorithm(np.float32, np.float32, np.float32))
+    assert not highest(jax.lax.DotAlgorithm(jnp.bfloat16, jnp.bfloat16, np.float32))
 
 
 def test_wide_segment_ids_stay_different():

@@ -285,6 +285,24 @@ def test_no_bias_gradient_unless_asked_for():
     assert count((0, 1, 2)) < count((0, 1, 2, 3))
 
 
+def test_traced_scale(attend):
+    """Its value and gradient, mapped too; another one compiles nothing new."""
+    query, key, value = _qkv(B)
+    scales = np.array([0.1, -1.5, 0.0], np.float32)
+
+    def transform(f):
+        def loss(scale, query, key, value):
+            return _loss(f, is_causal=True, scale=scale)(query, key, value)
+
+        return jax.vmap(jax.value_and_grad(loss, (0, 1, 2, 3)), (0, None, None, None))
+
+    _both(attend, transform, scales, query, key, value)
+    compiled = jax.jit(lambda scale: attend(query, key, value, scale=scale))
+    for scale in scales:
+        _close(compiled(scale), attend(query, key, value, scale=float(scale)))
+    assert compiled._cache_size() == 1
+
+
 # ---- What has no derivative ---------------------------------------------------------------------
 
 
