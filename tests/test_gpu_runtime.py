@@ -373,10 +373,12 @@ def _like(*shape, dtype=jnp.bfloat16):
         ([_like(2, 4)] * 3, dict(out=(2, 4), lse=(2,)), "rank"),
         ([_like()] * 3, dict(has_q_lengths=np.bool_(True)), "lengths"),
         ([_like(1, 8, 1, 300)] * 3, {}, "head"),
+        ([_like()] * 3, dict(lse=(2, 16, 3)), "lse"),
+        ([_like()] * 3, dict(lse=(2, 16 * 4)), "lse"),
     ],
     ids=[
         "head counts", "head sizes", "lengths", "batch", "dtypes differ", "integers", "rank",
-        "no lengths given", "head size 300",
+        "no lengths given", "head size 300", "lse heads", "lse rank",
     ],
 )  # fmt: skip
 def test_handler_refuses(arrays, options, word):
@@ -386,22 +388,56 @@ def test_handler_refuses(arrays, options, word):
     jax.block_until_ready(jax.jit(_step)(*_qkv()))
 
 
-@pytest.mark.parametrize("workspace", [0, 16])
-def test_handler_refuses_a_small_workspace(workspace):
-    query = _like()
-    lse = np.ones(query.shape[:-1], np.float32)
-    results = [_GOOD, _GOOD, _GOOD, jax.ShapeDtypeStruct((workspace,), jnp.uint8)]
+def _backward_call(arrays, results, workspace=1 << 24, has_dlse=False):
+    """The custom call itself: q, k, v, out, dout, lse and maybe dlse to dq, dk, dv."""
+    results = [*results, jax.ShapeDtypeStruct((workspace,), jnp.uint8)]
 
     @jax.jit
-    def run(x, lse):
+    def run(*arrays):
         call = jax.ffi.ffi_call(_ffi.BACKWARD_TARGET, results)
         return call(
-            x, x, x, x, x, lse,
-            problem=_SPEC, has_dlse=np.bool_(False), deterministic=np.bool_(False),
-        )  # fmt: skip
+            *arrays, problem=_SPEC, has_dlse=np.bool_(has_dlse), deterministic=np.bool_(False)
+        )
 
+    return jax.block_until_ready(run(*arrays))
+
+
+_LSE = np.ones(_GOOD.shape[:-1], np.float32)
+
+
+@pytest.mark.parametrize("workspace", [0, 16])
+def test_handler_refuses_a_small_workspace(workspace):
     with pytest.raises(Exception, match=r"(?s)jaxflash.*workspace"):
-        jax.block_until_ready(run(query, lse))
+        _backward_call([*[_like()] * 5, _LSE], [_GOOD] * 3, workspace)
+
+
+# (what is changed: its place among q, k, v, out, dout, lse, dlse, dq, dk, dv; its shape), the word.
+_WRONG_BACKWARD = {
+    "out heads": ((3, (2, 16, 3, 32)), "out"),
+    "out rank": ((3, (16, 4, 32)), "out"),
+    "out batch": ((3, (3, 16, 4, 32)), "out"),
+    "dout length": ((4, (2, 15, 4, 32)), "dout"),
+    "dout rank": ((4, (2, 1, 16, 4, 32)), "dout"),
+    "lse heads": ((5, (2, 16, 3)), "lse"),
+    "lse rank": ((5, (2 * 16, 4)), "lse"),
+    "dlse length": ((6, (2, 15, 4)), "dlse"),
+    "dk length": ((8, (2, 15, 4, 32)), "dk"),
+    "dk batch": ((8, (1, 16, 4, 32)), "dk"),
+    "dv heads": ((9, (2, 16, 3, 32)), "dv"),
+    "dv rank": ((9, (2, 16, 4)), "dv"),
+}
+
+
+@pytest.mark.parametrize(("change", "word"), _WRONG_BACKWARD.values(), ids=_WRONG_BACKWARD)
+def test_backward_handler_refuses(change, word):
+    shapes = [_GOOD.shape] * 5 + [_LSE.shape] * 2 + [_GOOD.shape] * 3
+    place, shape = change
+    shapes[place] = shape
+    arrays = [np.ones(shape, jnp.bfloat16) for shape in shapes[:5]]
+    arrays += [np.ones(shape, np.float32) for shape in shapes[5:7]]
+    results = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes[7:]]
+    with pytest.raises(Exception, match=rf"(?s)jaxflash.*{word}"):
+        _backward_call(arrays, results, has_dlse=True)
 
 
 @pytest.mark.parametrize("workspace", [0, 16])
