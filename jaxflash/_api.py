@@ -216,8 +216,16 @@ def supported(
 
     Raises:
       ValueError: an argument is wrong, as in :func:`dot_product_attention`.
+      TypeError: there is no such argument.
     """
     _spec.check_implementation(implementation)
+    unknown = [repr(name) for name in kwargs if name not in _DEFAULTS]
+    if unknown:
+        raise TypeError(
+            f"supported() got an unexpected keyword argument {', '.join(unknown)}; beside query, "
+            "key, value, bias, mask, implementation and return_residual it takes "
+            f"{', '.join(_DEFAULTS)}"
+        )
     spec, operands = _spec.make(query, key, value, bias, mask, **{**_DEFAULTS, **kwargs})
     return (
         *_support.reasons_against_kernels(spec, operands),

@@ -114,7 +114,8 @@ def make(
     if bias is not None:
         bias = _array("bias", bias)
         if not jnp.issubdtype(bias.dtype, jnp.floating):
-            raise ValueError(f"bias must have a floating dtype, got {bias.dtype}")
+            hint = ": pass it as mask (True = attend)" if bias.dtype == jnp.bool_ else ""
+            raise ValueError(f"bias must have a floating dtype, got {bias.dtype}{hint}")
         bias = _broadcastable("bias", bias, logits_shape)
     if mask is not None:
         mask = _array("mask", mask)
@@ -168,13 +169,17 @@ def check_implementation(implementation) -> Implementation | None:
 def _array(name: str, x) -> Any:
     if isinstance(x, jax.Array | jax.ShapeDtypeStruct):
         return x
+    if x is None:
+        raise ValueError(f"{name} must be an array, got None")
     try:
         return jnp.asarray(x)
-    except TypeError as error:
-        raise ValueError(f"{name} must be an array, got {type(x).__name__}") from error
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name} must be an array, got {type(x).__name__}: {error}") from error
 
 
 def _check_qkv(query, key, value) -> None:
+    shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
+    layout = f" ({shapes}; each is (*batch, length, heads, head_size), heads after the length)"
     for name, x in (("query", query), ("key", key), ("value", value)):
         if len(x.shape) < 3:
             raise ValueError(
@@ -192,23 +197,22 @@ def _check_qkv(query, key, value) -> None:
         if x.shape[:-3] != query.shape[:-3]:
             raise ValueError(
                 f"{name} must have the leading (batch) axes of query {query.shape[:-3]}, "
-                f"got shape {x.shape}"
+                f"got {x.shape[:-3]}{layout}"
             )
     if key.shape[-1] != query.shape[-1]:
         raise ValueError(
-            f"key head size must be that of query ({query.shape[-1]}), got {key.shape[-1]} "
-            f"(key shape {key.shape})"
+            f"key head size must be that of query ({query.shape[-1]}), got {key.shape[-1]}{layout}"
         )
     if value.shape[-3:-1] != key.shape[-3:-1]:
         raise ValueError(
             f"value must have the length and heads of key {key.shape[-3:-1]}, "
-            f"got {value.shape[-3:-1]} (value shape {value.shape})"
+            f"got {value.shape[-3:-1]}{layout}"
         )
     q_heads, kv_heads = query.shape[-2], key.shape[-2]
     if kv_heads == 0 or q_heads % kv_heads != 0:
         raise ValueError(
             "the number of query heads must be a multiple of the number of key heads, "
-            f"got {q_heads} query heads and {kv_heads} key heads"
+            f"got {q_heads} query heads and {kv_heads} key heads{layout}"
         )
 
 
@@ -254,6 +258,13 @@ def _segment_ids(segment_ids, batch, q_len, kv_len):
             )
         query_ids, key_ids = segment_ids
     else:
+        segment_ids = _array("segment_ids", segment_ids)
+        if q_len != kv_len:
+            raise ValueError(
+                f"segment_ids must be a pair, for queries {(*batch, q_len)} and for keys "
+                f"{(*batch, kv_len)}, where their lengths differ; got one array "
+                f"{segment_ids.shape}, {segment_ids.dtype}"
+            )
         query_ids = key_ids = segment_ids
     query_ids, key_ids = _array("segment_ids", query_ids), _array("segment_ids", key_ids)
     for which, ids, length in (("query", query_ids, q_len), ("key", key_ids, kv_len)):
@@ -352,6 +363,11 @@ def _number(name: str, x) -> float:
 
 
 def _flag(name: str, x) -> bool:
+    if isinstance(x, jax.core.Tracer):
+        raise ValueError(
+            f"{name} must be known at trace time, got a traced {x.dtype}: name it in "
+            "static_argnames of jax.jit, or choose between two calls with jax.lax.cond"
+        )
     if not isinstance(x, (bool, np.bool_)):
         raise ValueError(f"{name} must be True or False, got {x!r}")
     return bool(x)

@@ -31,6 +31,7 @@ def _ones(*shape, dtype=np.float32):
 # id: (arguments that replace or join good ones, words that the text must have)
 ERRORS = {
     "query not an array": (dict(query="abc"), ["query", "str"]),
+    "value None": (dict(value=None), ["value", "None"]),
     "query rank": (dict(query=_ones(T, H)), ["query", "(6, 8)"]),
     "key rank": (dict(key=_ones(S, K, H)), ["key", "(5, 2, 8)"]),
     "query integer": (dict(query=_ones(*BATCH, T, N, H, dtype=np.int32)), ["query", "int32"]),
@@ -44,12 +45,22 @@ ERRORS = {
     "value length": (dict(value=_ones(*BATCH, S + 1, K, H)), ["value", "(6, 2)"]),
     "value heads": (dict(value=_ones(*BATCH, S, K + 1, H)), ["value", "(5, 3)"]),
     "head counts": (dict(query=_ones(*BATCH, T, 3, H)), ["query heads", "3", "2"]),
+    "heads before the length": (
+        dict(
+            query=_ones(*BATCH, N, T, H), key=_ones(*BATCH, N, S, H), value=_ones(*BATCH, N, S, H)
+        ),
+        ["query heads", "query (2, 4, 6, 8)", "key (2, 4, 5, 8)", "length, heads"],
+    ),
+    "value heads before the length": (
+        dict(value=_ones(*BATCH, K, S, VALUE)),
+        ["value", "query (2, 6, 4, 8)", "key (2, 5, 2, 8)", "value (2, 2, 5, 3)"],
+    ),
     "no key heads": (
         dict(key=_ones(*BATCH, S, 0, H), value=_ones(*BATCH, S, 0, H)),
         ["key heads", "0"],
     ),
     "bias integer": (dict(bias=_ones(T, S, dtype=np.int32)), ["bias", "int32"]),
-    "bias bool": (dict(bias=_ones(T, S, dtype=bool)), ["bias", "bool"]),
+    "bias bool": (dict(bias=_ones(T, S, dtype=bool)), ["bias", "bool", "mask"]),
     "bias shape": (dict(bias=_ones(2, T, S)), ["bias", "(2, 6, 5)", "(2, 4, 6, 5)"]),
     "bias of key heads": (dict(bias=_ones(*BATCH, K, T, S)), ["bias", "(2, 2, 6, 5)"]),
     "bias rank": (dict(bias=_ones(3, *BATCH, N, T, S)), ["bias", "(3, 2, 4, 6, 5)"]),
@@ -91,7 +102,7 @@ ERRORS = {
     ),
     "segment ids shared by other lengths": (
         dict(segment_ids=_ones(*BATCH, T, dtype=np.int32)),
-        ["segment_ids", "(2, 5)"],
+        ["segment_ids", "pair", "(2, 6)", "(2, 5)"],
     ),
     "segment ids triple": (
         dict(segment_ids=(_ones(*BATCH, T, dtype=np.int32),) * 3),
@@ -153,6 +164,17 @@ def test_traced_numbers_are_refused(name):
 def test_unknown_argument():
     with pytest.raises(TypeError, match="causal"):
         jaxflash.dot_product_attention(**_arrays(), causal=True)
+    with pytest.raises(TypeError, match=r"'causal'.* is_causal"):
+        jaxflash.supported(**_arrays(), causal=True)
+
+
+@pytest.mark.parametrize("name", ["is_causal", "deterministic_backward"])
+def test_traced_flags_are_refused(name):
+    def traced(flag):
+        return jaxflash.dot_product_attention(**_arrays(), **{name: flag})
+
+    with pytest.raises(ValueError, match=f"{name} must be known at trace time.*static_argnames"):
+        jax.jit(traced)(True)
 
 
 # ---- What jax.nn accepts ------------------------------------------------------------------------
