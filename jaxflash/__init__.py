@@ -9,6 +9,7 @@ from jaxflash._api import supported as supported
 from jaxflash._config import show_config as show_config
 from jaxflash._flax import attention_fn as attention_fn
 from jaxflash._merge import merge_attention as merge_attention
+from jaxflash._support import SlowPathWarning as SlowPathWarning
 from jaxflash._varlen import varlen_attention as varlen_attention
 from jaxflash._vjp import CHECKPOINT_NAME as CHECKPOINT_NAME
 

@@ -123,7 +123,8 @@ def dot_product_attention(
         ``i - left`` to ``i + right``, both included; a side of None has no limit.
       implementation: ``"cuda"`` runs the CUDA kernels or raises NotImplementedError with every
         reason against it; ``"xla"`` is the blockwise path in plain JAX, on any platform; None
-        takes the kernels on CUDA when :func:`supported` has nothing against them, else ``"xla"``.
+        takes the kernels on CUDA when :func:`supported` has nothing against the call, else
+        ``"xla"``, of which a program for CUDA warns (:class:`SlowPathWarning`).
       return_residual: also return the logarithm of the softmax's denominator.
       segment_ids: int ``(*B, T)``, or a pair ``(*B, T)``, ``(*B, S)``: only equal ids attend.
       causal_alignment: where query ``i`` stands for causal, window and ALiBi: at key position
@@ -151,6 +152,11 @@ def dot_product_attention(
       ValueError: an argument is wrong; the text names it, what came and what is allowed.
       NotImplementedError: ``implementation="cuda"`` and the kernels do not take this call, or the
         program is compiled for another platform than CUDA (then raised when it is lowered).
+
+    Warns:
+      SlowPathWarning: with ``implementation=None`` a program for CUDA runs the blockwise path, many
+        times slower there, since the kernels do not take the call; once for each reason, when it is
+        compiled.
 
     Two things differ from jax.nn. A query row that sees no key has output 0, gradients 0 and lse
     -inf; jax.nn returns the mean of all values there. The lse is float32 and has a gradient;
@@ -250,7 +256,7 @@ def choose_path(
         return "xla"
     reasons = _support.reasons_against_kernels(spec, operands)
     if implementation is None:
-        return "xla" if reasons else "auto"
+        return _vjp.Fallback(reasons) if reasons else "auto"
     if reasons:
         raise NotImplementedError(
             "implementation='cuda' cannot take this call (implementation='xla' can): "

@@ -85,10 +85,38 @@ def _lower_elsewhere(ctx, x, *, only_cuda):
 
 mlir.register_lowering(_checked, _lower_for_cuda, platform="cuda")
 mlir.register_lowering(_checked, _lower_elsewhere)
-batching.primitive_batchers[_checked] = lambda args, axes, **options: (
-    _checked.bind(*args, **options),
-    axes[0],
-)
+
+# The identity; calls a function when a program that holds it is lowered for CUDA.
+_announced = Primitive("jaxflash_announced")
+_announced.def_abstract_eval(lambda x, announce: x)
+
+
+def announced(arrays, announce: Callable[[], None]):
+    """The pytree `arrays`; a program that holds it calls `announce` (hashable) if it is lowered for
+    CUDA."""
+    (first, *others), tree = jax.tree.flatten(arrays)
+    return tree.unflatten([_announced.bind(first, announce=announce), *others])
+
+
+def _announce(ctx, x, *, announce):
+    announce()
+    return [x]
+
+
+# Not from a cache: a program is to warn however much of it was lowered before.
+mlir.register_lowering(_announced, _announce, platform="cuda", cacheable=False)
+mlir.register_lowering(_announced, lambda ctx, x, **_: [x])
+
+
+def _batch_identity(primitive: Primitive) -> None:
+    def rule(args, axes, **options):
+        return primitive.bind(*args, **options), axes[0]
+
+    batching.primitive_batchers[primitive] = rule
+
+
+_batch_identity(_checked)
+_batch_identity(_announced)
 
 
 # ---- Both passes ---------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable
 
 from jaxflash import _ffi
@@ -78,6 +79,35 @@ def reasons_against_kernels(spec: AttentionSpec, operands: Operands) -> tuple[st
         if isinstance(length, int) and length > _MAX_LENGTH:
             reasons.append(f"{name} length {length}: the kernels take at most 2**30")
     return tuple(reasons)
+
+
+class SlowPathWarning(UserWarning):
+    """A program for CUDA holds the blockwise path where nobody asked for it, because the kernels do
+    not take the call: it is many times slower than they are. Comes once for each reason, when the
+    program is compiled.
+
+    ``implementation="xla"`` says that a call is meant to be there, `supported` tells the reasons
+    beforehand, and ``warnings.filterwarnings("ignore", category=jaxflash.SlowPathWarning)``
+    silences all of them.
+    """
+
+
+_warned: set[str] = set()
+
+
+def warn_of_slow_path(reasons: tuple[str, ...]) -> None:
+    """A `SlowPathWarning` of those reasons that had none yet."""
+    new = [reason for reason in reasons if reason not in _warned]
+    if not new:
+        return
+    warnings.warn(
+        "jaxflash: this call runs on the blockwise path, many times slower on a GPU than the CUDA "
+        f"kernels: {'; '.join(new)}. implementation='xla' asks for it without this warning "
+        "(jaxflash.SlowPathWarning)",
+        SlowPathWarning,
+        stacklevel=2,
+    )
+    _warned.update(new)
 
 
 @functools.cache

@@ -15,13 +15,22 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from jaxflash import _blockwise, _ffi, _sharding
+from jaxflash import _blockwise, _ffi, _sharding, _support
 from jaxflash._spec import AttentionSpec, Operands
 
 CHECKPOINT_NAME = "context"
 
+
+class Fallback(tuple):
+    """The blockwise path where the caller left the choice to us: the reasons against the kernels,
+    of which a program for CUDA warns."""
+
+    def warn(self) -> None:
+        _support.warn_of_slow_path(self)
+
+
 # "auto": the kernels on CUDA, the blockwise path elsewhere, decided when the platform is known.
-Path = Literal["cuda", "xla", "auto"]
+Path = Literal["cuda", "xla", "auto"] | Fallback
 
 
 # Compiled once per spec and shapes, so that an eager call costs a dispatch and no retracing.
@@ -171,6 +180,8 @@ def _mapped_together(function):
 def _on_path(path: Path, kernels: Callable, blockwise: Callable) -> Callable[..., Any]:
     if path == "xla":
         return blockwise
+    if isinstance(path, Fallback):
+        return lambda first, *others: blockwise(_ffi.announced(first, path.warn), *others)
 
     def checked(first, *others):
         return kernels(_ffi.checked(first, only_cuda=path == "cuda"), *others)

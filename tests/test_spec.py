@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxflash
-from jaxflash import _ffi
+from jaxflash import _ffi, _support
 
 T, S, N, K, H, VALUE = 6, 5, 4, 2, 8, 3
 BATCH = (2,)
@@ -312,6 +313,55 @@ def test_kernels_on_a_cpu_are_an_error_that_says_so():
     jax.jit(attend).trace(*arrays).lower(lowering_platforms=("cuda",))
     # The process survives.
     jax.block_until_ready(jaxflash.dot_product_attention(*arrays))
+
+
+def _lowering_warnings(platform, fresh=True, function=None, **options):
+    """Texts of the warnings of the slow path when a call is lowered."""
+    if fresh:
+        _support._warned.clear()
+
+    def attend(*arrays):
+        return jaxflash.dot_product_attention(*arrays, **options)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        traced = jax.jit((function or (lambda f: f))(attend)).trace(*_arrays().values())
+        assert not caught  # the platform is not known yet
+        traced.lower(lowering_platforms=(platform,))
+    assert all(issubclass(w.category, jaxflash.SlowPathWarning) for w in caught)
+    return [str(w.message) for w in caught]
+
+
+def test_slow_path_on_cuda_warns():
+    """Once for each reason, where CUDA is the target and nobody asked for the blockwise path."""
+    reason = "without CUDA kernels" if not _ffi.extension.kernels else "logits_soft_cap"
+    (text,) = _lowering_warnings("cuda", logits_soft_cap=5.0)
+    assert reason in text
+    assert "SlowPathWarning" in text
+    assert _lowering_warnings("cuda", fresh=False, logits_soft_cap=6.0) == []
+    (text,) = _lowering_warnings(
+        "cuda", function=lambda f: jax.vmap(jax.grad(lambda *x: jnp.sum(f(*x)))), sink=_ones(N)
+    )
+    assert "sink" in text or "without CUDA kernels" in text
+    if _ffi.extension.kernels:
+        (text,) = _lowering_warnings("cuda", fresh=False, sink=_ones(N), logits_soft_cap=5.0)
+        assert "logits_soft_cap" in text
+        assert "sink" not in text
+        assert _lowering_warnings("cuda") == []  # the kernels
+    assert _lowering_warnings("cpu", logits_soft_cap=5.0) == []
+    assert _lowering_warnings("cuda", logits_soft_cap=5.0, implementation="xla") == []
+
+
+def test_slow_path_warning_can_be_an_error():
+    _support._warned.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", jaxflash.SlowPathWarning)
+        traced = jax.jit(jaxflash.dot_product_attention, static_argnames="logits_soft_cap").trace(
+            *_arrays().values(), logits_soft_cap=7.0
+        )
+        for _ in range(2):
+            with pytest.raises(jaxflash.SlowPathWarning):
+                traced.lower(lowering_platforms=("cuda",))
 
 
 def test_precision_follows_jax():
