@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -51,20 +50,43 @@ _register()
 
 # ---- The platform, known when a program is lowered -----------------------------------------------
 
-# The identity; no program is lowered that may not hold the kernels.
-_checked = Primitive("jaxflash_checked")
-_checked.def_abstract_eval(lambda x, only_cuda: x)
-
 
 def checked(arrays, only_cuda: bool):
     """The pytree `arrays`, in a program that will hold the kernels: its lowering raises
     NotImplementedError for another platform than CUDA, unless it has something else to run there.
     """
+    return _bind_first(_platform_primitives()[0], arrays, only_cuda=only_cuda)
+
+
+def announced(arrays, announce: Callable[[], None]):
+    """The pytree `arrays`; a program that holds it calls `announce` (hashable) if it is lowered for
+    CUDA."""
+    return _bind_first(_platform_primitives()[1], arrays, announce=announce)
+
+
+def _bind_first(primitive, arrays, **options):
     (first, *others), tree = jax.tree.flatten(arrays)
-    return tree.unflatten([_checked.bind(first, only_cuda=only_cuda), *others])
+    return tree.unflatten([primitive.bind(first, **options), *others])
 
 
-def _lower_for_cuda(ctx, x, *, only_cuda):
+@functools.cache
+def _platform_primitives():
+    """(checked, announced): identities whose lowering knows the platform."""
+    # Here, because its import takes longer than that of all the rest.
+    from jax.extend.core import Primitive
+
+    primitives = Primitive("jaxflash_checked"), Primitive("jaxflash_announced")
+    # Not from a cache: a program is to warn however much of it was lowered before.
+    lowerings = (_check_on_cuda, _check_elsewhere, True), (_announce, lambda _, x, **__: [x], False)
+    for primitive, (on_cuda, elsewhere, cacheable) in zip(primitives, lowerings, strict=True):
+        primitive.def_abstract_eval(lambda x, **_: x)
+        mlir.register_lowering(primitive, on_cuda, platform="cuda", cacheable=cacheable)
+        mlir.register_lowering(primitive, elsewhere)
+        batching.primitive_batchers[primitive] = functools.partial(_batch_identity, primitive)
+    return primitives
+
+
+def _check_on_cuda(ctx, x, *, only_cuda):
     if not jax.config.jax_use_shardy_partitioner:  # pyright: ignore
         raise NotImplementedError(
             "the CUDA kernels need the Shardy partitioner, which tells them how arrays are split: "
@@ -73,7 +95,7 @@ def _lower_for_cuda(ctx, x, *, only_cuda):
     return [x]
 
 
-def _lower_elsewhere(ctx, x, *, only_cuda):
+def _check_elsewhere(ctx, x, *, only_cuda):
     if only_cuda:
         raise NotImplementedError(
             "implementation='cuda' needs an NVIDIA GPU and JAX's CUDA platform (pip install "
@@ -83,40 +105,13 @@ def _lower_elsewhere(ctx, x, *, only_cuda):
     return [x]
 
 
-mlir.register_lowering(_checked, _lower_for_cuda, platform="cuda")
-mlir.register_lowering(_checked, _lower_elsewhere)
-
-# The identity; calls a function when a program that holds it is lowered for CUDA.
-_announced = Primitive("jaxflash_announced")
-_announced.def_abstract_eval(lambda x, announce: x)
-
-
-def announced(arrays, announce: Callable[[], None]):
-    """The pytree `arrays`; a program that holds it calls `announce` (hashable) if it is lowered for
-    CUDA."""
-    (first, *others), tree = jax.tree.flatten(arrays)
-    return tree.unflatten([_announced.bind(first, announce=announce), *others])
-
-
 def _announce(ctx, x, *, announce):
     announce()
     return [x]
 
 
-# Not from a cache: a program is to warn however much of it was lowered before.
-mlir.register_lowering(_announced, _announce, platform="cuda", cacheable=False)
-mlir.register_lowering(_announced, lambda ctx, x, **_: [x])
-
-
-def _batch_identity(primitive: Primitive) -> None:
-    def rule(args, axes, **options):
-        return primitive.bind(*args, **options), axes[0]
-
-    batching.primitive_batchers[primitive] = rule
-
-
-_batch_identity(_checked)
-_batch_identity(_announced)
+def _batch_identity(primitive, args, axes, **options):
+    return primitive.bind(*args, **options), axes[0]
 
 
 # ---- Both passes ---------------------------------------------------------------------------------
