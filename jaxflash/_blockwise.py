@@ -72,7 +72,8 @@ def forward(spec: AttentionSpec, operands: Operands):
             put(lse, row_block, -2, _ungrouped(lse_block)[..., 0]),
         )
 
-    return _loop(0, rows.count, query_block, (out, lse))
+    # Rows after all sequences keep what they are filled with.
+    return _loop(0, tiles.row_count, query_block, (out, lse))
 
 
 def backward(
@@ -122,7 +123,7 @@ def backward(
     def key_block(i, gradients):
         # From the last block to the first: where the last one overlaps the one before it, it
         # counts nothing, and the block before it overwrites what it put there.
-        column_block = columns[columns.count - 1 - i]
+        column_block = columns[tiles.column_count - 1 - i]
         k_block, v_block = (_keys_major(cut(x, column_block, -3)) for x in (k, v))
 
         def query_block(j, sums):
@@ -183,7 +184,7 @@ def backward(
         bias=summed("bias", tiles.bias) if operands.bias is not None else None,
         alibi_slopes=summed("alibi_slopes", tiles.slopes) if tiles.slopes is not None else None,
     )
-    gradients = _loop(0, columns.count, key_block, gradients)
+    gradients = _loop(0, tiles.column_count, key_block, gradients)
     if "query" in wanted:
         gradients = gradients._replace(query=_ungrouped(gradients.query * spec.scale))
     if "sink" in wanted:

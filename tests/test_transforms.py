@@ -1,8 +1,8 @@
 """Every transformation of JAX, against the same transformation of the plain reference."""
 
 import functools
-import re
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -182,6 +182,25 @@ def test_vmap_over_lengths(attend):
         return jax.vmap(run, (None, None, None, 0))
 
     _both(attend, transform, *_qkv(B), lengths)
+
+
+def test_vmap_over_lengths_of_several_blocks():
+    """The loops end at the longest sequence, whatever is mapped; what follows stays 0."""
+    rng = np.random.default_rng(0)
+    shapes = ((1, 300, 16, 4), (1, 700, 16, 4), (1, 700, 16, 4))
+    qkv = [rng.standard_normal(shape, np.float32) for shape in shapes]
+    q_lengths = np.array([[3], [140], [0]], np.int32)
+    kv_lengths = np.array([[700], [5], [600]], np.int32)
+
+    def transform(f):
+        def run(q_length, kv_length):
+            options = dict(query_seq_lengths=q_length, key_value_seq_lengths=kv_length)
+            return jax.value_and_grad(_loss(f, **options), (0, 1, 2))(*qkv)
+
+        return lambda q, kv: (jax.vmap(run)(q, kv), jax.vmap(run, (None, 0))(q[1], kv))
+
+    attend = functools.partial(jaxflash.dot_product_attention, implementation="xla")
+    _both(attend, transform, q_lengths, kv_lengths)
 
 
 def test_vmap_over_features():
@@ -450,7 +469,7 @@ def test_export_with_symbolic_lengths(features):
 
 @needs_kernels
 @pytest.mark.parametrize("path", ["cuda", None])
-def test_export_for_cuda_with_symbolic_lengths(path):
+def test_gradient_exports_for_cuda_with_symbolic_lengths(path):
     attend = functools.partial(jaxflash.dot_product_attention, is_causal=True, implementation=path)
     scope = export.SymbolicScope()
     symbolic = [
