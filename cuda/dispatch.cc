@@ -226,6 +226,14 @@ const Variant* variant(Launchers<Params> launchers, const char* pass, const Para
   return select(launchers, pass, params, &selected).ok() ? &selected->variant : nullptr;
 }
 
+// No query heads are as no queries of one head for each key head: dk and dv become 0.
+Problem with_query_heads(Problem problem) {
+  if (problem.q_heads != 0) return problem;
+  problem.q_heads = problem.kv_heads;
+  problem.q_len = 0;
+  return problem;
+}
+
 }  // namespace
 }  // namespace jaxflash
 
@@ -241,7 +249,9 @@ Status jaxflash_forward(const ForwardParams* params, CUstream_st* stream) {
 }
 
 Status jaxflash_backward(const BackwardParams* params, CUstream_st* stream) {
-  return jaxflash::launch(jaxflash::kBackward, "backward", *params, stream);
+  BackwardParams with_heads = *params;
+  with_heads.problem = jaxflash::with_query_heads(params->problem);
+  return jaxflash::launch(jaxflash::kBackward, "backward", with_heads, stream);
 }
 
 const Variant* jaxflash_forward_variant(const ForwardParams* params) {
@@ -331,7 +341,7 @@ size_t jaxflash_forward_workspace_bytes(const Problem* problem) {
 }
 
 size_t jaxflash_backward_workspace_bytes(const Problem* problem) {
-  return jaxflash::backward_workspace_bytes(*problem);
+  return jaxflash::backward_workspace_bytes(jaxflash::with_query_heads(*problem));
 }
 
 int32_t jaxflash_variants(const Variant** variants) {

@@ -176,6 +176,23 @@ bool batch_fits(Shape operand, Shape full) {
   return true;
 }
 
+// Whether an array has these trailing axes, after batch axes of full extent or, if it may
+// broadcast, of 1.
+bool is_array(Shape shape, Shape full, int64_t length, int64_t heads, int64_t dim,
+              bool may_broadcast) {
+  if (shape.dims.size() != full.dims.size() || !batch_fits(shape, full)) return false;
+  for (size_t axis = 0; axis < full.batch_rank(); ++axis) {
+    if (!may_broadcast && shape.batch(axis) != full.batch(axis)) return false;
+  }
+  return shape.length() == length && shape.heads() == heads && shape.dim() == dim;
+}
+
+// Whether an array is (*B, T, N): a number for each row of `full`, (*B, T, N, h).
+bool is_per_row(ffi::Span<const int64_t> dims, Shape full) {
+  return dims.size() + 1 == full.dims.size() &&
+         std::equal(dims.begin(), dims.end(), full.dims.begin());
+}
+
 int64_t batch_count(Shape full) {
   int64_t count = 1;
   for (size_t axis = 0; axis < full.batch_rank(); ++axis) count *= full.batch(axis);
@@ -457,6 +474,9 @@ ffi::Error forward(CUstream_st* stream, ProgramState* state, Attributes attribut
       error.failure()) {
     return error;
   }
+  if (out->element_type() != q.element_type() || !is_per_row(lse->dimensions(), full)) {
+    return invalid("out must have the dtype of q, and lse the shape of out without its last axis");
+  }
   const Shape q_shape{q.dimensions()}, k_shape{k.dimensions()}, v_shape{v.dimensions()};
   ProgramOperands program;
   const auto mask = static_cast<MaskKind>(attributes.mask);
@@ -510,6 +530,22 @@ ffi::Error backward(CUstream_st* stream, ProgramState* state, Attributes attribu
       error.failure()) {
     return error;
   }
+  const int64_t value_size = full.dim();
+  for (const ffi::AnyBuffer& x : {out, dout, *dq, *dk, *dv}) {
+    if (x.element_type() != q.element_type()) return invalid("all arrays must have one dtype");
+  }
+  if (!is_array(out_shape, full, full.length(), full.heads(), value_size, true) ||
+      !is_array(dout_shape, full, full.length(), full.heads(), value_size, true)) {
+    return invalid("out and dout must have the shape of dq with the head size of v");
+  }
+  if (!is_array(dq_shape, full, full.length(), full.heads(), q_shape.dim(), false) ||
+      !is_array(dk_shape, full, k_shape.length(), k_shape.heads(), k_shape.dim(), false) ||
+      !is_array(dv_shape, full, v_shape.length(), v_shape.heads(), value_size, false)) {
+    return invalid("dq, dk and dv must have the shapes of q, k and v and the full batch");
+  }
+  if (!is_per_row(lse.dimensions(), full)) {
+    return invalid("lse must have the shape of dq without its last axis");
+  }
   const size_t lengths = attributes.has_q_lengths + attributes.has_kv_lengths;
   ProgramOperands program;
   const auto mask = static_cast<MaskKind>(attributes.mask);
@@ -543,7 +579,7 @@ ffi::Error backward(CUstream_st* stream, ProgramState* state, Attributes attribu
   params.lse = lse.typed_data();
   if (has_dlse) {
     auto dlse = optional.get<ffi::Buffer<ffi::F32>>(lengths);
-    if (!dlse.has_value() || dlse->element_count() != lse.element_count()) {
+    if (!dlse.has_value() || !is_per_row(dlse->dimensions(), full)) {
       return invalid("dlse must be float32 of the shape of lse");
     }
     params.dlse = dlse->typed_data();

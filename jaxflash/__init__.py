@@ -19,11 +19,13 @@ from jaxflash._config import show_config
 from jaxflash._derivatives import CHECKPOINT_NAME
 from jaxflash._flax import attention_fn
 from jaxflash._merge import merge_attention
+from jaxflash._support import SlowPathWarning
 from jaxflash._varlen import varlen_attention
 
 __all__ = [
     "CHECKPOINT_NAME",
     "EXPORT_CHECKS",
+    "SlowPathWarning",
     "attention_fn",
     "dot_product_attention",
     "merge_attention",

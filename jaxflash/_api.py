@@ -24,7 +24,7 @@ def dot_product_attention(
     bias: ArrayLike | None = ...,
     mask: ArrayLike | None = ...,
     *,
-    scale: float | None = ...,
+    scale: ArrayLike | None = ...,
     is_causal: bool = ...,
     query_seq_lengths: ArrayLike | None = ...,
     key_value_seq_lengths: ArrayLike | None = ...,
@@ -52,7 +52,7 @@ def dot_product_attention(
     bias: ArrayLike | None = ...,
     mask: ArrayLike | None = ...,
     *,
-    scale: float | None = ...,
+    scale: ArrayLike | None = ...,
     is_causal: bool = ...,
     query_seq_lengths: ArrayLike | None = ...,
     key_value_seq_lengths: ArrayLike | None = ...,
@@ -107,7 +107,7 @@ def dot_product_attention(
     bias: ArrayLike | None = None,
     mask: ArrayLike | None = None,
     *,
-    scale: float | None = None,
+    scale: ArrayLike | None = None,
     is_causal: bool = False,
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
@@ -143,7 +143,9 @@ def dot_product_attention(
       bias: floating array that broadcasts to ``(*B, N, T, S)``, added to the scaled logits. Each
         axis is 1 or full; leading axes may be missing. Its gradient is computed only if asked for.
       mask: bool array that broadcasts likewise; True means attend.
-      scale: factor of the logits, a Python number; None means ``1 / sqrt(H)``.
+      scale: factor of the logits; None means ``1 / sqrt(H)``. A Python number is applied to the
+        float32 logits. A traced scalar, which has a gradient, multiplies the query instead, rounded
+        to its dtype, and nothing is compiled again when it changes.
       is_causal: query ``i`` sees the keys at positions up to its own.
       query_seq_lengths: int32 ``(*B)``; rows from there on are padding: output 0, no gradient.
       key_value_seq_lengths: int32 ``(*B)``; keys from there on are seen by nobody.
@@ -151,7 +153,8 @@ def dot_product_attention(
         ``i - left`` to ``i + right``, both included; a side of None has no limit.
       implementation: ``"cuda"`` runs the CUDA kernels or raises NotImplementedError with every
         reason against it; ``"xla"`` is the blockwise path in plain JAX, on any platform; None
-        takes the kernels on CUDA when `supported` has nothing against them, else ``"xla"``.
+        takes the kernels on CUDA when `supported` has nothing against the call, else
+        ``"xla"``, of which a program for CUDA warns (`SlowPathWarning`).
       return_residual: also return the logarithm of the softmax's denominator.
       segment_ids: int ``(*B, T)``, or a pair ``(*B, T)``, ``(*B, S)``: only equal ids attend.
       causal_alignment: where query ``i`` stands for causal, window and ALiBi: at key position
@@ -172,7 +175,9 @@ def dot_product_attention(
         are scaled up. The mask depends on (key, batch, head, row, column) alone.
       dropout_rng: PRNG key for the dropout.
       precision: of the products of float32 inputs: DEFAULT rounds operands to TF32 on GPUs, HIGH
-        and HIGHEST are accurate to float32; None follows ``jax_default_matmul_precision``.
+        and HIGHEST are accurate to float32; None follows ``jax_default_matmul_precision``. Of a
+        ``DotAlgorithmPreset``, those with float32 operands or several products (``X3`` ...) are
+        HIGHEST, the others DEFAULT.
       deterministic_backward: gradients are bitwise the same from run to run. The output is so
         always.
 
@@ -182,7 +187,13 @@ def dot_product_attention(
 
     Raises:
       ValueError: an argument is wrong; the text names it, what came and what is allowed.
-      NotImplementedError: ``implementation="cuda"`` and the kernels do not take this call.
+      NotImplementedError: ``implementation="cuda"`` and the kernels do not take this call, or the
+        program is compiled for another platform than CUDA (then raised when it is lowered).
+
+    Warns:
+      SlowPathWarning: with ``implementation=None`` a program for CUDA runs the blockwise path, many
+        times slower there, since the kernels do not take the call; once for each reason, when it is
+        compiled.
 
     Two things differ from jax.nn. A query row that sees no key has output 0, gradients 0 and lse
     -inf; jax.nn returns the mean of all values there. The lse is float32 and has a gradient;
@@ -246,10 +257,11 @@ def supported(
     return_residual: bool = False,
     **kwargs: Any,
 ) -> tuple[str, ...]:
-    """Why the CUDA kernels cannot take a call: every reason, or none when they can.
+    """Why the CUDA kernels cannot take a call here: every reason, or none when they can.
 
     Takes the arguments of `dot_product_attention`; arrays may be `jax.ShapeDtypeStruct`.
-    Nothing is computed and no GPU is needed or asked.
+    Nothing is computed and no JAX backend is started. A machine without a GPU for the kernels is a
+    reason too, though a program may still be lowered or exported for CUDA on it.
 
     Args:
       query: as in `dot_product_attention`; likewise the other arguments.
@@ -266,6 +278,7 @@ def supported(
 
     Raises:
       ValueError: an argument is wrong, as in `dot_product_attention`.
+      TypeError: there is no such argument.
 
     Examples:
       Without arrays::
@@ -275,11 +288,21 @@ def supported(
           # ('dtype float64: the kernels take float16, bfloat16 and float32',)
     """
     _spec.check_implementation(implementation)
+    unknown = [repr(name) for name in kwargs if name not in DEFAULTS]
+    if unknown:
+        raise TypeError(
+            f"supported() got an unexpected keyword argument {', '.join(unknown)}; beside query, "
+            "key, value, bias, mask, implementation and return_residual it takes "
+            f"{', '.join(DEFAULTS)}"
+        )
     arguments = {**DEFAULTS, **kwargs}
     score_mod = arguments.pop("score_mod")
     spec, operands = _spec.make(query, key, value, bias, mask, **arguments)
     spec, operands = _scores.compose(spec, operands, score_mod)
-    return _support.reasons_against_kernels(spec, operands)
+    return (
+        *_support.reasons_against_kernels(spec, operands),
+        *_support.reasons_against_machine(),
+    )
 
 
 DEFAULTS = {
@@ -299,7 +322,7 @@ def choose_path(
         return "xla"
     reasons = _support.reasons_against_kernels(spec, operands)
     if implementation is None:
-        return "xla" if reasons else "auto"
+        return _derivatives.Fallback(reasons) if reasons else "auto"
     if reasons:
         raise NotImplementedError(
             "implementation='cuda' cannot take this call (implementation='xla' can): "

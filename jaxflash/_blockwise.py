@@ -75,7 +75,8 @@ def forward(spec: AttentionSpec, operands: Operands):
             put(lse, row_block, -2, ungrouped(lse_block)[..., 0]),
         )
 
-    return loop(0, rows.count, query_block, (out, lse))
+    # Rows after all sequences keep what they are filled with.
+    return loop(0, tiles.row_count, query_block, (out, lse))
 
 
 def backward(
@@ -128,7 +129,7 @@ def backward(
     def key_block(i, gradients):
         # From the last block to the first: where the last one overlaps the one before it, it
         # counts nothing, and the block before it overwrites what it put there.
-        column_block = columns[columns.count - 1 - i]
+        column_block = columns[tiles.column_count - 1 - i]
         k_block, v_block = (keys_major(cut(x, column_block, -3)) for x in (k, v))
 
         def query_block(j, sums):
@@ -188,7 +189,7 @@ def backward(
         value=zeros("value") if "value" in wanted else None,
         captures={name: filled(0, x, x.shape, dtype) for name, x in moving.items()},
     )
-    sums = loop(0, columns.count, key_block, sums)
+    sums = loop(0, tiles.column_count, key_block, sums)
     gradients = {"key": sums.key, "value": sums.value, **sums.captures}
     if "query" in wanted:
         gradients["query"] = ungrouped(sums.query * spec.scale)
@@ -199,7 +200,7 @@ def backward(
     given = operands.named()
     return operands.holding(
         {
-            name: gradients[name].reshape(given[name].shape).astype(given[name].dtype)
+            name: _shaped_as(given[name], gradients[name]).astype(given[name].dtype)
             for name in wanted
         }
     )
@@ -459,6 +460,12 @@ def sink_of(operands: Operands, dtype):
 def _sum_to(x, shape):
     axes = tuple(i for i, (n, full) in enumerate(zip(shape, x.shape, strict=True)) if n < full)
     return jnp.sum(x, axis=axes, keepdims=True)
+
+
+def _shaped_as(like, x):
+    """`x` in the shape of `like`, split as it is on an explicit mesh."""
+    sharding = jax.typeof(like).sharding
+    return jax.lax.reshape(x, like.shape, out_sharding=None if sharding.mesh.empty else sharding)
 
 
 def filled(value, like, shape, dtype):

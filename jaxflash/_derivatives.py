@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -21,35 +21,51 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from jaxflash import _blockwise, _ffi, _kernel_program, _primitive, _tile_sum
+from jaxflash import (
+    _blockwise,
+    _ffi,
+    _kernel_program,
+    _primitive,
+    _sharding,
+    _support,
+    _tile_sum,
+)
 from jaxflash._spec import AttentionSpec, Operands
 
 CHECKPOINT_NAME = "context"
 
+
+class Fallback(tuple):
+    """The blockwise path where the caller left the choice to us: the reasons against the kernels,
+    of which a program for CUDA warns."""
+
+    def warn(self) -> None:
+        _support.warn_of_slow_path(self)
+
+
 # "auto": the kernels on CUDA, the blockwise path elsewhere, decided when the platform is known.
-Path = Literal["cuda", "xla", "auto"]
+Path = Literal["cuda", "xla", "auto"] | Fallback
 
 
 # Compiled once per spec and shapes, so that an eager call costs a dispatch and no retracing.
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
 def attention(spec: AttentionSpec, path: Path, operands: Operands):
     """(out (*B, T, N, h), lse (*B, T, N)) of checked operands."""
-    return _attention(spec, path, _alike(operands))
+    # jax 0.10 does not take NumPy arrays for residuals, which they may be under vmap; a copy costs
+    # nothing in a compiled program.
+    operands = _with_scaled_query(jax.tree.map(jnp.copy, operands))
+    results: Any = _attention(spec, path, _sharding.alike(operands))
+    return _sharding.as_of_query(operands.query, *results)
 
 
-def _alike(operands: Operands) -> Operands:
-    """Inside `shard_map`, everything varies over the mesh axes that something varies over: loops
-    and custom calls want one type, and the gradient of the cast sums what was replicated.
-    """
-    axes = frozenset().union(
-        *(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(operands))
-    )
-
-    def vary(x):
-        missing = axes - jax.typeof(x).manual_axis_type.varying
-        return jax.lax.pcast(x, tuple(missing), to="varying") if missing else x
-
-    return jax.tree.map(vary, operands)
+def _with_scaled_query(operands: Operands) -> Operands:
+    """A factor of the logits that only the program knows multiplies the query, in float32."""
+    query, scale = operands.query, operands.scale
+    if scale is None:
+        return operands
+    dtype = jnp.promote_types(query.dtype, jnp.float32)
+    query = (query.astype(dtype) * scale.astype(dtype)).astype(query.dtype)
+    return operands._replace(query=query, scale=None)
 
 
 _OF_KERNELS = frozenset(("query", "key", "value"))
@@ -322,9 +338,15 @@ def _mapped_together(function):
     return op
 
 
-def _on_path(path: Path, kernels, blockwise):
-    if path == "cuda":
-        return kernels
+def _on_path(path: Path, kernels: Callable, blockwise: Callable) -> Callable[..., Any]:
     if path == "xla":
         return blockwise
-    return functools.partial(jax.lax.platform_dependent, cuda=kernels, default=blockwise)
+    if isinstance(path, Fallback):
+        return lambda first, *others: blockwise(_ffi.announced(first, path.warn), *others)
+
+    def checked(first, *others):
+        return kernels(_ffi.checked(first, only_cuda=path == "cuda"), *others)
+
+    if path == "cuda":
+        return checked
+    return functools.partial(jax.lax.platform_dependent, cuda=checked, default=blockwise)

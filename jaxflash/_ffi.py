@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.interpreters import batching, mlir
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxflash import _extension as extension
 from jaxflash import _kernel_program, _nvrtc, _ranges
@@ -34,6 +35,8 @@ _STATE_TYPE = "jaxflash_program_v2"
 # cuda/attention.h: kUnlimited, kMaxBatchAxes.
 _UNLIMITED = 1 << 30
 _MAX_BATCH_AXES = 8
+# cuda/common/workspace.h: kWorkspaceRows.
+_WORKSPACE_ROWS = 128
 
 # Axes of the arrays of ranges, in their order: t and s are the lengths.
 _RANGES = (
@@ -61,6 +64,75 @@ def _register() -> None:
 
 
 _register()
+
+
+# ---- The platform, known when a program is lowered -----------------------------------------------
+
+
+def checked(arrays, only_cuda: bool):
+    """The pytree `arrays`, in a program that will hold the kernels: its lowering raises
+    NotImplementedError for another platform than CUDA, unless it has something else to run there.
+    """
+    return _bind_first(_platform_primitives()[0], arrays, only_cuda=only_cuda)
+
+
+def announced(arrays, announce: Callable[[], None]):
+    """The pytree `arrays`; a program that holds it calls `announce` (hashable) if it is lowered for
+    CUDA."""
+    return _bind_first(_platform_primitives()[1], arrays, announce=announce)
+
+
+def _bind_first(primitive, arrays, **options):
+    (first, *others), tree = jax.tree.flatten(arrays)
+    return tree.unflatten([primitive.bind(first, **options), *others])
+
+
+@functools.cache
+def _platform_primitives():
+    """(checked, announced): identities whose lowering knows the platform."""
+    # Here, because its import takes longer than that of all the rest.
+    from jax.extend.core import Primitive
+
+    primitives = Primitive("jaxflash_checked"), Primitive("jaxflash_announced")
+    # Not from a cache: a program is to warn however much of it was lowered before.
+    lowerings = (_check_on_cuda, _check_elsewhere, True), (_announce, lambda _, x, **__: [x], False)
+    for primitive, (on_cuda, elsewhere, cacheable) in zip(primitives, lowerings, strict=True):
+        primitive.def_abstract_eval(lambda x, **_: x)
+        mlir.register_lowering(primitive, on_cuda, platform="cuda", cacheable=cacheable)
+        mlir.register_lowering(primitive, elsewhere)
+        batching.primitive_batchers[primitive] = functools.partial(_batch_identity, primitive)
+    return primitives
+
+
+def _check_on_cuda(ctx, x, *, only_cuda):
+    if not jax.config.jax_use_shardy_partitioner:  # pyright: ignore
+        raise NotImplementedError(
+            "the CUDA kernels need the Shardy partitioner, which tells them how arrays are split: "
+            "leave jax_use_shardy_partitioner at True, or use implementation='xla'"
+        )
+    return [x]
+
+
+def _check_elsewhere(ctx, x, *, only_cuda):
+    if only_cuda:
+        raise NotImplementedError(
+            "implementation='cuda' needs an NVIDIA GPU and JAX's CUDA platform (pip install "
+            "'jax[cuda13]'); this computation is compiled for another platform. Use "
+            "implementation='xla' or None; jaxflash.show_config() prints what is there"
+        )
+    return [x]
+
+
+def _announce(ctx, x, *, announce):
+    announce()
+    return [x]
+
+
+def _batch_identity(primitive, args, axes, **options):
+    return primitive.bind(*args, **options), axes[0]
+
+
+# ---- Both passes ---------------------------------------------------------------------------------
 
 
 def forward(spec: AttentionSpec, program: KernelProgram | None, operands: Operands):
@@ -325,11 +397,15 @@ class _Backward(_Pass):
         query, key, value = operands[:3]
         q_len, q_heads, head_dim = query.shape[-3:]
         kv_len, kv_heads, value_dim = value.shape[-3:]
-        # Linear in the batch, so that a symbolic batch size exports.
-        workspace = math.prod(self.full_batch(operands)) * extension.backward_workspace_bytes(
+        # Linear in the batch and, where it is symbolic (jax.export), in the length: parts of a
+        # problem need at least as many bytes as the whole.
+        parts = math.prod(self.full_batch(operands))
+        if not isinstance(q_len, int):
+            parts *= -(-q_len // _WORKSPACE_ROWS)
+        workspace = parts * extension.backward_workspace_bytes(
             batch=1,
-            q_len=q_len,
-            kv_len=kv_len,
+            q_len=q_len if isinstance(q_len, int) else _WORKSPACE_ROWS,
+            kv_len=kv_len if isinstance(kv_len, int) else 1,  # does not matter
             q_heads=q_heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
@@ -351,8 +427,7 @@ class _Backward(_Pass):
 
 def _mesh_axes(x) -> tuple:
     """The mesh axes that split each axis of `x`, as its type tells (explicit sharding)."""
-    spec = tuple(jax.typeof(x).sharding.spec)
-    return spec + (None,) * (x.ndim - len(spec))
+    return _padded(jax.typeof(x).sharding.spec, x.ndim)
 
 
 def _result_type(like, shape, dtype, mesh_axes):
@@ -372,7 +447,12 @@ def _result_type(like, shape, dtype, mesh_axes):
 def _mapped(kernel: _Pass) -> Callable:
     @jax.custom_batching.custom_vmap
     def op(*operands):
-        return _partitioned(kernel, _batch_pattern(kernel, operands), _groups(operands))(*operands)
+        return _partitioned(
+            kernel,
+            _batch_pattern(kernel, operands),
+            _groups(operands),
+            _automatic_devices(operands),
+        )(*operands)
 
     @op.def_vmap
     def rule(axis_size: int, mapped: Sequence[bool], *operands):
@@ -412,69 +492,168 @@ def _batch_pattern(kernel: _Pass, operands) -> tuple[tuple[bool, ...], ...]:
     )
 
 
+def _automatic_devices(operands) -> int | None:
+    """Inside a `shard_map` over some of the mesh's axes: how many devices the others span."""
+    mesh = jax.typeof(operands[0]).sharding.mesh
+    manual = [kind == jax.sharding.AxisType.Manual for kind in mesh.axis_types]
+    if not any(manual):
+        return None
+    return math.prod(
+        n for n, is_manual in zip(mesh.axis_sizes, manual, strict=True) if not is_manual
+    )
+
+
 @functools.cache
-def _partitioned(kernel: _Pass, broadcasts, groups: tuple[int, int]) -> Callable:
-    """The custom call under a sharding rule: batch axes and key/value heads may be split."""
-    kv_heads, group = groups
-    batch_rank = len(broadcasts[0])
+def _partitioned(
+    kernel: _Pass, broadcasts, groups: tuple[int, int], automatic_devices: int | None
+) -> Callable:
+    """The custom call under a sharding rule: batch axes and heads may be split."""
 
     def partition(mesh, operand_types, result_types):
-        split = _split_axes(mesh, result_types[0].sharding, batch_rank, kv_heads)
+        # dq or out, (*B, T, N, ·), and the key, (*B, S, K, H).
+        split = _split_of(mesh, result_types[0], operand_types[1], groups, automatic_devices)
         operand_shardings = tuple(
-            split(axes, operand_broadcasts)
+            split.of(axes, operand_broadcasts)
             for axes, operand_broadcasts in zip(kernel.operand_axes, broadcasts, strict=True)
         )
-        result_shardings = tuple(split(axes, (False,) * batch_rank) for axes in kernel.result_axes)
-        return mesh, kernel.call, result_shardings, operand_shardings
+        result_shardings = tuple(split.of(axes) for axes in kernel.result_axes)
+
+        def call(*operands):
+            results = kernel.call(*operands)
+            if not split.group:
+                return results
+            # Devices that share a key head each have the part of their own query heads.
+            return tuple(
+                _sum_over(split.group, x) if "k" in axes else x
+                for axes, x in zip(kernel.result_axes, results, strict=True)
+            )
+
+        return split.mesh, call, result_shardings, operand_shardings
 
     op = custom_partitioning(kernel.call)
-    rule, replicated, sizes = _sharding_rule(kernel, broadcasts, kv_heads, group)
-    op.def_partition(
-        partition=partition,
-        sharding_rule=rule,
-        need_replication_factors=replicated,
-        **sizes,
-    )
+    rule, replicated = _sharding_rule(kernel, broadcasts)
+    op.def_partition(partition=partition, sharding_rule=rule, need_replication_factors=replicated)
     return op
 
 
-def _split_axes(mesh, sharding, batch_rank: int, kv_heads: int):
-    """Shardings of every array that agree with the first result's (dq or out, (*B, T, N, ·))."""
-    spec = tuple(sharding.spec) + (None,) * (batch_rank + 3 - len(sharding.spec))
-    batch = spec[:batch_rank]
-    heads = spec[batch_rank + 1]
-    names = (heads,) if isinstance(heads, str) else tuple(heads or ())
-    if kv_heads % math.prod(mesh.shape[name] for name in names):
-        heads = None
-
-    def split(axes: Sequence[str], broadcast: Sequence[bool]):
-        # An operand without batch axes broadcasts in none.
-        lead = (None if is_one else part for part, is_one in zip(batch, broadcast, strict=False))
-        trail = (heads if axis in "nk" else None for axis in axes)
-        return NamedSharding(mesh, PartitionSpec(*lead, *trail))
-
-    return split
+def _sum_over(mesh_axes: tuple[str, ...], x):
+    return jax.lax.psum(x.astype(jnp.float32), mesh_axes).astype(x.dtype)
 
 
-def _sharding_rule(
-    kernel: _Pass, broadcasts, kv_heads: int, group: int
-) -> tuple[str, tuple[str, ...], dict[str, Any]]:
-    """Shardy's einsum-like rule, its factors that must stay whole, and sizes it cannot infer.
+@dataclasses.dataclass(frozen=True)
+class _Split:
+    """Mesh axes of the batch axes, of the key heads, and of the query heads of each key head."""
 
-    Query heads are (k g), of which k splits as the key heads do. Factors of size 1 cannot be part
-    of a compound one.
+    mesh: Mesh
+    batch: tuple
+    kv_heads: tuple[str, ...]
+    group: tuple[str, ...]
+
+    def of(self, axes: Sequence[str], broadcast: Sequence[bool] | None = None) -> NamedSharding:
+        """The sharding of an array with these trailing axes. `broadcast` tells of its batch axes
+        which are of size 1; one that has none broadcasts in none."""
+        if broadcast is None:
+            broadcast = (False,) * len(self.batch)
+        lead = (
+            None if is_one else part for part, is_one in zip(self.batch, broadcast, strict=False)
+        )
+        heads = {"n": (*self.kv_heads, *self.group), "k": self.kv_heads}
+        trail = (heads.get(axis) or None for axis in axes)
+        return NamedSharding(self.mesh, PartitionSpec(*lead, *trail))
+
+
+def _split_of(mesh, result, key, groups: tuple[int, int], automatic_devices: int | None) -> _Split:
+    """How the arrays split: as `result` does, over heads else as the key does."""
+    if mesh.empty:  # JAX does not say how the axes are named that shard_map leaves automatic
+        mesh, spec = _mesh_of(result, automatic_devices or 1)
+        heads = (spec[-2],)
+    else:
+        spec = _padded(result.sharding.spec, result.ndim)
+        heads = (spec[-2], _padded(key.sharding.spec, key.ndim)[-2])
+    batch = spec[:-3]
+    taken = {name for part in batch for name in _names(part)}
+    kv_heads, group = groups
+    for part in heads:
+        names = tuple(name for name in _names(part) if name not in taken)
+        shards = math.prod(mesh.shape[name] for name in names)
+        if shards > 1 and kv_heads % shards == 0:
+            return _Split(mesh, batch, names, ())
+        # More devices than key heads: each takes some query heads of one key head. Not inside
+        # shard_map, where a sum could not name the devices.
+        if shards % kv_heads == 0 and group % (shards // kv_heads) == 0 and not automatic_devices:
+            divided = _divided(mesh, names, kv_heads)
+            if divided is not None:
+                return _Split(divided[0], batch, *divided[1:])
+    return _Split(mesh, batch, (), ())
+
+
+def _padded(spec, rank: int) -> tuple:
+    return tuple(spec) + (None,) * (rank - len(spec))
+
+
+def _names(part) -> tuple[str, ...]:
+    return (part,) if isinstance(part, str) else tuple(part or ())
+
+
+def _mesh_of(result, num_devices: int) -> tuple[Mesh, tuple]:
+    """A mesh with one axis for each axis of `result` that is split, and the spec on it."""
+    counts = [
+        whole // shard
+        for whole, shard in zip(
+            result.shape, result.sharding.shard_shape(result.shape), strict=True
+        )
+    ]
+    sizes = [*counts, num_devices // math.prod(counts)]
+    names = [f"axis{i}" for i in range(len(sizes))]
+    devices = sorted(result.sharding.device_set, key=lambda device: device.id)[:num_devices]
+    spec = tuple(name if n > 1 else None for name, n in zip(names, counts, strict=False))
+    return Mesh(np.array(devices).reshape(sizes), names), spec
+
+
+def _divided(mesh: Mesh, names: tuple[str, ...], kv_heads: int):
+    """(mesh, axes of the key heads, axes within a key head): `mesh` with the axis in two over which
+    the key heads end, the others and the order of the devices as they are. None if there is none.
     """
-    query_heads = "k" if group == 1 else "g" if kv_heads == 1 else "(k g)"
-    sizes = {"g": group} if query_heads == "(k g)" else {}
+    shape: dict[Any, tuple[int, ...]] = {name: (n,) for name, n in mesh.shape.items()}
+    left = kv_heads
+    of_keys, of_group = [], []
+    for name in names:
+        n = mesh.shape[name]
+        keys = math.gcd(left, n)
+        if keys not in (left, n):
+            return None
+        left //= keys
+        if keys == n:
+            of_keys.append(name)
+        elif keys == 1:
+            of_group.append(name)
+        else:
+            shape[name] = (keys, n // keys)
+            of_keys.append(f"{name}_keys")
+            of_group.append(f"{name}_group")
+    divided = [
+        part
+        for name, sizes in shape.items()
+        for part in ((name,) if len(sizes) == 1 else (f"{name}_keys", f"{name}_group"))
+    ]
+    sizes = [n for sizes in shape.values() for n in sizes]
+    return Mesh(mesh.devices.reshape(sizes), divided), tuple(of_keys), tuple(of_group)
+
+
+def _sharding_rule(kernel: _Pass, broadcasts) -> tuple[str, tuple[str, ...]]:
+    """Shardy's einsum-like rule, and its factors that must stay whole.
+
+    Query heads and key heads are factors of their own: one that they shared would split key heads
+    over a part of a mesh axis, which JAX cannot name. `_split_of` brings them together.
+    """
 
     def factors(array: int | None, axes: Sequence[str]) -> str:
         broadcast = (False,) * len(broadcasts[0]) if array is None else broadcasts[array]
         batch = (f"one{array}x{i}" if is_one else f"b{i}" for i, is_one in enumerate(broadcast))
-        return " ".join([*batch, *(query_heads if axis == "n" else axis for axis in axes)])
+        return " ".join([*batch, *axes])
 
     operands = ", ".join(factors(i, axes) for i, axes in enumerate(kernel.operand_axes))
     results = ", ".join(factors(None, axes) for axes in kernel.result_axes)
     rule = f"{operands} -> {results}"
     names = dict.fromkeys(re.findall(r"\w+", rule))  # in order of appearance, as Shardy wants
-    whole = tuple(name for name in names if name in "tshvg" or name.startswith(("one", "c")))
-    return rule, whole, sizes
+    return rule, tuple(name for name in names if name in "tshv" or name.startswith(("one", "c")))

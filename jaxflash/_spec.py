@@ -32,7 +32,7 @@ class AttentionSpec:
     """Everything static about a call except shapes and dtypes, which the operands carry.
 
     Attributes:
-        scale: factor of the logits.
+        scale: factor of the logits; `Operands.scale` is another one.
         left: keys visible before a query's own position, or None without a limit.
         right: keys visible after it (0 when causal), or None without a limit.
         bottom_right: query i stands at key position i + S - T instead of i; with sequence lengths,
@@ -84,6 +84,7 @@ class Operands(NamedTuple):
     key_positions: Any = None  # (*B, S) int32
     query_boundaries: Any = None  # (n + 1) int32, begins of packed sequences, and the last end
     key_boundaries: Any = None  # (n + 1) int32
+    scale: Any = None  # (), a factor of the logits that is not known at trace time
     captures: tuple[Any, ...] = ()  # (*#B, *own shape) each
 
     def named(self) -> dict[str, Any]:
@@ -154,7 +155,8 @@ def make(
     if bias is not None:
         bias = _array("bias", bias)
         if not jnp.issubdtype(bias.dtype, jnp.floating):
-            raise ValueError(f"bias must have a floating dtype, got {bias.dtype}")
+            hint = ": pass it as mask (True = attend)" if bias.dtype == jnp.bool_ else ""
+            raise ValueError(f"bias must have a floating dtype, got {bias.dtype}{hint}")
         bias = _broadcastable("bias", bias, logits_shape)
     if mask is not None:
         mask = _array("mask", mask)
@@ -169,7 +171,7 @@ def make(
         raise ValueError(f"dropout_rng must be a PRNG key when dropout_rate > 0 ({dropout_rate})")
 
     spec = AttentionSpec(
-        scale=_scale(scale, head_dim),
+        scale=1.0 if _is_traced_scale(scale) else _scale(scale, head_dim),
         left=left,
         right=right,
         bottom_right=_one_of("causal_alignment", causal_alignment, CAUSAL_ALIGNMENTS)
@@ -194,6 +196,7 @@ def make(
             "alibi_slopes", alibi_slopes, q_heads, ((q_heads,), (*batch, q_heads))
         ),
         dropout_seed=_dropout_seed(dropout_rng) if dropout_rate > 0.0 else None,
+        scale=scale if _is_traced_scale(scale) else None,
     )
     return spec, operands
 
@@ -207,13 +210,17 @@ def check_implementation(implementation) -> Implementation | None:
 def _array(name: str, x) -> Any:
     if isinstance(x, jax.Array | jax.ShapeDtypeStruct):
         return x
+    if x is None:
+        raise ValueError(f"{name} must be an array, got None")
     try:
         return jnp.asarray(x)
-    except TypeError as error:
-        raise ValueError(f"{name} must be an array, got {type(x).__name__}") from error
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name} must be an array, got {type(x).__name__}: {error}") from error
 
 
 def _check_qkv(query, key, value) -> None:
+    shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
+    layout = f" ({shapes}; each is (*batch, length, heads, head_size), heads after the length)"
     for name, x in (("query", query), ("key", key), ("value", value)):
         if len(x.shape) < 3:
             raise ValueError(
@@ -231,23 +238,22 @@ def _check_qkv(query, key, value) -> None:
         if x.shape[:-3] != query.shape[:-3]:
             raise ValueError(
                 f"{name} must have the leading (batch) axes of query {query.shape[:-3]}, "
-                f"got shape {x.shape}"
+                f"got {x.shape[:-3]}{layout}"
             )
     if key.shape[-1] != query.shape[-1]:
         raise ValueError(
-            f"key head size must be that of query ({query.shape[-1]}), got {key.shape[-1]} "
-            f"(key shape {key.shape})"
+            f"key head size must be that of query ({query.shape[-1]}), got {key.shape[-1]}{layout}"
         )
     if value.shape[-3:-1] != key.shape[-3:-1]:
         raise ValueError(
             f"value must have the length and heads of key {key.shape[-3:-1]}, "
-            f"got {value.shape[-3:-1]} (value shape {value.shape})"
+            f"got {value.shape[-3:-1]}{layout}"
         )
     q_heads, kv_heads = query.shape[-2], key.shape[-2]
     if kv_heads == 0 or q_heads % kv_heads != 0:
         raise ValueError(
             "the number of query heads must be a multiple of the number of key heads, "
-            f"got {q_heads} query heads and {kv_heads} key heads"
+            f"got {q_heads} query heads and {kv_heads} key heads{layout}"
         )
 
 
@@ -293,6 +299,13 @@ def _segment_ids(segment_ids, batch, q_len, kv_len):
             )
         query_ids, key_ids = segment_ids
     else:
+        segment_ids = _array("segment_ids", segment_ids)
+        if q_len != kv_len:
+            raise ValueError(
+                f"segment_ids must be a pair, for queries {(*batch, q_len)} and for keys "
+                f"{(*batch, kv_len)}, where their lengths differ; got one array "
+                f"{segment_ids.shape}, {segment_ids.dtype}"
+            )
         query_ids = key_ids = segment_ids
     query_ids, key_ids = _array("segment_ids", query_ids), _array("segment_ids", key_ids)
     for which, ids, length in (("query", query_ids, q_len), ("key", key_ids, kv_len)):
@@ -345,6 +358,17 @@ def _window_side(side, window) -> int | None:
     return side
 
 
+def _is_traced_scale(scale) -> bool:
+    if not isinstance(scale, jax.core.Tracer | jax.ShapeDtypeStruct):
+        return False
+    if scale.shape != () or not jnp.issubdtype(scale.dtype, jnp.floating):
+        raise ValueError(
+            "scale must be a Python number or a floating scalar, got "
+            f"{scale.dtype} of shape {scale.shape}"
+        )
+    return True
+
+
 def _scale(scale, head_dim) -> float:
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
@@ -380,6 +404,11 @@ def _number(name: str, x) -> float:
 
 
 def _flag(name: str, x) -> bool:
+    if isinstance(x, jax.core.Tracer):
+        raise ValueError(
+            f"{name} must be known at trace time, got a traced {x.dtype}: name it in "
+            "static_argnames of jax.jit, or choose between two calls with jax.lax.cond"
+        )
     if not isinstance(x, (bool, np.bool_)):
         raise ValueError(f"{name} must be True or False, got {x!r}")
     return bool(x)
@@ -419,24 +448,39 @@ def _dropout_seed(rng):
     return rng[:2]
 
 
+# The names of jax.lax.Precision, jax.lax.DotAlgorithmPreset and jax_default_matmul_precision that
+# ask for products of float32 inputs as accurate as float32, or nearly so; others ask for less.
+_HIGHEST = frozenset(
+    {"high", "highest", "float32", "f32_f32_f32", "f64_f64_f64"}
+    | {"tf32_tf32_f32_x3", "bf16_bf16_f32_x3", "bf16_bf16_f32_x6", "bf16_bf16_f32_x9"}
+)
+
+
 def _highest_precision(precision) -> bool:
     """Whether float32 products must be accurate to float32; None follows jax's own default."""
     if precision is None:
         precision = jax.config.jax_default_matmul_precision  # pyright: ignore
-        if precision is None:
-            return False
-        # The configuration knows more names than jax.lax.Precision; those that mean less than
-        # float32 products are our default.
-        return precision in ("high", "highest", "float32", "F32_F32_F32", "BF16_BF16_F32_X6")
+        return precision is not None and precision.lower() in _HIGHEST
     if isinstance(precision, (tuple, list)) and len(precision) == 2:
         return any(_highest_precision(p) for p in precision)
-    try:
-        precision = jax.lax.Precision(precision)
-    except (ValueError, TypeError) as error:
-        raise ValueError(
-            f"precision must be a jax.lax.Precision, its name or None, got {precision!r}"
-        ) from error
-    return precision != jax.lax.Precision.DEFAULT
+    if isinstance(precision, jax.lax.DotAlgorithm):
+        wide = (np.dtype(np.float32), np.dtype(np.float64))
+        operands = (precision.lhs_precision_type, precision.rhs_precision_type)
+        return (
+            all(np.dtype(dtype) in wide for dtype in operands)
+            or precision.num_primitive_operations >= 3
+        )
+    if isinstance(precision, str) and precision in jax.lax.DotAlgorithmPreset.__members__:
+        precision = jax.lax.DotAlgorithmPreset[precision]
+    if not isinstance(precision, jax.lax.DotAlgorithmPreset):
+        try:
+            precision = jax.lax.Precision(precision)
+        except (ValueError, TypeError) as error:
+            raise ValueError(
+                "precision must be a jax.lax.Precision, DotAlgorithmPreset or DotAlgorithm, a name "
+                f"of one, a pair of them or None, got {precision!r}"
+            ) from error
+    return precision.name.lower() in _HIGHEST
 
 
 def _is_abstract(x) -> bool:

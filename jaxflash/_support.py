@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import warnings
 from collections.abc import Callable
 
 from jaxflash import _ffi, _kernel_program, _nvrtc
@@ -136,6 +138,56 @@ def _reasons_against_program(spec: AttentionSpec, operands: Operands) -> tuple[s
                 f"q - kv take at most {limit} in the kernels"
             )
     return tuple(reasons)
+
+
+class SlowPathWarning(UserWarning):
+    """A program for CUDA holds the blockwise path where nobody asked for it, because the kernels do
+    not take the call: it is many times slower than they are. Comes once for each reason, when the
+    program is compiled.
+
+    ``implementation="xla"`` says that a call is meant to be there, `supported` tells the reasons
+    beforehand, and ``warnings.filterwarnings("ignore", category=jaxflash.SlowPathWarning)``
+    silences all of them.
+    """
+
+
+_warned: set[str] = set()
+
+
+def warn_of_slow_path(reasons: tuple[str, ...]) -> None:
+    """A `SlowPathWarning` of those reasons that had none yet."""
+    new = [reason for reason in reasons if reason not in _warned]
+    if not new:
+        return
+    warnings.warn(
+        "jaxflash: this call runs on the blockwise path, many times slower on a GPU than the CUDA "
+        f"kernels: {'; '.join(new)}. implementation='xla' asks for it without this warning "
+        "(jaxflash.SlowPathWarning)",
+        SlowPathWarning,
+        stacklevel=2,
+    )
+    _warned.update(new)
+
+
+@functools.cache
+def reasons_against_machine() -> tuple[str, ...]:
+    """Why the kernels, whatever the call, do not run on this machine; asks the CUDA driver, and
+    starts no JAX backend."""
+    if not _ffi.extension.kernels:
+        return ()  # a reason against the call already
+    devices = _ffi.extension.devices()
+    if not devices:
+        return (
+            "this machine has no NVIDIA GPU, or no driver for CUDA "
+            f"({_ffi.extension.build_info()}): programs can be lowered and exported for CUDA here, "
+            "not run",
+        )
+    if all((major, minor) < (8, 0) for _, major, minor, _ in devices):
+        names = ", ".join(
+            f"{name} (compute capability {major}.{minor})" for name, major, minor, _ in devices
+        )
+        return (f"the kernels need compute capability 8.0 or newer, this machine has {names}",)
+    return ()
 
 
 def _largest_head_size(math: str) -> int:

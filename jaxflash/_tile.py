@@ -49,6 +49,9 @@ class Blocks:
 
 def blocks(length: int, at_most: int) -> Blocks:
     """Blocks as even as multiples of 16 allow: the fewest elements are computed twice."""
+    if not isinstance(length, int):  # symbolic (jax.export), at least 1
+        size = jax.core.min_dim(length, at_most)
+        return Blocks(length, size, -(-length // size), ragged=True)
     count = -(-length // at_most)
     size = min(-(-length // (16 * count)) * 16, length)
     count = -(-length // size)
@@ -138,9 +141,12 @@ class Tiles:
                 if self._kv_len is not None:
                     kv_len = self._kv_len.clip(0, kv_len)
                 self._offset = kv_len - q_len
-        # Loop bounds come from the sizes alone, never from values: values may be batched by vmap.
+        # How many blocks hold a row or a key of any sequence.
+        self.row_count = _count_up_to(operands.query_seq_lengths, rows)
+        self.column_count = _count_up_to(operands.key_value_seq_lengths, columns)
+        # Positions bound no loop: they may be batched by vmap, and a loop with them.
         self._static_band = (
-            isinstance(self._offset, int)
+            not isinstance(self._offset, jax.Array)
             and self._q_positions is None
             and self._kv_positions is None
         )
@@ -148,14 +154,16 @@ class Tiles:
     def columns_seen_by(self, rows: Block):
         """(begin, end) of the column blocks in which these rows may see something."""
         if not self._static_band:
-            return 0, self._columns.count
-        return _blocks_met(rows, self._offset, self._left, self._right, self._columns)
+            return 0, self.column_count
+        begin, end = _blocks_met(rows, self._offset, self._left, self._right, self._columns)
+        return begin, _smaller(end, self.column_count)
 
     def rows_seeing(self, columns: Block):
         """(begin, end) of the row blocks that may see something of these columns."""
         if not self._static_band:
-            return 0, self._rows.count
-        return _blocks_met(columns, -self._offset, self._right, self._left, self._rows)
+            return 0, self.row_count
+        begin, end = _blocks_met(columns, -self._offset, self._right, self._left, self._rows)
+        return begin, _smaller(end, self.row_count)
 
     def at(self, rows: Block, columns: Block, *, fresh_rows: bool) -> Tile:
         """The tile of these rows and columns.
@@ -325,6 +333,34 @@ def _grouped(x, operands: Operands):
     kv_heads = operands.key.shape[-2]
     split = (1, 1) if heads == 1 else (kv_heads, heads // kv_heads)
     return x.reshape(*batch, *split, q_len, kv_len)
+
+
+@jax.custom_batching.custom_vmap
+def _largest(lengths):
+    """Over all sequences, those that vmap maps over included: one loop runs for all of them."""
+    return jnp.max(lengths)
+
+
+@_largest.def_vmap
+def _(axis_size, mapped, lengths):
+    return _largest(lengths), False
+
+
+def _count_up_to(lengths, blocks: Blocks):
+    """How many blocks hold one of the first elements that the sequences have."""
+    if (
+        lengths is None
+        or 0 in lengths.shape
+        or (isinstance(blocks.count, int) and blocks.count < 2)
+    ):
+        return blocks.count
+    longest = jnp.clip(_largest(lengths), 0, blocks.length)
+    return (longest + (blocks.size - 1)) // blocks.size
+
+
+def _smaller(x, y):
+    """The smaller count; a number where both are."""
+    return min(x, y) if isinstance(x, int) and isinstance(y, int) else jnp.minimum(x, y)
 
 
 def _blocks_met(block: Block, offset: int, before, after, others: Blocks):

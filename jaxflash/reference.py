@@ -208,6 +208,8 @@ def attention(
     k, v = jnp.repeat(k, group, axis=-2), jnp.repeat(v, group, axis=-2)
 
     logits = spec.scale * _product("...tnh,...snh->...nts", q, k)
+    if operands.scale is not None:
+        logits = logits * operands.scale.astype(dtype)
     if operands.bias is not None:
         logits = logits + operands.bias.astype(dtype)
     if operands.alibi_slopes is not None:

@@ -176,6 +176,33 @@ def test_logits_that_change_along_the_keys(head_dim, value_dim):
     check_drifts(head_dim, value_dim)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("q_len", [0, 1, 65])
+@pytest.mark.parametrize("path", ["xla", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_no_query_heads(path, q_len, dtype, deterministic):
+    """Keys that no query head reads have gradients of 0, in memory that is not clean."""
+
+    @jax.jit
+    def run(query, key, value):
+        attend = functools.partial(
+            jaxflash.dot_product_attention, implementation=path, return_residual=True,
+            deterministic_backward=deterministic,
+        )  # fmt: skip
+        (out, lse), pull = jax.vjp(attend, query, key, value)
+        return out, lse, pull((out, lse))
+
+    query = jnp.ones((2, q_len, 0, 64), dtype)
+    key = jnp.ones((2, 70, 2, 64), dtype)
+    jax.block_until_ready([jnp.full(key.shape, jnp.nan, dtype) for _ in range(64)])
+    out, lse, gradients = run(query, key, key)
+    assert out.shape == query.shape
+    assert lse.shape == query.shape[:-1]
+    for gradient, x in zip(gradients, (query, key, key), strict=True):
+        assert gradient.shape == x.shape
+        np.testing.assert_array_equal(np.asarray(gradient, np.float32), np.zeros(x.shape))
+
+
 def test_the_check_itself():
     """The blockwise path passes it, and a wrong row does not."""
     check_edges(96, 64, lengths=((1, 1), (65, 63), (20, 33), (0, 5), (5, 0)), implementation="xla")

@@ -140,6 +140,38 @@ def test_two_devices_at_once():
                 assert_same_bits(result, alone, str(result[0].devices()))
 
 
+@pytest.mark.two_gpus
+@pytest.mark.parametrize("manual", [(), ("b",)], ids=["automatic", "partly manual"])
+@pytest.mark.parametrize("kv_heads", [1, 4])
+def test_heads_over_two_devices(kv_heads, manual):
+    """With one key head, each device has half of the query heads and of the sums for the key."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices("gpu")[:2]).reshape(1, 2), ("b", "h"))
+    query, key, value = _qkv()
+    qkv = (query, key[:, :, :kv_heads], value[:, :, :kv_heads])
+    attend = functools.partial(
+        jaxflash.dot_product_attention, implementation="cuda", is_causal=True
+    )
+
+    def step(attend, *qkv):
+        return jax.jit(jax.value_and_grad(lambda *qkv: jnp.sum(jnp.sin(attend(*qkv))), (0, 1, 2)))(
+            *qkv
+        )
+
+    expected = jax.device_get(step(attend, *qkv))
+    split = NamedSharding(mesh, PartitionSpec(None, None, "h"))
+    whole = NamedSharding(mesh, PartitionSpec())
+    placed = jax.device_put(qkv, (split, *((whole,) * 2 if kv_heads == 1 else (split,) * 2)))
+    if manual:
+        spec = PartitionSpec("b")
+        attend = jax.shard_map(
+            attend, mesh=mesh, in_specs=spec, out_specs=spec, axis_names=set(manual)
+        )
+    for x, y in zip(*map(jax.tree.leaves, (step(attend, *placed), expected)), strict=True):
+        np.testing.assert_allclose(
+            np.asarray(x, np.float32), np.asarray(y, np.float32), rtol=2e-2, atol=2e-2
+        )
+
+
 def test_other_work_on_the_gpu():
     """Matrix products on another stream come and go: blocks start late, and in another order."""
     qkv = jax.device_put(_qkv(length=2000))
@@ -344,10 +376,12 @@ def _like(*shape, dtype=jnp.bfloat16):
         ([_like(2, 4)] * 3, dict(out=(2, 4), lse=(2,)), "rank"),
         ([_like()] * 3, dict(has_q_lengths=np.bool_(True)), "lengths"),
         ([_like(1, 8, 1, 300)] * 3, {}, "head"),
+        ([_like()] * 3, dict(lse=(2, 16, 3)), "lse"),
+        ([_like()] * 3, dict(lse=(2, 16 * 4)), "lse"),
     ],
     ids=[
         "head counts", "head sizes", "lengths", "batch", "dtypes differ", "integers", "rank",
-        "no lengths given", "head size 300",
+        "no lengths given", "head size 300", "lse heads", "lse rank",
     ],
 )  # fmt: skip
 def test_handler_refuses(arrays, options, word):
@@ -357,22 +391,56 @@ def test_handler_refuses(arrays, options, word):
     jax.block_until_ready(jax.jit(_step)(*_qkv()))
 
 
-@pytest.mark.parametrize("workspace", [0, 16])
-def test_handler_refuses_a_small_workspace(workspace):
-    query = _like()
-    lse = np.ones(query.shape[:-1], np.float32)
-    results = [_GOOD, _GOOD, _GOOD, jax.ShapeDtypeStruct((workspace,), jnp.uint8)]
+def _backward_call(arrays, results, workspace=1 << 24, has_dlse=False):
+    """The custom call itself: q, k, v, out, dout, lse and maybe dlse to dq, dk, dv."""
+    results = [*results, jax.ShapeDtypeStruct((workspace,), jnp.uint8)]
 
     @jax.jit
-    def run(x, lse):
+    def run(*arrays):
         call = jax.ffi.ffi_call(_ffi.BACKWARD_TARGET, results)
         return call(
-            x, x, x, x, x, lse,
-            problem=_SPEC, has_dlse=np.bool_(False), deterministic=np.bool_(False),
-        )  # fmt: skip
+            *arrays, problem=_SPEC, has_dlse=np.bool_(has_dlse), deterministic=np.bool_(False)
+        )
 
+    return jax.block_until_ready(run(*arrays))
+
+
+_LSE = np.ones(_GOOD.shape[:-1], np.float32)
+
+
+@pytest.mark.parametrize("workspace", [0, 16])
+def test_handler_refuses_a_small_workspace(workspace):
     with pytest.raises(Exception, match=r"(?s)jaxflash.*workspace"):
-        jax.block_until_ready(run(query, lse))
+        _backward_call([*[_like()] * 5, _LSE], [_GOOD] * 3, workspace)
+
+
+# (what is changed: its place among q, k, v, out, dout, lse, dlse, dq, dk, dv; its shape), the word.
+_WRONG_BACKWARD = {
+    "out heads": ((3, (2, 16, 3, 32)), "out"),
+    "out rank": ((3, (16, 4, 32)), "out"),
+    "out batch": ((3, (3, 16, 4, 32)), "out"),
+    "dout length": ((4, (2, 15, 4, 32)), "dout"),
+    "dout rank": ((4, (2, 1, 16, 4, 32)), "dout"),
+    "lse heads": ((5, (2, 16, 3)), "lse"),
+    "lse rank": ((5, (2 * 16, 4)), "lse"),
+    "dlse length": ((6, (2, 15, 4)), "dlse"),
+    "dk length": ((8, (2, 15, 4, 32)), "dk"),
+    "dk batch": ((8, (1, 16, 4, 32)), "dk"),
+    "dv heads": ((9, (2, 16, 3, 32)), "dv"),
+    "dv rank": ((9, (2, 16, 4)), "dv"),
+}
+
+
+@pytest.mark.parametrize(("change", "word"), _WRONG_BACKWARD.values(), ids=_WRONG_BACKWARD)
+def test_backward_handler_refuses(change, word):
+    shapes = [_GOOD.shape] * 5 + [_LSE.shape] * 2 + [_GOOD.shape] * 3
+    place, shape = change
+    shapes[place] = shape
+    arrays = [np.ones(shape, jnp.bfloat16) for shape in shapes[:5]]
+    arrays += [np.ones(shape, np.float32) for shape in shapes[5:7]]
+    results = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes[7:]]
+    with pytest.raises(Exception, match=rf"(?s)jaxflash.*{word}"):
+        _backward_call(arrays, results, has_dlse=True)
 
 
 @pytest.mark.parametrize("workspace", [0, 16])

@@ -1,6 +1,8 @@
 """What is accepted, and every error: its type, and that the text names the argument."""
 
+import functools
 import inspect
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +10,7 @@ import numpy as np
 import pytest
 
 import jaxflash
+from jaxflash import _ffi, _support
 
 T, S, N, K, H, VALUE = 6, 5, 4, 2, 8, 3
 BATCH = (2,)
@@ -29,6 +32,7 @@ def _ones(*shape, dtype=np.float32):
 # id: (arguments that replace or join good ones, words that the text must have)
 ERRORS = {
     "query not an array": (dict(query="abc"), ["query", "str"]),
+    "value None": (dict(value=None), ["value", "None"]),
     "query rank": (dict(query=_ones(T, H)), ["query", "(6, 8)"]),
     "key rank": (dict(key=_ones(S, K, H)), ["key", "(5, 2, 8)"]),
     "query integer": (dict(query=_ones(*BATCH, T, N, H, dtype=np.int32)), ["query", "int32"]),
@@ -42,12 +46,22 @@ ERRORS = {
     "value length": (dict(value=_ones(*BATCH, S + 1, K, H)), ["value", "(6, 2)"]),
     "value heads": (dict(value=_ones(*BATCH, S, K + 1, H)), ["value", "(5, 3)"]),
     "head counts": (dict(query=_ones(*BATCH, T, 3, H)), ["query heads", "3", "2"]),
+    "heads before the length": (
+        dict(
+            query=_ones(*BATCH, N, T, H), key=_ones(*BATCH, N, S, H), value=_ones(*BATCH, N, S, H)
+        ),
+        ["query heads", "query (2, 4, 6, 8)", "key (2, 4, 5, 8)", "length, heads"],
+    ),
+    "value heads before the length": (
+        dict(value=_ones(*BATCH, K, S, VALUE)),
+        ["value", "query (2, 6, 4, 8)", "key (2, 5, 2, 8)", "value (2, 2, 5, 3)"],
+    ),
     "no key heads": (
         dict(key=_ones(*BATCH, S, 0, H), value=_ones(*BATCH, S, 0, H)),
         ["key heads", "0"],
     ),
     "bias integer": (dict(bias=_ones(T, S, dtype=np.int32)), ["bias", "int32"]),
-    "bias bool": (dict(bias=_ones(T, S, dtype=bool)), ["bias", "bool"]),
+    "bias bool": (dict(bias=_ones(T, S, dtype=bool)), ["bias", "bool", "mask"]),
     "bias shape": (dict(bias=_ones(2, T, S)), ["bias", "(2, 6, 5)", "(2, 4, 6, 5)"]),
     "bias of key heads": (dict(bias=_ones(*BATCH, K, T, S)), ["bias", "(2, 2, 6, 5)"]),
     "bias rank": (dict(bias=_ones(3, *BATCH, N, T, S)), ["bias", "(3, 2, 4, 6, 5)"]),
@@ -56,6 +70,10 @@ ERRORS = {
     "mask shape": (dict(mask=_ones(S, T, dtype=bool)), ["mask", "(5, 6)"]),
     "scale text": (dict(scale="big"), ["scale"]),
     "scale array": (dict(scale=_ones(2)), ["scale"]),
+    "scale abstract array": (
+        dict(scale=jax.ShapeDtypeStruct((2,), np.float32)),
+        ["scale", "(2,)", "float32"],
+    ),
     "scale NaN": (dict(scale=float("nan")), ["scale", "nan"]),
     "scale infinite": (dict(scale=float("inf")), ["scale", "inf"]),
     "is_causal": (dict(is_causal="yes"), ["is_causal", "yes"]),
@@ -85,7 +103,7 @@ ERRORS = {
     ),
     "segment ids shared by other lengths": (
         dict(segment_ids=_ones(*BATCH, T, dtype=np.int32)),
-        ["segment_ids", "(2, 5)"],
+        ["segment_ids", "pair", "(2, 6)", "(2, 5)"],
     ),
     "segment ids triple": (
         dict(segment_ids=(_ones(*BATCH, T, dtype=np.int32),) * 3),
@@ -135,7 +153,7 @@ def test_reference_has_the_same_errors(name):
         jaxflash.reference.dot_product_attention(**_arrays(**changes))
 
 
-@pytest.mark.parametrize("name", ["scale", "logits_soft_cap", "dropout_rate"])
+@pytest.mark.parametrize("name", ["logits_soft_cap", "dropout_rate"])
 def test_traced_numbers_are_refused(name):
     def traced(number):
         return jaxflash.dot_product_attention(**_arrays(), **{name: number})
@@ -147,6 +165,17 @@ def test_traced_numbers_are_refused(name):
 def test_unknown_argument():
     with pytest.raises(TypeError, match="causal"):
         jaxflash.dot_product_attention(**_arrays(), causal=True)
+    with pytest.raises(TypeError, match=r"'causal'.* is_causal"):
+        jaxflash.supported(**_arrays(), causal=True)
+
+
+@pytest.mark.parametrize("name", ["is_causal", "deterministic_backward"])
+def test_traced_flags_are_refused(name):
+    def traced(flag):
+        return jaxflash.dot_product_attention(**_arrays(), **{name: flag})
+
+    with pytest.raises(ValueError, match=f"{name} must be known at trace time.*static_argnames"):
+        jax.jit(traced)(True)
 
 
 # ---- What jax.nn accepts ------------------------------------------------------------------------
@@ -226,10 +255,14 @@ def test_supported_without_arrays():
         return jax.ShapeDtypeStruct(shape, dtype)
 
     q = shapes(1, 128, 4, 64)
-    without_kernels = jaxflash.supported(q, q, q)  # () where the library has kernels
-    assert without_kernels == () or "without CUDA kernels" in without_kernels[0]
-    if without_kernels:
+    always = jaxflash.supported(q, q, q)  # () where the library has kernels and the machine a GPU
+    assert len(always) <= 1
+    if jax.default_backend() == "gpu":
+        assert not always
+    elif "without CUDA kernels" in always[0]:
         return
+    else:
+        assert "no NVIDIA GPU" in always[0] or "compute capability" in always[0]
     reasons = jaxflash.supported(
         q, q, q, shapes(128, 128), shapes(128, 128, dtype=jnp.bool_), logits_soft_cap=5.0,
         sink=shapes(4), dropout_rate=0.1, dropout_rng=jax.random.key(0),
@@ -247,21 +280,89 @@ def test_cuda_names_every_reason_at_once():
         jaxflash.dot_product_attention(
             **_arrays(), bias=_ones(T, S), sink=_ones(N), implementation="cuda"
         )
+    # Those against the call; the machine's do not matter before the program is lowered.
+    machine = jaxflash.supported(**_arrays())
     reasons = jaxflash.supported(**_arrays(), bias=_ones(T, S), sink=_ones(N))
     assert reasons
     for reason in reasons:
-        assert reason in str(caught.value)
+        assert reason in str(caught.value) or reason in machine
     assert "implementation='xla'" in str(caught.value)
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="says what happens without a GPU")
+@pytest.mark.skipif(not _ffi.extension.kernels, reason="the library was built without kernels")
 def test_kernels_on_a_cpu_are_an_error_that_says_so():
-    if jaxflash.supported(**_arrays()):
-        pytest.skip("the library was built without kernels")
-    with pytest.raises(Exception, match="needs an NVIDIA GPU"):
-        jax.block_until_ready(jaxflash.dot_product_attention(**_arrays(), implementation="cuda"))
+    """As documentation promises, when the platform is known: eagerly, compiled, in a gradient and
+    for an exported program; tracing alone, or lowering for CUDA, is no error."""
+    cpu = jax.devices("cpu")[0]
+    arrays = jax.device_put(list(_arrays().values()), cpu)
+    attend = functools.partial(jaxflash.dot_product_attention, implementation="cuda")
+
+    def loss(*arrays):
+        return jnp.sum(attend(*arrays))
+
+    for run in (
+        attend,
+        jax.jit(attend),
+        jax.grad(loss),
+        jax.vmap(attend),
+        jax.export.export(jax.jit(attend), platforms=["cpu", "cuda"]),
+        jax.jit(attend).lower,
+    ):
+        with pytest.raises(NotImplementedError, match="'cuda' needs an NVIDIA GPU"):
+            run(*arrays)
+    jax.make_jaxpr(attend)(*arrays)
+    jax.jit(attend).trace(*arrays).lower(lowering_platforms=("cuda",))
     # The process survives.
-    jax.block_until_ready(jaxflash.dot_product_attention(**_arrays()))
+    jax.block_until_ready(jaxflash.dot_product_attention(*arrays))
+
+
+def _lowering_warnings(platform, fresh=True, function=None, **options):
+    """Texts of the warnings of the slow path when a call is lowered."""
+    if fresh:
+        _support._warned.clear()
+
+    def attend(*arrays):
+        return jaxflash.dot_product_attention(*arrays, **options)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        traced = jax.jit((function or (lambda f: f))(attend)).trace(*_arrays().values())
+        assert not caught  # the platform is not known yet
+        traced.lower(lowering_platforms=(platform,))
+    assert all(issubclass(w.category, jaxflash.SlowPathWarning) for w in caught)
+    return [str(w.message) for w in caught]
+
+
+def test_slow_path_on_cuda_warns():
+    """Once for each reason, where CUDA is the target and nobody asked for the blockwise path."""
+    reason = "without CUDA kernels" if not _ffi.extension.kernels else "logits_soft_cap"
+    (text,) = _lowering_warnings("cuda", logits_soft_cap=5.0)
+    assert reason in text
+    assert "SlowPathWarning" in text
+    assert _lowering_warnings("cuda", fresh=False, logits_soft_cap=6.0) == []
+    (text,) = _lowering_warnings(
+        "cuda", function=lambda f: jax.vmap(jax.grad(lambda *x: jnp.sum(f(*x)))), sink=_ones(N)
+    )
+    assert "sink" in text or "without CUDA kernels" in text
+    if _ffi.extension.kernels:
+        (text,) = _lowering_warnings("cuda", fresh=False, sink=_ones(N), logits_soft_cap=5.0)
+        assert "logits_soft_cap" in text
+        assert "sink" not in text
+        assert _lowering_warnings("cuda") == []  # the kernels
+    assert _lowering_warnings("cpu", logits_soft_cap=5.0) == []
+    assert _lowering_warnings("cuda", logits_soft_cap=5.0, implementation="xla") == []
+
+
+def test_slow_path_warning_can_be_an_error():
+    _support._warned.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", jaxflash.SlowPathWarning)
+        traced = jax.jit(jaxflash.dot_product_attention, static_argnames="logits_soft_cap").trace(
+            *_arrays().values(), logits_soft_cap=7.0
+        )
+        for _ in range(2):
+            with pytest.raises(jaxflash.SlowPathWarning):
+                traced.lower(lowering_platforms=("cuda",))
 
 
 def test_precision_follows_jax():
@@ -282,6 +383,17 @@ def test_precision_follows_jax():
     with jax.default_matmul_precision("highest"):
         assert highest(None)
         assert not highest("default")
+    presets = jax.lax.DotAlgorithmPreset
+    for preset in (presets.F32_F32_F32, presets.TF32_TF32_F32_X3, presets.BF16_BF16_F32_X6):
+        assert highest(preset)
+        assert highest(preset.name)
+        with jax.default_matmul_precision(preset.name):
+            assert highest(None)
+    for preset in (presets.DEFAULT, presets.TF32_TF32_F32, presets.BF16_BF16_F32):
+        assert not highest(preset)
+        assert not highest(preset.name)
+    assert highest(jax.lax.DotAlgorithm(np.float32, np.float32, np.float32))
+    assert not highest(jax.lax.DotAlgorithm(jnp.bfloat16, jnp.bfloat16, np.float32))
 
 
 def test_wide_segment_ids_stay_different():

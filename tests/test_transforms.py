@@ -1,6 +1,7 @@
 """Every transformation of JAX, against the same transformation of the plain reference."""
 
 import functools
+import math
 import re
 
 import jax
@@ -161,6 +162,13 @@ def test_nested_vmap(attend):
     _both(attend, transform, query, key, value)
 
 
+def test_numpy_constants_under_vmap(attend):
+    """Mapped, inside a compiled function: they reach the differentiation rule as they are."""
+    arrays = _mapped_arrays((0, 0, 0))
+    gradient = jax.vmap(jax.grad(_loss(attend), (0, 1, 2)))
+    _close(jax.jit(lambda: gradient(*arrays))(), gradient(*map(jnp.asarray, arrays)))
+
+
 def test_vmap_over_lengths(attend):
     lengths = np.array([[S, 3], [0, 7], [5, 5]], np.int32)
 
@@ -174,6 +182,25 @@ def test_vmap_over_lengths(attend):
         return jax.vmap(run, (None, None, None, 0))
 
     _both(attend, transform, *_qkv(B), lengths)
+
+
+def test_vmap_over_lengths_of_several_blocks():
+    """The loops end at the longest sequence, whatever is mapped; what follows stays 0."""
+    rng = np.random.default_rng(0)
+    shapes = ((1, 300, 16, 4), (1, 700, 16, 4), (1, 700, 16, 4))
+    qkv = [rng.standard_normal(shape, np.float32) for shape in shapes]
+    q_lengths = np.array([[3], [140], [0]], np.int32)
+    kv_lengths = np.array([[700], [5], [600]], np.int32)
+
+    def transform(f):
+        def run(q_length, kv_length):
+            options = dict(query_seq_lengths=q_length, key_value_seq_lengths=kv_length)
+            return jax.value_and_grad(_loss(f, **options), (0, 1, 2))(*qkv)
+
+        return lambda q, kv: (jax.vmap(run)(q, kv), jax.vmap(run, (None, 0))(q[1], kv))
+
+    attend = functools.partial(jaxflash.dot_product_attention, implementation="xla")
+    _both(attend, transform, q_lengths, kv_lengths)
 
 
 def test_vmap_over_features():
@@ -278,6 +305,24 @@ def test_no_bias_gradient_unless_asked_for():
     assert count((0, 1, 2)) < count((0, 1, 2, 3))
 
 
+def test_traced_scale(attend):
+    """Its value and gradient, mapped too; another one compiles nothing new."""
+    query, key, value = _qkv(B)
+    scales = np.array([0.1, -1.5, 0.0], np.float32)
+
+    def transform(f):
+        def loss(scale, query, key, value):
+            return _loss(f, is_causal=True, scale=scale)(query, key, value)
+
+        return jax.vmap(jax.value_and_grad(loss, (0, 1, 2, 3)), (0, None, None, None))
+
+    _both(attend, transform, scales, query, key, value)
+    compiled = jax.jit(lambda scale: attend(query, key, value, scale=scale))
+    for scale in scales:
+        _close(compiled(scale), attend(query, key, value, scale=float(scale)))
+    assert compiled._cache_size() == 1
+
+
 # ---- Other dtypes -------------------------------------------------------------------------------
 
 
@@ -357,6 +402,67 @@ def test_export_with_a_symbolic_batch():
         qkv = _on_cpu(_qkv(batch))
         # The loss divides by the size of the array, which is symbolic too.
         _close(jax.jit(again.call)(*qkv), jax.jit(_gradients)(*qkv))
+
+
+def _everything(bias, lengths, ids, key_ids, slopes):
+    return dict(
+        bias=bias, key_value_seq_lengths=lengths, segment_ids=(ids, key_ids), alibi_slopes=slopes,
+        local_window_size=(700, 50), causal_alignment="bottom_right", dropout_rate=0.2,
+        dropout_rng=np.array([1, 2], np.uint32),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("features", [False, True], ids=["causal", "features"])
+def test_export_with_symbolic_lengths(features):
+    """One program for all lengths: shorter than a block, and longer."""
+
+    def run(query, key, value, *others):
+        options = _everything(*others) if features else dict(is_causal=True)
+
+        def loss(query, key, value):
+            out, lse = jaxflash.dot_product_attention(
+                query, key, value, return_residual=True, implementation="xla", **options
+            )
+            return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.where(lse > -jnp.inf, jnp.cos(lse), 0))
+
+        return jax.value_and_grad(loss, (0, 1, 2))(query, key, value)
+
+    dtypes = [np.float32] * 3 + ([np.float32] + [np.int32] * 3 + [np.float32]) * features
+    shapes = ["b, t, 4, 8", "b, s, 2, 8", "b, s, 2, 8"]
+    shapes += ["4, t, s", "b", "b, t", "b, s", "4"] * features
+    scope = export.SymbolicScope()
+    symbolic = [
+        jax.ShapeDtypeStruct(export.symbolic_shape(shape, scope=scope), dtype)
+        for shape, dtype in zip(shapes, dtypes, strict=True)
+    ]
+    exported = export.export(jax.jit(run), platforms=["cpu"])(*symbolic)
+    again = jax.jit(export.deserialize(exported.serialize()).call)
+    rng = np.random.default_rng(0)
+    short = dict(b=2, t=24, s=20) if features else dict(b=1, t=1, s=1)
+    for sizes in (short, dict(b=1, t=40, s=1100)):
+        arrays = []
+        for shape, dtype in zip(shapes, dtypes, strict=True):
+            shape = [sizes.get(n.strip()) or int(n) for n in shape.split(",")]
+            if dtype == np.float32:
+                arrays.append(rng.standard_normal(shape, np.float32))
+            else:
+                arrays.append(rng.integers(1, 3 + 20 * (len(shape) == 1), shape).astype(np.int32))
+        arrays = _on_cpu(arrays)
+        _close(again(*arrays), jax.jit(run)(*arrays))
+
+
+@needs_kernels
+@pytest.mark.parametrize("path", ["cuda", None])
+def test_gradient_exports_for_cuda_with_symbolic_lengths(path):
+    attend = functools.partial(jaxflash.dot_product_attention, is_causal=True, implementation=path)
+    scope = export.SymbolicScope()
+    symbolic = [
+        jax.ShapeDtypeStruct(export.symbolic_shape(shape, scope=scope), jnp.bfloat16)
+        for shape in ("b, t, 4, 64", "b, s, 2, 64", "b, s, 2, 64")
+    ]
+    step = jax.jit(jax.grad(_loss(attend), (0, 1, 2)))
+    exported = export.export(step, platforms=["cuda"], disabled_checks=jaxflash.EXPORT_CHECKS)
+    assert _ffi.BACKWARD_TARGET in exported(*symbolic).mlir_module()
 
 
 @needs_kernels
@@ -460,6 +566,13 @@ def _sharded(arrays, mesh, *specs):
     ]
 
 
+def _compiled(loss, path, arguments):
+    """The gradient of a function, compiled for the devices of its arguments, CPUs. A program of the
+    kernels, lowered for CUDA, compiles there too; it does not run."""
+    traced = jax.jit(jax.grad(loss, tuple(range(len(arguments))))).trace(*arguments)
+    return traced.lower(lowering_platforms=("cuda" if path == "cuda" else "cpu",)).compile()
+
+
 _SPLITS = {
     "batch": ((("b", "h"),),) * 3,
     "batch and heads": (("b", None, "h"),) * 3,
@@ -470,15 +583,74 @@ _SPLITS = {
 @pytest.mark.parametrize("path", ["xla", pytest.param("cuda", marks=needs_kernels)])
 @pytest.mark.parametrize("split", _SPLITS.values(), ids=_SPLITS)
 def test_sharded_program_gathers_nothing(split, path):
-    """Batch and key/value heads split; each device works on its own part. The kernels' program is
-    compiled for CPU devices too, where it cannot run."""
+    """Batch and key/value heads split; each device works on its own part."""
     qkv = _sharded(_qkv(8), _mesh(b=4, h=2), *split)
     attend = functools.partial(jaxflash.dot_product_attention, implementation=path)
-    step = jax.jit(jax.grad(lambda *qkv: jnp.sum(jnp.sin(attend(*qkv))), (0, 1, 2)))
-    text = step.lower(*qkv).compile().as_text()
-    assert text is not None
+    text = _compiled(lambda *qkv: jnp.sum(jnp.sin(attend(*qkv))), path, qkv).as_text()
     for collective in ("all-gather", "all-to-all", "collective-permute"):
         assert collective not in text
+
+
+# Query heads over more devices than there are key heads: (key heads, mesh, split of the heads).
+_MORE_DEVICES = {
+    "one key head": (1, dict(b=2, h=4), "h"),
+    "two key heads": (2, dict(b=2, h=4), "h"),
+    "two axes": (2, dict(g=2, h=4), ("g", "h")),
+    "between two axes": (2, dict(h=4, g=2), ("h", "g")),
+}
+
+
+@needs_kernels
+@pytest.mark.parametrize("row", _MORE_DEVICES.values(), ids=_MORE_DEVICES)
+def test_more_devices_than_key_heads(row):
+    """Each device takes its query heads and the key head that they share; of its gradients only
+    those of keys and values are summed and, where key heads are whole everywhere, put together."""
+    kv_heads, axes, heads = row
+    shapes = ((2, T, 16, H), (2, S, kv_heads, H), (2, S, kv_heads, H))
+    split = ((None, None, heads), (), ())
+    qkv = _sharded([np.ones(shape, np.float32) for shape in shapes], _mesh(**axes), *split)
+    attend = functools.partial(jaxflash.dot_product_attention, implementation="cuda")
+    text = _compiled(lambda *qkv: jnp.sum(jnp.sin(attend(*qkv))), "cuda", qkv).as_text()
+    shards = math.prod(n for name, n in axes.items() if name in heads)
+    q_heads = f"{T},{16 // shards},{H}"
+    calls = [line for line in text.splitlines() if "custom-call" in line and "jaxflash" in line]
+    assert len(calls) == 2
+    for call in calls:
+        assert f"f32[2,{q_heads}]" in call
+        assert f"f32[2,{S},1,{H}]" in call
+    assert "all-reduce" in text
+    for line in text.splitlines():
+        if "all-gather(" in line:
+            assert f"f32[2,{S},{kv_heads},{H}]" in line
+
+
+@pytest.mark.parametrize("path", ["xla", pytest.param("cuda", marks=needs_kernels)])
+def test_partly_manual_shard_map(path):
+    """One axis manual, the other left to the compiler."""
+    mesh = _mesh(d=2, h=2, b=2)
+    attend = functools.partial(jaxflash.dot_product_attention, implementation=path)
+    whole = PartitionSpec("d")
+    mapped = jax.shard_map(
+        attend, mesh=mesh, in_specs=whole, out_specs=whole, axis_names={"d"}, check_vma=True
+    )
+    qkv = _sharded(_qkv(8), mesh, *(((("d", "b"), None, "h"),) * 3))
+    text = _compiled(lambda *qkv: jnp.sum(jnp.sin(mapped(*qkv))), path, qkv).as_text()
+    for collective in ("all-gather", "all-to-all", "collective-permute"):
+        assert collective not in text
+
+
+@needs_kernels
+def test_kernels_need_shardy():
+    """Without it, jax 0.10 would end the process."""
+    qkv = _sharded(_qkv(8), _mesh(b=4, h=2), *_SPLITS["batch and heads"])
+    attend = functools.partial(jaxflash.dot_product_attention, implementation="cuda")
+    shardy = jax.config.jax_use_shardy_partitioner
+    jax.config.update("jax_use_shardy_partitioner", False)
+    try:
+        with pytest.raises(NotImplementedError, match="jax_use_shardy_partitioner"):
+            _compiled(lambda *qkv: jnp.sum(attend(*qkv)), "cuda", qkv)
+    finally:
+        jax.config.update("jax_use_shardy_partitioner", shardy)
 
 
 @pytest.mark.parametrize("split", _SPLITS.values(), ids=_SPLITS)
@@ -490,6 +662,90 @@ def test_sharded_is_unsharded(split):
     _close(actual, step(*_on_cpu(qkv)))
     for gradient, operand in zip(actual[1], sharded, strict=True):
         assert gradient.sharding.is_equivalent_to(operand.sharding, gradient.ndim)
+
+
+# Query, key and value on an explicit mesh b=2, h=4; what else is given is on every device. N = 8
+# query heads, K = 2 key heads.
+_EXPLICIT = {
+    "batch": ((("b", "h"),),) * 3,
+    "heads": ((None, None, "b"),) * 3,
+    "batch and heads": (("h", None, "b"),) * 3,
+    "more devices than key heads": ((None, None, "h"), (), ()),
+    "query alone": (("b", None, None), (), ()),
+    "query length": ((None, "h"), (), ()),
+    "query length, batch and heads": (("h", "b"), ("h", None, "b"), ("h", None, "b")),
+    "key length": ((), (None, "h"), (None, "h")),
+}
+
+
+def _explicit_mesh():
+    mesh = _mesh(b=2, h=4)
+    axis_types = (jax.sharding.AxisType.Explicit,) * 2
+    return jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=axis_types)
+
+
+def _explicit_case():
+    """Arrays of lengths that take several tiles, and a loss of a dictionary of them."""
+    rng = np.random.default_rng(0)
+    shapes = dict(
+        query=(8, 160, 8, H), key=(8, 132, 2, H), value=(8, 132, 2, H), bias=(8, 1, 132), sink=(8,),
+        alibi_slopes=(8,),
+    )  # fmt: skip
+    arrays = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+
+    def loss(attend):
+        def of_arrays(arrays):
+            ids = jnp.broadcast_to(jnp.arange(160) // 32, (8, 160))
+            out, lse = attend(
+                **arrays, is_causal=True, segment_ids=(ids, ids[:, :132]), return_residual=True
+            )
+            seen = jnp.where(jnp.isfinite(lse), lse, 0)
+            return jnp.sum(jnp.sin(3 * out)) + jnp.sum(jnp.sin(seen))
+
+        # Compiling takes longest.
+        options = {"xla_backend_optimization_level": 0}
+        return jax.jit(jax.value_and_grad(of_arrays), compiler_options=options)
+
+    return arrays, loss
+
+
+@functools.cache
+def _explicit_expected():
+    arrays, loss = _explicit_case()
+    return loss(_dense)(arrays)
+
+
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize("specs", _EXPLICIT.values(), ids=_EXPLICIT)
+def test_explicit_mesh(specs):
+    """Gradients of what is split and of what stands whole on every device (bias, sink, slopes)."""
+    arrays, loss = _explicit_case()
+    mesh = _explicit_mesh()
+    placed = _sharded(arrays.values(), mesh, *specs, (), (), ())
+    attend = functools.partial(jaxflash.dot_product_attention, implementation="xla")
+    with jax.set_mesh(mesh):
+        actual = loss(attend)(dict(zip(arrays, placed, strict=True)))
+    _close(actual, _explicit_expected())
+    for name, x in zip(arrays, placed, strict=True):
+        assert actual[1][name].sharding.is_equivalent_to(x.sharding, x.ndim), name
+
+
+@needs_kernels
+@pytest.mark.parametrize("specs", _EXPLICIT.values(), ids=_EXPLICIT)
+def test_explicit_mesh_of_the_kernels(specs):
+    """The output is split as the query; the program compiles, gradient included."""
+    mesh = _explicit_mesh()
+    arrays, _ = _explicit_case()
+    placed = _sharded([arrays[name] for name in ("query", "key", "value")], mesh, *specs)
+    attend = functools.partial(
+        jaxflash.dot_product_attention, implementation="cuda", return_residual=True
+    )
+    with jax.set_mesh(mesh):
+        out, lse = jax.eval_shape(attend, *placed)
+        _compiled(_loss(attend), "cuda", placed)
+    spec = (*specs[0], None, None, None)
+    assert out.sharding.spec == PartitionSpec(*spec[:3], None)
+    assert lse.sharding.spec == PartitionSpec(*spec[:3])
 
 
 # The mesh is of CPU devices, whatever else the machine has.

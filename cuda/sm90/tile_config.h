@@ -56,7 +56,7 @@ struct Choices {};
 // are 32 KB in about 800 clocks. So all the shared memory is stages, to keep loads in flight across
 // the ends of tiles. Output is direct: Q of the next tile does not wait for it. Figures are TFLOP/s
 // at 16,384 tokens under sustained load, compared in one call of the sweep each; more are in
-// NOTES.md.
+// docs/experiments.md.
 template <int kHeadDim, int kValueDim>
 struct ForwardTileFor;
 

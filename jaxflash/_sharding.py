@@ -1,0 +1,152 @@
+"""Operands brought to types that go together: on explicit meshes, and inside `shard_map`.
+
+Both steps are ordinary JAX outside of the differentiation rule, so that their transposes bring each
+gradient back to the type of what the caller passed.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec, reshard
+
+from jaxflash._spec import Operands
+
+# The trailing axes of each operand, after its batch axes: T, S lengths, N query heads, K key/value
+# heads, H, h head sizes.
+_TRAILING = {
+    "query": "TNH",
+    "key": "SKH",
+    "value": "SKh",
+    "bias": "NTS",
+    "mask": "NTS",
+    "query_seq_lengths": "",
+    "key_value_seq_lengths": "",
+    "query_segment_ids": "T",
+    "key_segment_ids": "S",
+    "sink": "N",
+    "alibi_slopes": "N",
+    "query_positions": "T",
+    "key_positions": "S",
+}
+
+
+def alike(operands: Operands) -> Operands:
+    """Operands of which each is split as the query is, and that vary over the same mesh axes."""
+    return _varying_alike(_split_alike(operands))
+
+
+def as_of_query(query, out, lse):
+    """(out, lse) split as the caller's query is, where that is an axis that `alike` gathered."""
+    parts = _parts(query)
+    if not any(parts):
+        return out, lse
+    return _resharded(out, query, (*parts[:-1], None)), _resharded(lse, query, parts[:-1])
+
+
+def _varying_alike(operands: Operands) -> Operands:
+    """Inside `shard_map`, everything varies over the mesh axes that something varies over: loops
+    and custom calls want one type, and the gradient of the cast sums what was replicated.
+    """
+    axes = frozenset().union(
+        *(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(operands))
+    )
+
+    def vary(x):
+        missing = axes - jax.typeof(x).manual_axis_type.varying
+        return jax.lax.pcast(x, tuple(missing), to="varying") if missing else x
+
+    return jax.tree.map(vary, operands)
+
+
+class _Split(NamedTuple):
+    """Explicit mesh axes of the batch axes and of the heads, of which the keys may have fewer."""
+
+    batch: tuple
+    heads: tuple[str, ...]
+    key_repeats: int  # how often each key head stands in the split key and value
+
+
+def _split_alike(operands: Operands) -> Operands:
+    """On an explicit mesh, operands split over batch and heads as query, key and value are, and
+    whole along everything else: a loop over tiles slices the lengths.
+    """
+    if not any(any(_parts(x)) for x in jax.tree.leaves(operands)):
+        return operands
+    split = _split_of(operands)
+    if split.key_repeats > 1:
+        operands = operands._replace(
+            key=_repeated_heads(operands.key, split.key_repeats),
+            value=_repeated_heads(operands.value, split.key_repeats),
+        )
+
+    def part_of(axis: str, size: int):
+        return split.heads if axis in "NK" and size != 1 else None
+
+    def place(name, x):
+        # Of captures only the batch axes are known.
+        num_batch = operands.query.ndim - 3 if name.startswith("captures") else None
+        trailing = _TRAILING.get(name, "" if num_batch is None else "_" * (x.ndim - num_batch))
+        if num_batch is None:
+            if name not in _TRAILING:
+                return x
+            num_batch = x.ndim - len(trailing)
+        batch = split.batch if num_batch else ()
+        parts = [
+            *(None if size == 1 else part for size, part in zip(x.shape, batch, strict=False)),
+            *map(part_of, trailing, x.shape[num_batch:]),
+        ]
+        return _resharded(x, operands.query, parts)
+
+    named = operands.named()
+    return operands.replacing({name: place(name, x) for name, x in named.items()})
+
+
+def _split_of(operands: Operands) -> _Split:
+    query, key, value = operands.query, operands.key, operands.value
+    batch = tuple(
+        next(filter(None, parts), None)
+        for parts in zip(*(_parts(x)[:-3] for x in (query, key, value)), strict=True)
+    )
+    q_heads, kv_heads = query.shape[-2], key.shape[-2]
+    in_batch = {name for part in batch for name in _names(part)}
+    for x in (query, key, value):
+        heads = tuple(name for name in _names(_parts(x)[-2]) if name not in in_batch)
+        sizes = jax.typeof(x).sharding.mesh.shape
+        shards = math.prod(sizes[name] for name in heads)
+        if shards == 1:
+            continue
+        if kv_heads % shards == 0:
+            return _Split(batch, heads, 1)
+        if shards % kv_heads == 0 and q_heads % shards == 0:
+            return _Split(batch, heads, shards // kv_heads)
+    return _Split(batch, (), 1)
+
+
+def _repeated_heads(x, repeats: int):
+    """Each of the heads (axis -2) `repeats` times, whole: what follows splits them."""
+    x = _resharded(x, x, (*_parts(x)[:-2], None, None))
+    shape = (*x.shape[:-2], x.shape[-2], repeats, x.shape[-1])
+    x = jnp.broadcast_to(x[..., None, :], shape)
+    return x.reshape(*shape[:-3], shape[-3] * repeats, shape[-1])
+
+
+def _parts(x) -> tuple:
+    """The explicit mesh axes that split each axis of `x`."""
+    spec = tuple(jax.typeof(x).sharding.spec)
+    return spec + (None,) * (x.ndim - len(spec))
+
+
+def _names(part) -> tuple[str, ...]:
+    return (part,) if isinstance(part, str) else tuple(part or ())
+
+
+def _resharded(x, like, parts):
+    """`x` split in this way over the mesh of `like`."""
+    spec = PartitionSpec(*(part or None for part in parts))
+    if tuple(_names(part) for part in parts) == tuple(map(_names, _parts(x))):
+        return x
+    return reshard(x, NamedSharding(jax.typeof(like).sharding.mesh, spec))
