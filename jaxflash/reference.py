@@ -194,7 +194,7 @@ def attention(spec: _spec.AttentionSpec, operands: _spec.Operands, score_mod=Non
         logits = jnp.where(visible, logits, 0.0)
         logits = spec.logits_soft_cap * jnp.tanh(logits / spec.logits_soft_cap)
     if score_mod is not None:
-        logits = _modified(score_mod, jnp.where(visible, logits, 0.0))
+        logits = _modified(_spec.checked_score_mod(score_mod), jnp.where(visible, logits, 0.0))
     logits = jnp.where(visible, logits, -jnp.inf)
 
     # Softmax. The maximum only keeps exp in range: its gradient is zero.
