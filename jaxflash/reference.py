@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -148,13 +149,11 @@ def varlen_attention(query, key, value, cu_seqlens_q, cu_seqlens_kv, **arguments
     )
 
     def one(i: slice, j: slice):
-        shifted = None
-        if score_mod is not None:
+        def shifted(score, b, h, q, kv):
+            return score_mod(score, b, h, q + i.start, kv + j.start)
 
-            def shifted(score, b, h, q, kv):
-                return score_mod(score, b, h, q + i.start, kv + j.start)
-
-        options = dict(arguments, score_mod=shifted, return_residual=True)
+        options: dict[str, Any] = {**arguments, "return_residual": True}
+        options["score_mod"] = None if score_mod is None else shifted
         return dot_product_attention(query[i], key[j], value[j], **options)
 
     results = [one(i, j) for i, j in zip(of_queries, of_keys, strict=True)]
