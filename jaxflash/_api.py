@@ -12,7 +12,7 @@ from jaxflash import _derivatives, _scores, _spec, _support
 
 Implementation = _spec.Implementation
 CausalAlignment = _spec.CausalAlignment
-ScoreMod = _scores.ScoreMod
+ScoreMod = _spec.ScoreMod
 Window = int | tuple[int | None, int | None] | None
 
 

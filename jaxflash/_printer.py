@@ -588,11 +588,18 @@ class _Builder:
         try:
             closed = program.value_and_slope()
         except (TypeError, ValueError, NotImplementedError) as error:
+            # What has no derivative has an equation that is refused, most likely.
+            self._results(program.jaxpr, program)
             raise NotPrintable(f"has no derivative in reverse mode: {error}") from error
         if closed.consts:
             raise NotPrintable("has arrays inside a function with a derivative of its own")
         if closed.effects:
             raise NotPrintable(f"has side effects: {', '.join(map(str, closed.effects))}")
+        logit, slope = self._results(closed, program)
+        return logit, slope
+
+    def _results(self, closed: core.ClosedJaxpr, program: Program) -> list[_Node]:
+        """Nodes of the results of a jaxpr of the program's arguments."""
         graph, jaxpr = self._graph, closed.jaxpr
         scale = graph.input("scale", "float32", 0)
         product = graph.input("score", "float32", _SCORE)
@@ -611,8 +618,7 @@ class _Builder:
             self._capture_dtypes.append(str(capture.dtype))
         for eqn in jaxpr.eqns:
             self._values.update(zip(eqn.outvars, self._equation(eqn), strict=True))
-        logit, slope = (self._scalar(atom, None) for atom in jaxpr.outvars)
-        return logit, slope
+        return [self._scalar(atom, None) for atom in jaxpr.outvars]
 
     @staticmethod
     def _check_captures(program: Program) -> None:

@@ -25,9 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jaxflash._spec import AttentionSpec, Operands
-
-ScoreMod = Callable[..., Any]
+from jaxflash._spec import AttentionSpec, Operands, ScoreMod, checked_score_mod
 
 # Arguments of a program; its captures follow them.
 ARGUMENTS = ("score", "b", "h", "q", "kv", "distance")
@@ -172,33 +170,15 @@ def _built_in_program(built_in: _BuiltIn, types, dtype) -> Program:
 
 def _with_score_mod(built_in: _BuiltIn, types, score_mod: ScoreMod, dtype):
     """(program, arrays that score_mod captures)."""
-    if not callable(score_mod):
-        raise ValueError(
-            "score_mod must be a function (score, b, h, q, kv) -> score, "
-            f"got {type(score_mod).__name__}"
-        )
+    score_mod = checked_score_mod(score_mod)
 
     def function(score, b, h, q, kv, distance, *captures):
         score = built_in(score, h, q, kv, distance, *captures)
-        return checked_score(score_mod(score, b, h, q, kv)).astype(dtype)
+        return score_mod(score, b, h, q, kv).astype(dtype)
 
     program, captures = trace(function, types, dtype)
     program = dataclasses.replace(program, parts=(*built_in.parts, "score_mod"))
     return program, captures[len(types) :]
-
-
-def checked_score(score) -> jax.Array:
-    """What a score_mod returned, if it is a floating scalar."""
-    expected = "score_mod must return one floating scalar"
-    try:
-        score = jnp.asarray(score)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{expected}, got {type(score).__name__}") from error
-    if score.shape != ():
-        raise ValueError(f"{expected}, got an array of shape {score.shape}")
-    if not jnp.issubdtype(score.dtype, jnp.floating):
-        raise ValueError(f"{expected}, got dtype {score.dtype}")
-    return score
 
 
 def trace(function: Callable, captures: Sequence[Any], dtype) -> tuple[Program, tuple[Any, ...]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 Implementation = Literal["cuda", "xla"]
 CausalAlignment = Literal["top_left", "bottom_right"]
+ScoreMod = Callable[..., Any]
 
 IMPLEMENTATIONS = ("cuda", "xla")
 CAUSAL_ALIGNMENTS = ("top_left", "bottom_right")
@@ -205,6 +207,29 @@ def check_implementation(implementation) -> Implementation | None:
     if implementation is None:
         return None
     return _one_of("implementation", implementation, IMPLEMENTATIONS, extra=" or None")
+
+
+def checked_score_mod(score_mod: ScoreMod) -> ScoreMod:
+    """`score_mod`, whose results are checked when it is traced: floating scalars."""
+    if not callable(score_mod):
+        raise ValueError(
+            "score_mod must be a function (score, b, h, q, kv) -> score, "
+            f"got {type(score_mod).__name__}"
+        )
+
+    def checked(*arguments):
+        result = score_mod(*arguments)
+        expected = "score_mod must return one floating scalar"
+        if not isinstance(result, jax.Array | np.ndarray | np.generic | float | int):
+            raise ValueError(f"{expected}, got {type(result).__name__}")
+        result = jnp.asarray(result)
+        if result.shape != ():
+            raise ValueError(f"{expected}, got an array of shape {result.shape}")
+        if not jnp.issubdtype(result.dtype, jnp.floating):
+            raise ValueError(f"{expected}, got dtype {result.dtype}")
+        return result
+
+    return checked
 
 
 def _array(name: str, x) -> Any:

@@ -190,15 +190,15 @@ class Tiles:
     def captured(self, captures: dict[str, Any], tile: Tile) -> dict[str, Any]:
         """What a tile reads of the arrays of `captures_of`, or of tangents of theirs: for each a
         tuple of arrays that broadcast to the tile."""
-        if self._scores is None:
+        scores, place = self._scores, tile.place
+        if scores is None or place is None:
             return {}
-        return {
-            name: self._scores.read(_number(name), x, tile.place) for name, x in captures.items()
-        }
+        return {name: scores.read(_number(name), x, place) for name, x in captures.items()}
 
     def add(self, name: str, total, tile: Tile, reads):
         """The transpose of `captured` for one capture, added to `total`, shaped like it."""
         assert self._scores is not None
+        assert tile.place is not None
         return self._scores.add(_number(name), total, tile.place, reads)
 
     def logits(self, scores, captured: dict[str, Any], tile: Tile):
@@ -209,7 +209,7 @@ class Tiles:
             captured: what the method `captured` returns, of all of `captures_of`.
             tile: where the tile lies.
         """
-        if self._scores is None:
+        if self._scores is None or tile.place is None:
             return scores
         reads = {_number(name): x for name, x in captured.items()}
         return self._scores.logits(scores, reads, tile.place, tile.visible)

@@ -61,18 +61,18 @@ class TileScores:
     """
 
     def __init__(self, program: Program, sizes: Sizes, dtype, fixed: dict[int, Any]):
-        self._program = program = _split(program)
+        self._program = split = _split(program)
         self._sizes = sizes
         self._dtype = dtype
         self._rank = len(sizes.batch) + 4
-        slicings = [_slicing(program, load, sizes) for load in program.loads]
+        slicings = [_slicing(split, load, sizes) for load in split.loads]
         self._head_axes = [
-            _head_axes(capture, program, slicings) for capture in range(len(program.captures))
+            _head_axes(capture, split, slicings) for capture in range(len(split.captures))
         ]
         # Without its head axis split, a capture cannot be sliced by heads.
         self._slicings = [
             None if s is None or s.head_axes != self._head_axes[load.capture] else s
-            for s, load in zip(slicings, program.loads, strict=True)
+            for s, load in zip(slicings, split.loads, strict=True)
         ]
         self._fixed = {i: self.prepared(i, x) for i, x in fixed.items()}
 
@@ -424,7 +424,7 @@ def _slicing(program: _Split, load: _Load, sizes: Sizes) -> _Slicing | None:
     fixed, head_axes = [0] * batch_rank, []
     shape = program.captures[load.capture].aval.shape
     for number, (atom, size) in enumerate(zip(load.index, shape, strict=True)):
-        index = program.base(atom, size)
+        index: Any = program.base(atom, size)
         fixed.append(0)
         if not isinstance(index, core.Var):
             axes.append(None)

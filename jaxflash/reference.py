@@ -169,13 +169,11 @@ def varlen_attention(
     )
 
     def one(i: slice, j: slice):
-        shifted = None
-        if score_mod is not None:
+        def shifted(score, b, h, q, kv):
+            return score_mod(score, b, h, q + i.start, kv + j.start)
 
-            def shifted(score, b, h, q, kv):
-                return score_mod(score, b, h, q + i.start, kv + j.start)
-
-        options = dict(arguments, score_mod=shifted, return_residual=True)
+        options: dict[str, Any] = {**arguments, "return_residual": True}
+        options["score_mod"] = None if score_mod is None else shifted
         return dot_product_attention(query[i], key[j], value[j], **options)
 
     results = [one(i, j) for i, j in zip(of_queries, of_keys, strict=True)]
@@ -219,7 +217,7 @@ def attention(
         logits = jnp.where(visible, logits, 0.0)
         logits = spec.logits_soft_cap * jnp.tanh(logits / spec.logits_soft_cap)
     if score_mod is not None:
-        logits = _modified(score_mod, jnp.where(visible, logits, 0.0))
+        logits = _modified(_spec.checked_score_mod(score_mod), jnp.where(visible, logits, 0.0))
     logits = jnp.where(visible, logits, -jnp.inf)
 
     # Softmax. The maximum only keeps exp in range: its gradient is zero.

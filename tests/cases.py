@@ -13,16 +13,23 @@ import math
 import jax.numpy as jnp
 import numpy as np
 
+from score_mods import SCORE_MODS, Sizes
+
 # Arguments that the CUDA kernels do not take yet: under implementation="cuda" such a row must raise
 # NotImplementedError with each of these names, under None it takes the blockwise path.
 NOT_IN_KERNELS = frozenset(
-    {"bias", "mask", "segment_ids", "logits_soft_cap", "sink", "alibi_slopes", "dropout_rate"}
+    {
+        *("bias", "logits_soft_cap", "sink", "alibi_slopes", "score_mod"),
+        *("mask", "segment_ids", "dropout_rate"),
+    }
 )
 KERNEL_DTYPES = ("float16", "bfloat16", "float32")
 KERNEL_MAX_HEAD_SIZE = 256
 
 # Operands with a gradient, in the order in which tests name them.
 DIFFERENTIABLE = ("query", "key", "value", "bias", "sink", "alibi_slopes")
+# Arrays that a score function captures are named with it in front; floating ones have a gradient.
+CAPTURED = "score_mod."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +60,7 @@ class AttentionCase:
     logits_soft_cap: float | None = None
     sink: bool = False
     alibi: str | None = None  # "N" or "BN"
+    score_mod: str | None = None  # a name of score_mods.SCORE_MODS
     dropout_rate: float = 0.0
     precision: str | None = None
     deterministic_backward: bool = False
@@ -124,6 +132,7 @@ class AttentionCase:
             "logits_soft_cap": self.logits_soft_cap,
             "sink": self.sink or None,
             "alibi_slopes": self.alibi,
+            "score_mod": self.score_mod,
             "dropout_rate": self.dropout_rate or None,
         }
         missing = [
@@ -196,6 +205,10 @@ class AttentionCase:
         if self.alibi is not None:
             shape = self._broadcast_shape(self.alibi)
             arrays["alibi_slopes"] = (0.02 + 0.3 * rng.random(shape)).astype(np.float32)
+        if self.score_mod is not None:
+            sizes = Sizes(math.prod(self.batch), self.q_heads, self.q_len, self.kv_length)
+            captured = SCORE_MODS[self.score_mod].arrays(sizes, rng)
+            arrays |= {CAPTURED + name: x for name, x in captured.items()}
         if self.dropout_rate:
             arrays["dropout_rng"] = np.array([self.seed, 7], np.uint32)
         if self.visible_nan:
@@ -203,6 +216,18 @@ class AttentionCase:
         if self.poison and not clean:
             self._poison(arrays)
         return arrays
+
+    def arguments(self, arrays: dict) -> dict:
+        """Keyword arguments of a call with these arrays, or others of their names."""
+        arguments = {name: x for name, x in arrays.items() if not name.startswith(CAPTURED)}
+        if self.score_mod is not None:
+            captured = {
+                name.removeprefix(CAPTURED): x
+                for name, x in arrays.items()
+                if name.startswith(CAPTURED)
+            }
+            arguments["score_mod"] = SCORE_MODS[self.score_mod].bind(captured)
+        return arguments | self.options
 
     def _segments(self, rng, length) -> np.ndarray:
         starts = rng.random((*self.batch, length)) < 4.0 / max(length, 1)
@@ -423,6 +448,41 @@ SCORES = (
          kv_heads=2, query_lengths=(48, 40), kv_lengths=(48, 44), scale=0.3, dtype="bfloat16"),
 )  # fmt: skip
 
+# Score functions of the caller's own (score_mods.py), beside everything else.
+SCORE_MOD_ROWS = (
+    _row("score-mod-bias", score_mod="dense-bias", q_len=33, kv_len=40, q_heads=4, kv_heads=2),
+    _row("score-mod-bias-batch-axes", score_mod="dense-bias-by-parts", batch=(2, 2), q_len=20),
+    _row("score-mod-bias-unbatched", score_mod="dense-bias", batch=(), dtype="float16"),
+    _row("score-mod-key-bias", score_mod="key-bias", dtype="bfloat16", kv_lengths=(48, 31)),
+    _row("score-mod-relative", score_mod="relative-table", q_heads=4, kv_heads=2, is_causal=True,
+         q_len=150, kv_len=140),
+    _row("score-mod-relative-bottom-right", score_mod="buckets", q_len=20, kv_len=60,
+         is_causal=True, causal_alignment="bottom_right", dtype="bfloat16"),
+    _row("score-mod-slopes", score_mod="rows-of-heads", local_window_size=(9, 5), q_heads=3),
+    _row("score-mod-learned-cap", score_mod="learned-cap", query_lengths=(48, 20)),
+    _row("score-mod-temperature", score_mod="temperature", mask="B1TS"),
+    _row("score-mod-documents", score_mod="documents", dtype="bfloat16", is_causal=True),
+    _row("score-mod-documents-finite", score_mod="documents-finite"),
+    _row("score-mod-lookup", score_mod="lookup-of-lookup", kv_len=30),
+    _row("score-mod-integers", score_mod="integer-arithmetic"),
+    _row("score-mod-hash", score_mod="wrapping-hash", batch=(2, 1)),
+    _row("score-mod-negative-index", score_mod="from-the-end"),
+    _row("score-mod-out-of-bounds", score_mod="out-of-bounds"),
+    _row("score-mod-strided", score_mod="strided", q_len=70),
+    _row("score-mod-branches", score_mod="branches", sink=True),
+    _row("score-mod-elementary", score_mod="elementary", q_len=24, kv_len=20),
+    _row("score-mod-custom-derivative", score_mod="custom-derivative"),
+    _row("score-mod-without-score", score_mod="ignores-the-score"),
+    _row("score-mod-constant", score_mod="constant", is_causal=True),
+    _row("score-mod-scalars", score_mod="scalar-arrays"),
+    _row("score-mod-flags", score_mod="flags", deterministic_backward=True),
+    _row("score-mod-poison", score_mod="temperature", poison=True, is_causal=True, kv_len=80),
+    _row("score-mod-poison-nonlinear", score_mod="elementary", poison=True, q_len=20,
+         kv_lengths=(48, 7), kv_len=48),
+    _row("score-mod-everything", score_mod="cap", bias="BNTS", mask="11TS", alibi="BN",
+         logits_soft_cap=3.0, sink=True, dropout_rate=0.2, is_causal=True, q_heads=4, kv_heads=2),
+)  # fmt: skip
+
 # Faults: empty arrays, and what must not leak.
 FAULTS = (
     _row("empty-batch", batch=(0,), dtype="bfloat16"),
@@ -539,4 +599,4 @@ LARGE = (
          local_window_size=(1023, 0), dtype="bfloat16", gpu_only=True),
 )  # fmt: skip
 
-CASES = (*BASE, *HEADS, *BANDS, *SCORES, *FAULTS, *DECODE, *LARGE)
+CASES = (*BASE, *HEADS, *BANDS, *SCORES, *SCORE_MOD_ROWS, *FAULTS, *DECODE, *LARGE)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import jaxflash
-from cases import DIFFERENTIABLE, AttentionCase, positions, to_rank, visibility
+from cases import CAPTURED, DIFFERENTIABLE, AttentionCase, positions, to_rank, visibility
 
 # Exponent and mantissa bits of an operand of the matrix products.
 _BITS = {
@@ -73,16 +74,14 @@ def check_attention(case: AttentionCase, implementation: str | None) -> None:
 
 def check_refused(case: AttentionCase) -> None:
     """implementation="cuda" must name every argument that the kernels lack, and `supported` too."""
-    arrays = split(case.arrays())
+    arguments = case.arguments(case.arrays())
     try:
-        jaxflash.dot_product_attention(
-            **arrays[0], **arrays[1], **case.options, implementation="cuda"
-        )
+        jaxflash.dot_product_attention(**arguments, implementation="cuda")
     except NotImplementedError as error:
         text = str(error)
     else:
         raise AssertionError(f"did not raise NotImplementedError: {repro(case, 'cuda')}")
-    reasons = jaxflash.supported(**arrays[0], **arrays[1], **case.options)
+    reasons = jaxflash.supported(**arguments)
     for name in case.missing_in_kernels:
         assert name in text, f"{name!r} is not in the error {text!r}"
         assert any(name in reason for reason in reasons), f"{name!r} is not in {reasons}"
@@ -114,6 +113,11 @@ def arithmetic(case: AttentionCase, implementation: str | None) -> str:
 def split(arrays) -> tuple[dict, dict]:
     """(operands with a gradient, the others)"""
     with_gradient = {name: arrays[name] for name in DIFFERENTIABLE if name in arrays}
+    with_gradient |= {
+        name: x
+        for name, x in arrays.items()
+        if name.startswith(CAPTURED) and jnp.issubdtype(x.dtype, jnp.floating)
+    }
     return with_gradient, {name: x for name, x in arrays.items() if name not in with_gradient}
 
 
@@ -126,9 +130,7 @@ def jitted(case: AttentionCase, implementation: str | None):
 
     def attend(with_gradient, others):
         return jaxflash.dot_product_attention(
-            **with_gradient,
-            **others,
-            **case.options,
+            **case.arguments({**with_gradient, **others}),
             implementation=implementation,
             return_residual=True,
         )
@@ -170,9 +172,9 @@ def _truth(case, arrays, dout, dlse):
     """Results in float64, and for each the size of the summands that make it up."""
 
     def attend(with_gradient, others):
-        options = {**case.options, "precision": "highest"}
+        arguments = case.arguments({**with_gradient, **others})
         return jaxflash.reference.dot_product_attention(
-            **with_gradient, **others, **options, return_residual=True
+            **{**arguments, "precision": "highest"}, return_residual=True
         )
 
     @_compiled_quickly
@@ -239,6 +241,17 @@ def plain_attention(case, operands, arrays, rounding, dropout_weights):
         logits -= slopes * away[..., None, :, :].astype(wide)
     if case.logits_soft_cap is not None:
         logits = case.logits_soft_cap * jnp.tanh(logits / case.logits_soft_cap)
+    if case.score_mod is not None:
+        captured = {name: x for name, x in arrays.items() if name.startswith(CAPTURED)}
+        captured = {**jax.tree.map(jnp.asarray, captured), **operands}
+        score_mod = case.arguments(captured)["score_mod"]
+        *batch, heads, q_len, kv_len = logits.shape
+        b = np.arange(math.prod(batch), dtype=np.int32).reshape(*batch, 1, 1, 1)
+        h, q, kv = np.ogrid[:heads, :q_len, :kv_len]
+        indices = np.broadcast_arrays(b, *(x.astype(np.int32) for x in (h, q, kv)))
+        flat = [jnp.asarray(x).reshape(-1) for x in indices]
+        flat = jax.vmap(score_mod)(logits.reshape(-1), *flat)
+        logits = flat.astype(wide).reshape(logits.shape)
     logits = jnp.where(visibility(case, arrays), logits, -jnp.inf)
 
     top = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True, initial=-jnp.inf))

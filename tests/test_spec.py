@@ -371,7 +371,7 @@ def test_precision_follows_jax():
 
     def highest(precision):
         options = dict(jaxflash.dot_product_attention.__kwdefaults__, precision=precision)
-        del options["implementation"], options["return_residual"]
+        del options["implementation"], options["return_residual"], options["score_mod"]
         return _spec.make(**_arrays(), bias=None, mask=None, **options)[0].highest_precision
 
     assert not highest(None)

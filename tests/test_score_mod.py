@@ -1,0 +1,357 @@
+"""score_mod: what may be captured, how it is told apart, and what is wrong with it."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxflash
+from jaxflash import _api, _derivatives, _kernel_program, _scores, _spec, _support
+
+_B, _T, _S, _N, _K, _H = 2, 12, 20, 4, 2, 8
+
+
+def _qkv(seed=0, dtype=np.float32):
+    rng = np.random.default_rng(seed)
+    shapes = ((_B, _T, _N, _H), (_B, _S, _K, _H), (_B, _S, _K, _H))
+    return tuple(jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes)
+
+
+def _table(seed=1):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal((_N, _T + _S)), jnp.float32)
+
+
+def _relative(table):
+    return lambda score, b, h, q, kv: 2.0 * jnp.tanh(score) + table[h, q - kv + _S - 1]
+
+
+def _loss(attention, table, qkv, make=_relative, **options):
+    return jnp.sum(jnp.sin(attention(*qkv, score_mod=make(table), **options)))
+
+
+_needs_kernels = pytest.mark.skipif(
+    not _support._ffi.extension.kernels, reason="needs the kernels' library"
+)
+_ATTENTIONS = (jaxflash.dot_product_attention, jaxflash.reference.dot_product_attention)
+
+
+def _assert_equal(transformed, *arguments):
+    """A function of the attention to call, with ours and with the reference."""
+    ours, theirs = (jax.jit(functools.partial(transformed, f))(*arguments) for f in _ATTENTIONS)
+    for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5)
+
+
+# ---- Captures ------------------------------------------------------------------------------------
+
+
+def test_gradient_of_a_capture_under_scan():
+    def step(attention, qkv, table, _):
+        gradient = jax.grad(_loss, argnums=1)(attention, table, qkv)
+        return table - 0.1 * gradient, jnp.sum(gradient**2)
+
+    def trained(attention, qkv, table):
+        return jax.lax.scan(functools.partial(step, attention, qkv), table, length=2)
+
+    _assert_equal(trained, _qkv(), _table())
+
+
+@pytest.mark.parametrize("mapped", ["capture", "query", "both"])
+def test_vmap(mapped):
+    axes = (0 if mapped != "query" else None, (0, None, None) if mapped != "capture" else None)
+    table, (q, k, v) = _table(), _qkv()
+    if axes[0] == 0:
+        table = jnp.stack([table, 2 * table])
+    if axes[1] is not None:
+        q = jnp.stack([q, -q])
+
+    def gradients(attention, table, qkv):
+        one = jax.grad(lambda table, qkv: _loss(attention, table, qkv), argnums=(0, 1))
+        return jax.vmap(one, axes)(table, qkv)
+
+    _assert_equal(gradients, table, (q, k, v))
+
+
+def test_second_derivatives():
+    def product(attention, table, qkv):
+        loss = jax.grad(lambda table, qkv: _loss(attention, table, qkv), argnums=(0, 1))
+        return jax.jvp(loss, (table, qkv), (jnp.cos(table), jax.tree.map(jnp.cos, qkv)))[1]
+
+    _assert_equal(product, _table(), _qkv())
+
+
+def test_forward_mode():
+    def tangent(attention, table, qkv):
+        moved = (jnp.cos(table), jax.tree.map(jnp.cos, qkv))
+        return jax.jvp(lambda table, qkv: _loss(attention, table, qkv), (table, qkv), moved)
+
+    _assert_equal(tangent, _table(), _qkv())
+
+
+def test_packed_sequences():
+    edges = np.array([0, 5, 12], np.int32)
+    q, k, v = (x[0, :_T] for x in _qkv())
+
+    def loss(attention, table):
+        return jnp.sum(jnp.sin(attention(q, k, v, edges, edges, score_mod=_relative(table))))
+
+    ours, theirs = (
+        jax.value_and_grad(functools.partial(loss, f))(_table())
+        for f in (jaxflash.varlen_attention, jaxflash.reference.varlen_attention)
+    )
+    for x, y in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5)
+
+
+def _unprintable(table):
+    """What no kernel will do; its while loop has derivatives in forward mode alone."""
+
+    def score_mod(score, b, h, q, kv):
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(3), q), kv)
+        noise = jax.random.uniform(key)
+        x = jax.lax.while_loop(lambda x: jnp.abs(x) > 0.5, lambda x: 0.5 * x, score)
+        return x + noise + jnp.mean(table[h] * table[0])
+
+    return score_mod
+
+
+def test_loops_random_numbers_and_whole_arrays_take_the_blockwise_path():
+    def gradients(attention, table, qkv):
+        def loss(table, qkv):
+            return _loss(attention, table, qkv, _unprintable)
+
+        moved = (jnp.cos(table), jax.tree.map(jnp.cos, qkv))
+        return jax.jvp(loss, (table, qkv), moved)
+
+    _assert_equal(gradients, _table(), _qkv())
+
+
+@_needs_kernels
+def test_kernels_say_which_equation_they_do_not_take():
+    q, k, v = _qkv()
+    with pytest.raises(NotImplementedError, match=r"`random_\w+`.*in: .* = random_"):
+        jaxflash.dot_product_attention(
+            q, k, v, score_mod=_unprintable(_table()), implementation="cuda"
+        )
+
+
+def test_keys_can_be_captured():
+    key = jax.random.key(5)
+
+    def out(attention, qkv):
+        def score_mod(score, b, h, q, kv):
+            return score + jax.random.normal(jax.random.fold_in(key, q * _S + kv))
+
+        return attention(*qkv, score_mod=score_mod)
+
+    _assert_equal(out, _qkv())
+
+
+def test_float64_captures():
+    with jax.enable_x64(True):
+        table = _table().astype(jnp.float64)
+
+        def make(table):
+            return lambda score, b, h, q, kv: (score + table[h, q]).astype(jnp.float32)
+
+        with jax.numpy_dtype_promotion("standard"):
+            _assert_equal(lambda f, table: jax.grad(_loss, 1)(f, table, _qkv(), make), table)
+            reasons = jaxflash.supported(*_qkv(), score_mod=make(table))
+        if _support._ffi.extension.kernels:
+            assert any("float64" in reason for reason in reasons)
+
+
+@_needs_kernels
+def test_more_captures_than_kernels_take():
+    arrays = [jnp.full(_N, float(i)) for i in range(9)]
+
+    def score_mod(score, b, h, q, kv):
+        return score + sum(x[h] for x in arrays)
+
+    assert any("9 arrays" in reason for reason in jaxflash.supported(*_qkv(), score_mod=score_mod))
+
+
+# ---- One program, whichever function -------------------------------------------------------------
+
+
+def test_equal_functions_compile_once():
+    qkv = _qkv()
+
+    def call(scale, table):
+        return jaxflash.dot_product_attention(
+            *qkv, score_mod=lambda s, b, h, q, kv: jax.nn.relu(scale * s) + table[h, q]
+        )
+
+    call(2.0, _table(1))
+    before = _derivatives.attention._cache_size()
+    call(2.0, _table(2))
+    assert _derivatives.attention._cache_size() == before
+    call(3.0, _table(2))
+    assert _derivatives.attention._cache_size() == before + 1
+
+
+def test_custom_derivatives_tell_programs_apart():
+    def program(slope):
+        @jax.custom_jvp
+        def function(x):
+            return jnp.abs(x)
+
+        function.defjvp(lambda x, t: (jnp.abs(x[0]), slope * t[0]))
+        return _scores.trace(lambda s, *_: function(s), (), jnp.float32)[0]
+
+    assert program(1.0) == program(1.0)
+    assert program(1.0) != program(2.0)
+
+
+# ---- Faults --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("score_mod", "said"),
+    [
+        ("tanh", "str"),
+        (lambda s, b, h, q, kv: q - kv, "int32"),
+        (lambda s, b, h, q, kv: s > 0, "bool"),
+        (lambda s, b, h, q, kv: jnp.stack([s, s]), r"\(2,\)"),
+        (lambda s, b, h, q, kv: (s, s), "tuple"),
+        (lambda s, b, h, q, kv: None, "None"),
+    ],
+)
+def test_wrong_functions(score_mod, said):
+    for attention in _ATTENTIONS:
+        with pytest.raises(ValueError, match=f"score_mod.*({said})"):
+            attention(*_qkv(), score_mod=score_mod)
+
+
+def test_errors_inside_the_function_are_its_own():
+    empty = jnp.zeros((0,))
+    with pytest.raises((TypeError, ValueError, IndexError)):
+        jaxflash.dot_product_attention(*_qkv(), score_mod=lambda s, b, h, q, kv: s + empty[h])
+    with pytest.raises(TypeError, match="positional argument"):
+        jaxflash.dot_product_attention(*_qkv(), score_mod=lambda s: s)
+
+
+@pytest.mark.parametrize("result", [np.nan, np.inf, -np.inf])
+def test_not_finite(result):
+    """NaN and infinity are seen by their rows alone; a row of -inf sees no key."""
+
+    def out(attention, qkv):
+        return attention(
+            *qkv, score_mod=lambda s, b, h, q, kv: jnp.where((q == 3) & (h == 1), result, s)
+        )
+
+    if not np.isnan(result):  # XLA's maximum on a CPU may lose a NaN, the reference with it
+        _assert_equal(out, _qkv())
+    x = jaxflash.dot_product_attention(
+        *_qkv(), score_mod=lambda s, b, h, q, kv: jnp.where(q == 3, result, s)
+    )
+    rows = np.asarray(x)[:, 3]
+    assert (rows == 0.0).all() if result == -np.inf else np.isnan(rows).all()
+    assert np.isfinite(np.delete(np.asarray(x), 3, axis=1)).all()
+
+
+@pytest.mark.parametrize("cap", [1e-3, 1e4])
+def test_extreme_caps(cap):
+    def gradients(attention, qkv):
+        def loss(qkv):
+            return jnp.sum(jnp.sin(attention(*qkv, logits_soft_cap=cap)))
+
+        return jax.value_and_grad(loss)(qkv)
+
+    _assert_equal(gradients, _qkv())
+
+
+def test_gradients_are_finite_where_the_logit_is_minus_infinity():
+    def loss(qkv, table):
+        def score_mod(score, b, h, q, kv):
+            return jnp.log(jnp.maximum(score * table[h, q], 0.0))  # slope 1 / 0 in places
+
+        return jnp.sum(jaxflash.dot_product_attention(*qkv, score_mod=score_mod))
+
+    for x in jax.tree.leaves(jax.jit(jax.grad(loss, argnums=(0, 1)))(_qkv(), _table())):
+        assert np.isfinite(x).all()
+
+
+# ---- What the kernels are told -------------------------------------------------------------------
+
+
+def _on_kernels(q, k, v, bias, table, sink):
+    """The call on the path of the kernels, whatever they cover."""
+    options = {**_api._DEFAULTS, "sink": sink, "logits_soft_cap": 30.0}
+    del options["score_mod"]
+    spec, operands = _spec.make(q, k, v, bias, None, **options)
+    spec, operands = _scores.compose(
+        spec, operands, lambda s, b, h, q, kv: s + table[h, q - kv + 7] * b.astype(jnp.float32)
+    )
+    return _derivatives.attention(spec, "cuda", operands)[0]
+
+
+def _kernel_arguments(dtype=jnp.bfloat16):
+    q, k = jnp.zeros((4, 16, 8, 64), dtype), jnp.zeros((4, 16, 4, 64), dtype)
+    return q, k, k, jnp.zeros((4, 1, 16, 16)), jnp.zeros((8, 15)), jnp.zeros(8)
+
+
+def _custom_calls(text: str, target: str) -> list[str]:
+    return [line for line in text.splitlines() if target in line]
+
+
+@_needs_kernels
+def test_operands_of_the_custom_calls():
+    arguments = _kernel_arguments()
+    gradient = jax.grad(
+        lambda *args: jnp.sum(_on_kernels(*args).astype(jnp.float32)), argnums=(0, 4, 5)
+    )
+    text = jax.jit(gradient).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    captures = "tensor<4x16x16xf32>, tensor<1x8x15xf32>, tensor<1x8xf32>) ->"
+    (forward,) = _custom_calls(text, "@jaxflash_forward_v2")
+    assert f"tensor<4xi32>, tensor<8xi32>, {captures}" in forward
+    assert "capture_ranks = dense<[2, 2, 1]>" in forward
+    assert "struct Program" in forward
+    (backward,) = _custom_calls(text, "@jaxflash_backward_v2")
+    assert f"tensor<4xi32>, tensor<8xi32>, {captures}" in backward
+
+
+@_needs_kernels
+def test_operands_of_the_custom_call_under_vmap():
+    q, k, v, bias, table, sink = _kernel_arguments()
+    axes = (0, None, None, None, 0, None)
+    mapped = jax.vmap(_on_kernels, axes)
+    arguments = (jnp.stack([q, q]), k, v, bias, jnp.stack([table, table]), sink)
+    text = jax.jit(mapped).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    (forward,) = _custom_calls(text, "@jaxflash_forward_v2")
+    assert "tensor<1x4xi32>, tensor<8xi32>, tensor<1x4x16x16xf32>, tensor<2x1x8x15xf32>" in forward
+
+
+@_needs_kernels
+def test_shards_know_their_numbers():
+    """Batch elements and heads keep their numbers; what a capture indexes stays whole."""
+    mesh = Mesh(np.array(jax.devices("cpu")[:8]).reshape(2, 4), ("x", "y"))
+    specs = (P("x", None, "y"), P("x", None, "y"), P("x", None, "y"), P("x"), P(), P())
+    arguments = [
+        jax.device_put(x, NamedSharding(mesh, spec))
+        for x, spec in zip(_kernel_arguments(), specs, strict=True)
+    ]
+    text = jax.jit(_on_kernels).lower(*arguments).compile().as_text()
+    (forward,) = [x for x in _custom_calls(text, '"jaxflash_forward_v2"') if "custom-call" in x]
+    layouts = forward.split("operand_layout_constraints=")[1]
+    assert "s32[2]{0}, s32[2]{0}, f32[2,16,16]{2,1,0}, f32[1,8,15]{2,1,0}, f32[1,8]" in layouts
+    assert "all-gather" not in text
+
+
+def test_programs_for_the_kernels_do_not_depend_on_lengths():
+    def source(q_len, kv_len):
+        q, k = jnp.zeros((1, q_len, 8, 64)), jnp.zeros((1, kv_len, 4, 64))
+        options = {**_api._DEFAULTS, "alibi_slopes": jnp.zeros(8), "is_causal": True}
+        del options["score_mod"]
+        spec, operands = _spec.make(q, k, k, jnp.zeros((8, q_len, kv_len)), None, **options)
+        program = _kernel_program.make(*_scores.compose(spec, operands, None))
+        assert program is not None
+        return program
+
+    assert source(16, 32) == source(100, 50)
