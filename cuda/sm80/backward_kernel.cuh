@@ -127,10 +127,23 @@ __device__ __forceinline__ void differentiate(float (&s)[kKeyTiles][kBlocks][4],
                                               int row, int key, bool full) {
   const int first_row = row + lane_index() % 4 * 2, first_key = key + lane_index() / 4;
   scores.begin_tile(first_row, first_key);
+  // Probabilities make up for the dropped ones, as in sm90/backward_scores.cuh.
+  float share = 1.f, log2_share = 0.f;
+  Kept<Scores::kDrops, false, 8 * kBlocks> kept[kKeyTiles];
+  if constexpr (Scores::kDrops) {
+    share = scores.share();
+    log2_share = log2_approx(share);
+#pragma unroll
+    for (int m = 0; m < kKeyTiles; ++m) scores.draw(kept[m], 0, 16 * m);
+  }
 #pragma unroll
   for (int n = 0; n < kBlocks; ++n) {
-    const float2 lse_pair = *reinterpret_cast<const float2*>(lse + 8 * n);
-    const float2 delta_pair = *reinterpret_cast<const float2*>(delta + 8 * n);
+    float2 lse_pair = *reinterpret_cast<const float2*>(lse + 8 * n);
+    float2 delta_pair = *reinterpret_cast<const float2*>(delta + 8 * n);
+    if constexpr (Scores::kDrops) {
+      lse_pair = {lse_pair.x + log2_share, lse_pair.y + log2_share};
+      delta_pair = {delta_pair.x * share, delta_pair.y * share};
+    }
 #pragma unroll
     for (int m = 0; m < kKeyTiles; ++m) {
 #pragma unroll
@@ -144,8 +157,9 @@ __device__ __forceinline__ void differentiate(float (&s)[kKeyTiles][kBlocks][4],
         }
         const float p = exp2_approx(logit - (i % 2 == 0 ? lse_pair.x : lse_pair.y));
         const float weight = Scores::kUnitSlope ? p : p * slope;
-        s[m][n][i] = p;
-        dp[m][n][i] = weight * (dp[m][n][i] - (i % 2 == 0 ? delta_pair.x : delta_pair.y));
+        s[m][n][i] = kept[m].of(4 * n + i, p);
+        dp[m][n][i] = weight * (kept[m].of(4 * n + i, dp[m][n][i]) -
+                                (i % 2 == 0 ? delta_pair.x : delta_pair.y));
       }
     }
   }

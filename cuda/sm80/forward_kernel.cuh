@@ -89,7 +89,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSM)
   const auto cut_rows = [&](int first_row, int count) {
     return Interval{first_row, min(first_row + count, mask.q_len())};
   };
-  const Interval keys = mask.keys(cut_rows(work.first_row, Tile::kRows));
+  Interval keys = mask.keys(cut_rows(work.first_row, Tile::kRows));
+  if constexpr (Scores::kDrops) keys.begin = keys.begin / 16 * 16;
 
   // Keys at keys.end and beyond are zero: a probability of 0 does not silence a NaN.
   const auto load_k = [&](int stage, int first_key) {
@@ -192,6 +193,16 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSM)
         for (int n = part / 8; n < (part + kPart) / 8; ++n) {
           softmax.exponentials(s[m][n], m, factor);
         }
+        Kept<Scores::kDrops, true, kPart> kept;
+        scores.draw(kept, 16 * m, part);
+#pragma unroll
+        for (int n = 0; n < kPart / 8; ++n) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            float& p = s[m][part / 8 + n][i];
+            p = kept.of(4 * n + i, p);
+          }
+        }
       }
       gemm<kMath, kPart / kK>(
           o, [&](int m, int k) { return a_from_accumulators<kMath>(&s[m][(part + k * kK) / 8]); },
@@ -217,6 +228,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSM)
       } else {
         inverse[r] = 1.f / sum;
       }
+      if constexpr (Scores::kDrops) inverse[r] /= scores.share();
       if (lane_index() % 4 == 0 && row < problem.q_len) {
         params.lse[(done.batch * problem.q_len + row) * problem.q_heads + done.head] =
             empty[r] ? -INFINITY : softmax.lse(sum, m, r);
