@@ -70,9 +70,9 @@ class Dropout {
   Dropout() = default;
   // `parameters`: two words of the seed, and how many of 32768 are dropped. `b` and `h`: numbers.
   __device__ __forceinline__ Dropout(const uint32_t* parameters, int b, int h)
-      : start_(philox2x32(philox2x32({static_cast<uint32_t>(h), static_cast<uint32_t>(b)},
-                                     __ldg(parameters)),
-                          __ldg(parameters + 1))),
+      : start_(philox2x32(
+            philox2x32({static_cast<uint32_t>(h), static_cast<uint32_t>(b)}, __ldg(parameters)),
+            __ldg(parameters + 1))),
         thresholds_(__ldg(parameters + 2) * 0x10001u) {}
 
   // `row` and `column` of the thread's first element, in fragments that start at multiples of 16.
@@ -88,9 +88,8 @@ class Dropout {
     for (int call = 0; call < Bits::kCalls; ++call) {
       const uint32_t there = columns + call / 2 * 8 + call % 2;
       // The key of the last round is 0, which leaves its XOR an operand for the OR below.
-      const PhiloxCounter x =
-          kRowsAreQueries ? philox2x32({there, rows}, 0u - 6 * kPhiloxWeyl)
-                          : philox2x32({rows, there}, 0u - 6 * kPhiloxWeyl);
+      const PhiloxCounter x = kRowsAreQueries ? philox2x32({there, rows}, 0u - 6 * kPhiloxWeyl)
+                                              : philox2x32({rows, there}, 0u - 6 * kPhiloxWeyl);
 #pragma unroll
       for (int high_key = 0; high_key < 2; ++high_key) {
         // Both halves at once: the upper bit survives where the other 15 are no less than the

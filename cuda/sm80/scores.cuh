@@ -85,7 +85,7 @@ class ProgramScores {
   typename Program::Head head_;
   int diagonal_;  // from a row number to its position among the keys
   int row_, key_;
-  float distance_;  // between the positions of these two
+  float distance_;   // between the positions of these two
   Dropout dropout_;  // with kDrops
 };
 
