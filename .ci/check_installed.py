@@ -48,6 +48,7 @@ def main() -> None:
     assert library.exists() is not arguments.without_kernels
     if not arguments.without_kernels:
         check_library(library)
+        assert (package / "include" / "problem.h").exists(), "no headers to compile with"
     jaxflash.show_config()
 
     ones = jax.numpy.ones((1, 4, 2, 8))

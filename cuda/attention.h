@@ -34,6 +34,35 @@ struct Device {
   int32_t shared_memory_per_block;  // bytes, opt-in maximum
 };
 
+// A score program for one pass: what is known of a call when it is compiled.
+struct ProgramDescription {
+  bool forward;
+  const char* source;  // C++ that defines jaxflash::Program, see common/program.cuh
+  bool unit_slope;     // Program::kUnitSlope
+  Math math;
+  int32_t head_dim;
+  int32_t value_dim;
+  float scale;
+};
+
+// A kernel that this process has compiled for a score program, or read from the cache.
+struct KernelReport {
+  char label[64];         // family, pass, math, head size
+  char tile[160];         // its tile's type
+  char architecture[16];  // "sm_90a"
+  int32_t registers;
+  int32_t spilled;  // bytes of a thread
+  bool serialised;  // warpgroup instructions wait for one another
+  bool from_disk;
+  double seconds;
+};
+
+// Where the compiler may be.
+struct CompilerLocation {
+  const char* library;   // a path, or a name that the system's loader knows
+  const char* builtins;  // path of the library that NVRTC opens by its bare name, or nullptr
+};
+
 }  // namespace jaxflash
 
 #define JAXFLASH_API extern "C" __attribute__((visibility("default")))
@@ -49,6 +78,42 @@ JAXFLASH_API const jaxflash::Variant* jaxflash_forward_variant(
     const jaxflash::ForwardParams* params);
 JAXFLASH_API const jaxflash::Variant* jaxflash_backward_variant(
     const jaxflash::BackwardParams* params);
+
+// Where to look for NVRTC, best first, and the folder of the headers that kernels are compiled with
+// (this one). Before the first program.
+JAXFLASH_API void jaxflash_set_compiler(const jaxflash::CompilerLocation* locations, int32_t count,
+                                        const char* headers);
+
+// Version and path of the compiler, loaded for the purpose; or what is wrong and what to do.
+JAXFLASH_API jaxflash::Status jaxflash_compiler(int32_t* major, int32_t* minor,
+                                                const char** library);
+
+// Kernels for a score program, compiled for every GPU of this machine: ForwardParams::program and
+// BackwardParams::program. Compiles nothing that this process or the cache on disk has already.
+JAXFLASH_API jaxflash::Status jaxflash_create_program(
+    const jaxflash::ProgramDescription* description, jaxflash::ScoreKernels** program);
+JAXFLASH_API void jaxflash_delete_program(jaxflash::ScoreKernels* program);
+
+// Brings the kernels to the current GPU, so that no launch has to, least of all a captured one.
+JAXFLASH_API jaxflash::Status jaxflash_load_program(const jaxflash::ScoreKernels* program);
+
+// What such a program compiles to on a GPU of `arch` = 10 * major + minor whose blocks may have
+// `shared_bytes`; needs no GPU.
+JAXFLASH_API jaxflash::Status jaxflash_compile_program(
+    const jaxflash::ProgramDescription* description, int32_t arch, int32_t shared_bytes,
+    jaxflash::KernelReport* report);
+
+// Any kernel: `source` may include this library's headers, `kernel` is its name expression.
+JAXFLASH_API jaxflash::Status jaxflash_compile_kernel(const char* source, const char* kernel,
+                                                      const char* architecture,
+                                                      jaxflash::KernelReport* report);
+
+// The kernels compiled so far, those that a later tile replaced included; fills in at
+// most `capacity` and returns their number.
+JAXFLASH_API int32_t jaxflash_kernel_reports(jaxflash::KernelReport* reports, int32_t capacity);
+
+// The folder of the cache on disk, or an empty text; returns the length of the whole path.
+JAXFLASH_API int32_t jaxflash_cache_folder(char* path, int32_t capacity);
 
 // Bytes that a workspace needs on any GPU. Reads sizes and the band's sides, no pointers.
 JAXFLASH_API size_t jaxflash_forward_workspace_bytes(const jaxflash::Problem* problem);

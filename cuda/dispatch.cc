@@ -6,11 +6,19 @@
 #include <atomic>
 #include <cstring>
 #include <iterator>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include "attention.h"
 #include "common/key_shares.h"
 #include "common/status.h"
 #include "common/workspace.h"
+#include "host/disk_cache.h"
+#include "host/nvrtc.h"
+#include "host/runtime_kernel.h"
+#include "host/score_kernels.h"
 #include "variants.h"
 
 namespace jaxflash {
@@ -45,6 +53,14 @@ bool runs_on(Target target, int arch) {
   return target.newer ? arch >= target.arch : arch == target.arch;
 }
 
+// Whether a variant runs on GPUs of `arch` and takes a problem as far as its head sizes say.
+bool fits(const CompiledVariant& variant, int arch, const Problem& problem) {
+  return runs_on(variant.target, arch) && variant.math == problem.math &&
+         variant.variant.head_dim >= problem.head_dim &&
+         variant.variant.value_dim >= problem.value_dim &&
+         (variant.takes_sizes == nullptr || variant.takes_sizes(problem));
+}
+
 // A list of variants.h: best family first, in a family the smallest head size first, nullptr last.
 template <class Params>
 using Launchers = const Launcher<Params>* const*;
@@ -73,8 +89,7 @@ Status select(Launchers<Params> launchers, const char* pass, const Params& param
     gpu_known = true;
     if (launcher.math != problem.math) continue;
     largest = std::max(largest, launcher.variant.head_dim);
-    if (launcher.variant.head_dim < problem.head_dim) continue;
-    if (launcher.variant.value_dim < problem.value_dim) continue;
+    if (!fits(launcher, arch, problem)) continue;
     if (launcher.takes != nullptr && !launcher.takes(params)) continue;
     *selected = &launcher;
     return {};
@@ -106,12 +121,103 @@ Status select(Launchers<Params> launchers, const char* pass, const Params& param
       kMathNames[math], major, minor);
 }
 
+// ---- Score programs -----------------------------------------------------------------------------
+
+// The code of the portable kernels that the driver picks for a GPU: the newest of its generation
+// that is no newer than it, otherwise the PTX of the first.
+int portable_arch_for(int arch) {
+  int best = kPortableArchs[0];
+  for (const int candidate : kPortableArchs) {
+    if (candidate / 10 == arch / 10 && candidate <= arch) best = candidate;
+  }
+  return best;
+}
+
+Status traits_of_gpu(int device, GpuTraits* gpu) {
+  int major = 0, minor = 0;
+  cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+  }
+  if (error == cudaSuccess) {
+    error =
+        cudaDeviceGetAttribute(&gpu->shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  }
+  gpu->arch = 10 * major + minor;
+  gpu->portable_arch = portable_arch_for(gpu->arch);
+  return cuda_status(error, "asking for the GPU");
+}
+
+Status load_on_current_device(const ScoreKernels& program, const CompiledVariant& variant,
+                              LoadedKernel* kernel) {
+  int device = 0;
+  if (Status status = cuda_status(cudaGetDevice(&device), "asking for the GPU"); !status.ok()) {
+    return status;
+  }
+  const auto ask = [device](GpuTraits* gpu) { return traits_of_gpu(device, gpu); };
+  return program.load(variant, device, ask, kernel);
+}
+
+// The variant that calls of a program run on, unless strides or lengths forbid it.
+template <class Params>
+Status expected_variant(Launchers<Params> launchers, int arch, const Problem& problem,
+                        const CompiledVariant** variant) {
+  for (; *launchers != nullptr; ++launchers) {
+    *variant = *launchers;
+    if (fits(**variant, arch, problem)) return {};
+  }
+  return error_status(
+      "no kernel of this build takes head sizes %d and %d on a GPU of compute capability %d.%d",
+      problem.head_dim, problem.value_dim, arch / 10, arch % 10);
+}
+
+Status expected_variant(const ScoreKernels& program, int arch, const CompiledVariant** variant) {
+  return program.forward() ? expected_variant(kForward, arch, program.problem(), variant)
+                           : expected_variant(kBackward, arch, program.problem(), variant);
+}
+
+// Compiles for the GPUs of this machine. Where one of several cannot run the program, calls on it
+// fail, not those on the others.
+Status create_program(const ProgramDescription& description, ScoreKernels** result) {
+  auto program = std::make_unique<ScoreKernels>(description);
+  int count = 0;
+  if (cudaGetDeviceCount(&count) != cudaSuccess) cudaGetLastError();  // none: compiled when needed
+  std::vector<std::pair<int, int>> done;
+  Status first_failure = {};
+  for (int device = 0; device < count; ++device) {
+    GpuTraits gpu;
+    Status status = traits_of_gpu(device, &gpu);
+    const std::pair<int, int> kind{gpu.arch, gpu.shared_bytes};
+    if (status.ok() && std::find(done.begin(), done.end(), kind) != done.end()) continue;
+    const CompiledVariant* variant = nullptr;
+    if (status.ok()) status = expected_variant(*program, gpu.arch, &variant);
+    if (status.ok()) {
+      std::shared_ptr<RuntimeKernel> kernel;
+      ProgramKernel tile;
+      if (status = program->compile(*variant, gpu, &kernel, &tile); !status.ok()) return status;
+      done.push_back(kind);
+    } else if (first_failure.ok()) {
+      first_failure = status;
+    }
+  }
+  if (done.empty() && !first_failure.ok()) return first_failure;
+  *result = program.release();
+  return {};
+}
+
+// ---- Launch -------------------------------------------------------------------------------------
+
 template <class Params>
 Status launch(Launchers<Params> launchers, const char* pass, const Params& params,
               CUstream_st* stream) {
   const Launcher<Params>* selected = nullptr;
   if (Status status = select(launchers, pass, params, &selected); !status.ok()) return status;
-  return selected->launch(params, stream);
+  if (params.program == nullptr) return selected->launch(params, stream);
+  LoadedKernel kernel;
+  if (Status status = load_on_current_device(*params.program, *selected, &kernel); !status.ok()) {
+    return status;
+  }
+  return selected->launch_program(params, kernel, stream);
 }
 
 template <class Params>
@@ -144,6 +250,80 @@ const Variant* jaxflash_forward_variant(const ForwardParams* params) {
 
 const Variant* jaxflash_backward_variant(const BackwardParams* params) {
   return jaxflash::variant(jaxflash::kBackward, "backward", *params);
+}
+
+void jaxflash_set_compiler(const jaxflash::CompilerLocation* locations, int32_t count,
+                           const char* headers) {
+  std::vector<jaxflash::Nvrtc::Candidate> candidates;
+  for (int32_t i = 0; i < count; ++i) {
+    const char* const builtins = locations[i].builtins;
+    candidates.push_back({locations[i].library, builtins == nullptr ? "" : builtins});
+  }
+  jaxflash::Nvrtc::look_for(std::move(candidates));
+  jaxflash::RuntimeKernel::use_headers(headers);
+}
+
+Status jaxflash_compiler(int32_t* major, int32_t* minor, const char** library) {
+  const jaxflash::Nvrtc* nvrtc = nullptr;
+  if (Status status = jaxflash::Nvrtc::get(&nvrtc); !status.ok()) return status;
+  *major = nvrtc->major();
+  *minor = nvrtc->minor();
+  *library = nvrtc->library().c_str();
+  return {};
+}
+
+Status jaxflash_create_program(const jaxflash::ProgramDescription* description,
+                               jaxflash::ScoreKernels** program) {
+  return jaxflash::create_program(*description, program);
+}
+
+void jaxflash_delete_program(jaxflash::ScoreKernels* program) { delete program; }
+
+Status jaxflash_load_program(const jaxflash::ScoreKernels* program) {
+  int arch = 0;
+  if (Status status = jaxflash::current_arch(&arch); !status.ok()) return status;
+  const jaxflash::CompiledVariant* variant = nullptr;
+  if (Status status = jaxflash::expected_variant(*program, arch, &variant); !status.ok()) {
+    return status;
+  }
+  jaxflash::LoadedKernel kernel;
+  return jaxflash::load_on_current_device(*program, *variant, &kernel);
+}
+
+Status jaxflash_compile_program(const jaxflash::ProgramDescription* description, int32_t arch,
+                                int32_t shared_bytes, jaxflash::KernelReport* report) {
+  const jaxflash::ScoreKernels program(*description);
+  const jaxflash::CompiledVariant* variant = nullptr;
+  if (Status status = jaxflash::expected_variant(program, arch, &variant); !status.ok()) {
+    return status;
+  }
+  std::shared_ptr<jaxflash::RuntimeKernel> kernel;
+  jaxflash::ProgramKernel tile;
+  Status status = program.compile(*variant, {arch, shared_bytes, jaxflash::portable_arch_for(arch)},
+                                  &kernel, &tile);
+  if (status.ok()) *report = kernel->report();
+  return status;
+}
+
+Status jaxflash_compile_kernel(const char* source, const char* kernel, const char* architecture,
+                               jaxflash::KernelReport* report) {
+  jaxflash::KernelRequest request;
+  request.label = kernel;
+  request.source = source;
+  request.kernel = kernel;
+  request.architecture = architecture;
+  std::shared_ptr<jaxflash::RuntimeKernel> compiled;
+  Status status = jaxflash::RuntimeKernel::get(request, &compiled);
+  if (status.ok()) *report = compiled->report();
+  return status;
+}
+
+int32_t jaxflash_kernel_reports(jaxflash::KernelReport* reports, int32_t capacity) {
+  return jaxflash::RuntimeKernel::reports(reports, capacity);
+}
+
+int32_t jaxflash_cache_folder(char* path, int32_t capacity) {
+  return std::snprintf(path, static_cast<size_t>(capacity), "%s", jaxflash::cache_folder().c_str());
 }
 
 size_t jaxflash_forward_workspace_bytes(const Problem* problem) {

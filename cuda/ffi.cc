@@ -5,16 +5,20 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
-#include <initializer_list>
+#include <memory>
 #include <optional>
+#include <stdexcept>
 #include <string>
+#include <string_view>
 #include <tuple>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "attention.h"
@@ -33,6 +37,16 @@ struct Attributes {
   bool highest_precision;
   bool has_q_lengths;  // the optional operands follow in this order
   bool has_kv_lengths;
+};
+
+// What both passes are told of the score program, attributes of their own.
+struct ProgramAttributes {
+  std::string_view source;  // empty: a plain call, and the others are not looked at
+  bool unit_slope;
+  int64_t head_dim;
+  int64_t value_dim;
+  std::string_view dtype;
+  ffi::Span<const int64_t> capture_ranks;  // axes of each captured array beside the batch axes
 };
 
 }  // namespace jaxflash
@@ -76,6 +90,13 @@ ffi::Error to_error(const Status& status) {
                     std::string("jaxflash: ") + status.message);
 }
 
+std::optional<Math> math_of(std::string_view dtype, bool highest_precision) {
+  if (dtype == "float16") return Math::kFloat16;
+  if (dtype == "bfloat16") return Math::kBFloat16;
+  if (dtype == "float32") return highest_precision ? Math::kFloat32 : Math::kTF32;
+  return std::nullopt;
+}
+
 std::optional<Math> math_of(ffi::DataType dtype, bool highest_precision) {
   switch (dtype) {
     case ffi::DataType::F16:
@@ -94,7 +115,7 @@ std::optional<Math> math_of(ffi::DataType dtype, bool highest_precision) {
 class BatchAxes {
  public:
   // `full` holds the extents; each operand's extent is the full one or 1 (broadcast).
-  BatchAxes(Shape full, std::initializer_list<Shape> operands) : rank_(full.batch_rank()) {
+  BatchAxes(Shape full, const std::vector<Shape>& operands) : rank_(full.batch_rank()) {
     for (size_t axis = 0; axis < rank_; ++axis) {
       if (full.batch(axis) == 1) continue;
       bool merges = !groups_.empty();
@@ -122,13 +143,17 @@ class BatchAxes {
     tensor.data = data;
     tensor.head_stride = shape.dim();
     tensor.seq_stride = shape.heads() * shape.dim();
-    int64_t stride = shape.length() * tensor.seq_stride;
+    strides(shape, shape.length() * tensor.seq_stride, tensor.batch_stride);
+    return tensor;
+  }
+
+  // Of a dense array with these leading axes; `stride` elements lie behind the batch axes.
+  void strides(Shape shape, int64_t stride, int64_t (&batch_stride)[kMaxBatchAxes]) const {
     for (size_t i = groups_.size(); i-- > 0;) {
       const bool broadcast = shape.batch(groups_[i].last) == 1;
-      tensor.batch_stride[i] = broadcast ? 0 : stride;
+      batch_stride[i] = broadcast ? 0 : stride;
       if (!broadcast) stride *= groups_[i].extent;
     }
-    return tensor;
   }
 
  private:
@@ -208,11 +233,176 @@ ffi::Error describe(const Attributes& attributes, ffi::AnyBuffer q, ffi::AnyBuff
   return ffi::Error::Success();
 }
 
+// ---- Score programs -----------------------------------------------------------------------------
+
+// What lives as long as an executable, for each of its calls.
+struct ProgramState {
+  static ffi::TypeId id;
+
+  ProgramState() = default;
+  ProgramState(const ProgramState&) = delete;
+  ~ProgramState() {
+    if (kernels != nullptr) jaxflash_delete_program(kernels);
+  }
+
+  ScoreKernels* kernels = nullptr;  // nullptr: a plain call
+};
+ffi::TypeId ProgramState::id = {};
+
+// While XLA compiles.
+ffi::ErrorOr<std::unique_ptr<ProgramState>> instantiate(bool forward, const Attributes& attributes,
+                                                        const ProgramAttributes& program) {
+  auto state = std::make_unique<ProgramState>();
+  if (program.source.empty()) return state;
+  const std::optional<Math> math = math_of(program.dtype, attributes.highest_precision);
+  if (!math) return ffi::Unexpected(invalid("unknown dtype of a score program"));
+  if (program.capture_ranks.size() > kMaxCaptures) {
+    return ffi::Unexpected(invalid("a score program may capture at most 8 arrays"));
+  }
+  for (const int64_t rank : program.capture_ranks) {
+    if (rank < 0 || rank > kMaxCaptureRank) {
+      return ffi::Unexpected(invalid("captured arrays have at most 6 axes"));
+    }
+  }
+  const std::string source(program.source);
+  ProgramDescription description = {};
+  description.forward = forward;
+  description.source = source.c_str();
+  description.unit_slope = program.unit_slope;
+  description.math = *math;
+  description.head_dim = static_cast<int32_t>(program.head_dim);
+  description.value_dim = static_cast<int32_t>(program.value_dim);
+  description.scale = attributes.scale;
+  const Status status = jaxflash_create_program(&description, &state->kernels);
+  if (!status.ok()) return ffi::Unexpected(to_error(status));
+  return state;
+}
+
+// Before the first execution on a device, and outside of any capture.
+ffi::Error initialize(ProgramState* state) {
+  if (state->kernels == nullptr) return ffi::Error::Success();
+  return to_error(jaxflash_load_program(state->kernels));
+}
+
+// A program's operands, from the one of that index on: numbers of batch elements and heads, then
+// the captured arrays, whose leading axes are the batch axes or 1.
+class ProgramOperands {
+ public:
+  // Reads the shapes.
+  ffi::Error take(const ProgramAttributes& program, Shape full, ffi::RemainingArgs optional,
+                  size_t first) {
+    if (program.source.empty()) return ffi::Error::Success();
+    present_ = true;
+    ranks_ = program.capture_ranks;
+    const size_t batch_rank = full.batch_rank();
+    auto numbers = optional.get<ffi::Buffer<ffi::S32>>(first);
+    auto heads = optional.get<ffi::Buffer<ffi::S32>>(first + 1);
+    if (!numbers.has_value() || numbers->dimensions().size() != batch_rank ||
+        !batch_axes_fit(numbers->dimensions(), full)) {
+      return invalid("the numbers of a program's batch elements must be int32, of the batch axes");
+    }
+    if (!heads.has_value() || heads->dimensions().size() != 1 ||
+        heads->dimensions()[0] != full.heads()) {
+      return invalid("the numbers of a program's heads must be int32, one for each query head");
+    }
+    batch_numbers_ = *numbers;
+    head_numbers_ = *heads;
+    if (ranks_.size() > kMaxCaptures || optional.size() != first + 2 + ranks_.size()) {
+      return invalid("the number of captured arrays is not that of capture_ranks");
+    }
+    for (size_t i = 0; i < ranks_.size(); ++i) {
+      auto buffer = optional.get<ffi::AnyBuffer>(first + 2 + i);
+      if (!buffer.has_value()) return invalid("a captured array is not a buffer");
+      const auto dims = buffer->dimensions();
+      if (ranks_[i] < 0 || ranks_[i] > kMaxCaptureRank ||
+          dims.size() != batch_rank + static_cast<size_t>(ranks_[i]) ||
+          !batch_axes_fit(dims, full)) {
+        return invalid("a captured array must have the batch axes (or 1s) and its own ones");
+      }
+      for (size_t axis = batch_rank; axis < dims.size(); ++axis) {
+        if (dims[axis] < 1 || dims[axis] > INT32_MAX) {
+          return invalid("axes of captured arrays have 1 to 2^31 - 1 elements");
+        }
+      }
+      switch (buffer->element_type()) {
+        case ffi::DataType::F32:
+        case ffi::DataType::BF16:
+        case ffi::DataType::F16:
+        case ffi::DataType::S32:
+        case ffi::DataType::U32:
+        case ffi::DataType::PRED:
+          break;
+        default:
+          return invalid("captured arrays are float32, bfloat16, float16, int32, uint32 or bool");
+      }
+      captures_.push_back(*buffer);
+    }
+    return ffi::Error::Success();
+  }
+
+  // For BatchAxes.
+  void add_shapes(std::vector<Shape>* shapes) const {
+    if (!present_) return;
+    shapes->push_back({batch_numbers_->dimensions()});
+    for (const ffi::AnyBuffer& capture : captures_) shapes->push_back({capture.dimensions()});
+  }
+
+  Captures describe(size_t batch_rank, const BatchAxes& axes) const {
+    Captures result = {};
+    if (!present_) return result;
+    result.batch_numbers = batch_numbers_->typed_data();
+    axes.strides({batch_numbers_->dimensions()}, 1, result.batch_numbers_stride);
+    result.head_numbers = head_numbers_->typed_data();
+    for (size_t i = 0; i < captures_.size(); ++i) {
+      Capture& capture = result.of[i];
+      const auto dims = captures_[i].dimensions();
+      capture.data = captures_[i].untyped_data();
+      int64_t size = 1;
+      for (size_t axis = batch_rank; axis < dims.size(); ++axis) {
+        capture.extent[axis - batch_rank] = static_cast<int32_t>(dims[axis]);
+        size *= dims[axis];
+      }
+      axes.strides({dims}, size, capture.batch_stride);
+    }
+    return result;
+  }
+
+ private:
+  static bool batch_axes_fit(ffi::Span<const int64_t> dims, Shape full) {
+    for (size_t axis = 0; axis < full.batch_rank(); ++axis) {
+      if (dims[axis] != full.batch(axis) && dims[axis] != 1) return false;
+    }
+    return true;
+  }
+
+  bool present_ = false;
+  ffi::Span<const int64_t> ranks_;
+  std::optional<ffi::Buffer<ffi::S32>> batch_numbers_, head_numbers_;
+  std::vector<ffi::AnyBuffer> captures_;
+};
+
 // ---- Handlers -----------------------------------------------------------------------------------
 
-ffi::Error forward(CUstream_st* stream, Attributes attributes, ffi::AnyBuffer q, ffi::AnyBuffer k,
-                   ffi::AnyBuffer v, ffi::RemainingArgs optional, ffi::Result<ffi::AnyBuffer> out,
-                   ffi::Result<ffi::Buffer<ffi::F32>> lse,
+ffi::ErrorOr<std::unique_ptr<ProgramState>> instantiate_forward(
+    Attributes attributes, std::string_view source, bool unit_slope, int64_t head_dim,
+    int64_t value_dim, std::string_view dtype, ffi::Span<const int64_t> capture_ranks) {
+  return instantiate(true, attributes,
+                     {source, unit_slope, head_dim, value_dim, dtype, capture_ranks});
+}
+
+ffi::ErrorOr<std::unique_ptr<ProgramState>> instantiate_backward(
+    Attributes attributes, std::string_view source, bool unit_slope, int64_t head_dim,
+    int64_t value_dim, std::string_view dtype, ffi::Span<const int64_t> capture_ranks,
+    bool /*has_dlse*/, bool /*deterministic*/) {
+  return instantiate(false, attributes,
+                     {source, unit_slope, head_dim, value_dim, dtype, capture_ranks});
+}
+
+ffi::Error forward(CUstream_st* stream, ProgramState* state, Attributes attributes,
+                   std::string_view source, bool unit_slope, int64_t head_dim, int64_t value_dim,
+                   std::string_view dtype, ffi::Span<const int64_t> capture_ranks, ffi::AnyBuffer q,
+                   ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::RemainingArgs optional,
+                   ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::Buffer<ffi::F32>> lse,
                    ffi::Result<ffi::Buffer<ffi::U8>> workspace) {
   const Shape full{out->dimensions()};
   ForwardParams params = {};
@@ -221,9 +411,20 @@ ffi::Error forward(CUstream_st* stream, Attributes attributes, ffi::AnyBuffer q,
     return error;
   }
   const Shape q_shape{q.dimensions()}, k_shape{k.dimensions()}, v_shape{v.dimensions()};
-  const BatchAxes axes(full, {q_shape, k_shape, v_shape});
+  ProgramOperands program;
+  if (ffi::Error error =
+          program.take({source, unit_slope, head_dim, value_dim, dtype, capture_ranks}, full,
+                       optional, attributes.has_q_lengths + attributes.has_kv_lengths);
+      error.failure()) {
+    return error;
+  }
+  std::vector<Shape> shapes = {q_shape, k_shape, v_shape};
+  program.add_shapes(&shapes);
+  const BatchAxes axes(full, shapes);
   if (!axes.fits()) return invalid("too many batch axes that broadcast differently");
   axes.describe(&params.problem);
+  params.program = state->kernels;
+  params.captures = program.describe(full.batch_rank(), axes);
   params.q = axes.tensor(q.untyped_data(), q_shape);
   params.k = axes.tensor(k.untyped_data(), k_shape);
   params.v = axes.tensor(v.untyped_data(), v_shape);
@@ -236,11 +437,14 @@ ffi::Error forward(CUstream_st* stream, Attributes attributes, ffi::AnyBuffer q,
   return to_error(jaxflash_forward(&params, stream));
 }
 
-ffi::Error backward(CUstream_st* stream, Attributes attributes, bool has_dlse, bool deterministic,
-                    ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::AnyBuffer out,
-                    ffi::AnyBuffer dout, ffi::Buffer<ffi::F32> lse, ffi::RemainingArgs optional,
-                    ffi::Result<ffi::AnyBuffer> dq, ffi::Result<ffi::AnyBuffer> dk,
-                    ffi::Result<ffi::AnyBuffer> dv, ffi::Result<ffi::Buffer<ffi::U8>> workspace) {
+ffi::Error backward(CUstream_st* stream, ProgramState* state, Attributes attributes,
+                    std::string_view source, bool unit_slope, int64_t head_dim, int64_t value_dim,
+                    std::string_view dtype, ffi::Span<const int64_t> capture_ranks, bool has_dlse,
+                    bool deterministic, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
+                    ffi::AnyBuffer out, ffi::AnyBuffer dout, ffi::Buffer<ffi::F32> lse,
+                    ffi::RemainingArgs optional, ffi::Result<ffi::AnyBuffer> dq,
+                    ffi::Result<ffi::AnyBuffer> dk, ffi::Result<ffi::AnyBuffer> dv,
+                    ffi::Result<ffi::Buffer<ffi::U8>> workspace) {
   // Values of the value's head size, but full batch extents, which the query gradient has.
   const Shape out_shape{out.dimensions()}, dout_shape{dout.dimensions()};
   const Shape dq_shape{dq->dimensions()}, dk_shape{dk->dimensions()}, dv_shape{dv->dimensions()};
@@ -254,9 +458,21 @@ ffi::Error backward(CUstream_st* stream, Attributes attributes, bool has_dlse, b
       error.failure()) {
     return error;
   }
-  const BatchAxes axes(full, {q_shape, k_shape, v_shape, out_shape, dout_shape});
+  const size_t lengths = attributes.has_q_lengths + attributes.has_kv_lengths;
+  ProgramOperands program;
+  if (ffi::Error error =
+          program.take({source, unit_slope, head_dim, value_dim, dtype, capture_ranks}, full,
+                       optional, lengths + has_dlse);
+      error.failure()) {
+    return error;
+  }
+  std::vector<Shape> shapes = {q_shape, k_shape, v_shape, out_shape, dout_shape};
+  program.add_shapes(&shapes);
+  const BatchAxes axes(full, shapes);
   if (!axes.fits()) return invalid("too many batch axes that broadcast differently");
   axes.describe(&params.problem);
+  params.program = state->kernels;
+  params.captures = program.describe(full.batch_rank(), axes);
   params.q = axes.tensor(q.untyped_data(), q_shape);
   params.k = axes.tensor(k.untyped_data(), k_shape);
   params.v = axes.tensor(v.untyped_data(), v_shape);
@@ -264,8 +480,7 @@ ffi::Error backward(CUstream_st* stream, Attributes attributes, bool has_dlse, b
   params.dout = axes.tensor(dout.untyped_data(), dout_shape);
   params.lse = lse.typed_data();
   if (has_dlse) {
-    auto dlse =
-        optional.get<ffi::Buffer<ffi::F32>>(attributes.has_q_lengths + attributes.has_kv_lengths);
+    auto dlse = optional.get<ffi::Buffer<ffi::F32>>(lengths);
     if (!dlse.has_value() || dlse->element_count() != lse.element_count()) {
       return invalid("dlse must be float32 of the shape of lse");
     }
@@ -280,14 +495,6 @@ ffi::Error backward(CUstream_st* stream, Attributes attributes, bool has_dlse, b
     return invalid("the backward workspace is too small");
   }
   return to_error(jaxflash_backward(&params, stream));
-}
-
-// Of the dtypes that the kernels take.
-Math math_of(const std::string& dtype, bool highest_precision) {
-  return dtype == "float16"    ? Math::kFloat16
-         : dtype == "bfloat16" ? Math::kBFloat16
-         : highest_precision   ? Math::kFloat32
-                               : Math::kTF32;
 }
 
 // Family, query/key and value head size.
@@ -309,7 +516,9 @@ std::optional<VariantKey> variant_for(bool forward, const std::string& dtype,
   const BatchAxes axes(out_shape, {q_shape, k_shape, v_shape});
 
   Problem problem = {};
-  problem.math = math_of(dtype, highest_precision);
+  const std::optional<Math> math = math_of(dtype, highest_precision);
+  if (!math) return std::nullopt;
+  problem.math = *math;
   problem.q_len = static_cast<int32_t>(q_shape.length());
   problem.kv_len = static_cast<int32_t>(k_shape.length());
   problem.q_heads = static_cast<int32_t>(q_shape.heads());
@@ -360,14 +569,48 @@ XLA_FFI_DEFINE_HANDLER(kWrongPlatform, jaxflash::wrong_platform,
 
 #ifdef JAXFLASH_WITH_KERNELS
 
+XLA_FFI_DEFINE_HANDLER(kInstantiateForward, jaxflash::instantiate_forward,
+                       ffi::Ffi::BindInstantiate()
+                           .Attr<jaxflash::Attributes>("problem")
+                           .Attr<std::string_view>("program")
+                           .Attr<bool>("unit_slope")
+                           .Attr<int64_t>("head_dim")
+                           .Attr<int64_t>("value_dim")
+                           .Attr<std::string_view>("dtype")
+                           .Attr<ffi::Span<const int64_t>>("capture_ranks"));
+
+XLA_FFI_DEFINE_HANDLER(kInstantiateBackward, jaxflash::instantiate_backward,
+                       ffi::Ffi::BindInstantiate()
+                           .Attr<jaxflash::Attributes>("problem")
+                           .Attr<std::string_view>("program")
+                           .Attr<bool>("unit_slope")
+                           .Attr<int64_t>("head_dim")
+                           .Attr<int64_t>("value_dim")
+                           .Attr<std::string_view>("dtype")
+                           .Attr<ffi::Span<const int64_t>>("capture_ranks")
+                           .Attr<bool>("has_dlse")
+                           .Attr<bool>("deterministic"));
+
+XLA_FFI_DEFINE_HANDLER(kInitialize, jaxflash::initialize,
+                       ffi::Ffi::BindInitialize().Ctx<ffi::State<jaxflash::ProgramState>>());
+
 XLA_FFI_DEFINE_HANDLER(kForward, jaxflash::forward,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::PlatformStream<CUstream_st*>>()
+                           .Ctx<ffi::State<jaxflash::ProgramState>>()
                            .Attr<jaxflash::Attributes>("problem")
+                           .Attr<std::string_view>("program")
+                           .Attr<bool>("unit_slope")
+                           .Attr<int64_t>("head_dim")
+                           .Attr<int64_t>("value_dim")
+                           .Attr<std::string_view>("dtype")
+                           .Attr<ffi::Span<const int64_t>>("capture_ranks")
                            .Arg<ffi::AnyBuffer>()  // q (*B, T, N, H), each batch axis full or 1
                            .Arg<ffi::AnyBuffer>()  // k (*B, S, K, H), likewise
                            .Arg<ffi::AnyBuffer>()  // v (*B, S, K, h), likewise
-                           .RemainingArgs()        // q_lengths (*B), kv_lengths (*B), where given
+                           .RemainingArgs()        // q_lengths (*B), kv_lengths (*B), where given;
+                                                   // of a program: numbers of batch elements (*B)
+                                                   // and heads (N), captures (*B, ...)
                            .Ret<ffi::AnyBuffer>()  // out (*B, T, N, h)
                            .Ret<ffi::Buffer<ffi::F32>>()  // lse (*B, T, N)
                            .Ret<ffi::Buffer<ffi::U8>>(),  // workspace
@@ -376,7 +619,14 @@ XLA_FFI_DEFINE_HANDLER(kForward, jaxflash::forward,
 XLA_FFI_DEFINE_HANDLER(kBackward, jaxflash::backward,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::PlatformStream<CUstream_st*>>()
+                           .Ctx<ffi::State<jaxflash::ProgramState>>()
                            .Attr<jaxflash::Attributes>("problem")
+                           .Attr<std::string_view>("program")
+                           .Attr<bool>("unit_slope")
+                           .Attr<int64_t>("head_dim")
+                           .Attr<int64_t>("value_dim")
+                           .Attr<std::string_view>("dtype")
+                           .Attr<ffi::Span<const int64_t>>("capture_ranks")
                            .Attr<bool>("has_dlse")
                            .Attr<bool>("deterministic")
                            .Arg<ffi::AnyBuffer>()         // q (*B, T, N, H), batch axes full or 1
@@ -385,7 +635,8 @@ XLA_FFI_DEFINE_HANDLER(kBackward, jaxflash::backward,
                            .Arg<ffi::AnyBuffer>()         // out (*B, T, N, h), likewise
                            .Arg<ffi::AnyBuffer>()         // dout (*B, T, N, h), likewise
                            .Arg<ffi::Buffer<ffi::F32>>()  // lse (*B, T, N)
-                           .RemainingArgs()               // lengths as above, dlse (*B, T, N)
+                           .RemainingArgs()               // lengths as above, dlse (*B, T, N),
+                                                          // a program's as above
                            .Ret<ffi::AnyBuffer>()         // dq (*B, T, N, H)
                            .Ret<ffi::AnyBuffer>()         // dk (*B, S, K, H)
                            .Ret<ffi::AnyBuffer>()         // dv (*B, S, K, h)
@@ -405,6 +656,19 @@ nb::capsule capsule(Handler* handler) {
   return nb::capsule(reinterpret_cast<void*>(handler));
 }
 
+#ifdef JAXFLASH_WITH_KERNELS
+
+// As `jaxflash._config.CompiledKernel`.
+using ReportRow =
+    std::tuple<std::string, std::string, std::string, int32_t, int32_t, bool, double, bool>;
+
+ReportRow row_of(const jaxflash::KernelReport& report) {
+  return {report.label,   report.tile,       report.architecture, report.registers,
+          report.spilled, report.serialised, report.seconds,      report.from_disk};
+}
+
+#endif  // JAXFLASH_WITH_KERNELS
+
 }  // namespace
 
 NB_MODULE(_extension, m) {
@@ -419,18 +683,118 @@ NB_MODULE(_extension, m) {
   m.def(
       "cuda_handlers",
       [] {
-        nb::dict handlers;
-        handlers["forward"] = capsule(kForward);
-        handlers["backward"] = capsule(kBackward);
+        nb::dict forward, backward, handlers;
+        forward["instantiate"] = capsule(kInstantiateForward);
+        forward["initialize"] = capsule(kInitialize);
+        forward["execute"] = capsule(kForward);
+        backward["instantiate"] = capsule(kInstantiateBackward);
+        backward["initialize"] = capsule(kInitialize);
+        backward["execute"] = capsule(kBackward);
+        handlers["forward"] = forward;
+        handlers["backward"] = backward;
         return handlers;
       },
-      "Handlers for the CUDA platform, by pass.");
+      "Handlers for the CUDA platform, by pass and stage.");
+  m.def(
+      "program_state_type",
+      [] {
+        static ffi::TypeInfo info = ffi::MakeTypeInfo<jaxflash::ProgramState>();
+        return nb::make_tuple(nb::capsule(static_cast<void*>(&jaxflash::ProgramState::id)),
+                              nb::capsule(static_cast<void*>(&info)));
+      },
+      "(type id, type info) of the state that a call keeps, for jax.ffi.register_ffi_type.");
+  m.def(
+      "set_compiler",
+      [](const std::vector<std::pair<std::string, std::optional<std::string>>>& locations,
+         const std::string& headers) {
+        std::vector<jaxflash::CompilerLocation> list;
+        for (const auto& [library, builtins] : locations) {
+          list.push_back({library.c_str(), builtins ? builtins->c_str() : nullptr});
+        }
+        jaxflash_set_compiler(list.data(), static_cast<int32_t>(list.size()), headers.c_str());
+      },
+      nb::arg("locations"), nb::arg("headers"),
+      "Where to look for NVRTC, best first: (library, its builtins or None); and the folder of the "
+      "kernels' headers.");
+  m.def(
+      "compiler",
+      []() -> std::pair<std::optional<std::pair<int32_t, int32_t>>, std::string> {
+        int32_t major = 0, minor = 0;
+        const char* library = nullptr;
+        const nb::gil_scoped_release unlocked;
+        const jaxflash::Status status = jaxflash_compiler(&major, &minor, &library);
+        if (!status.ok()) return {std::nullopt, status.message};
+        return {std::make_pair(major, minor), library};
+      },
+      "(version, path) of NVRTC, loaded if need be; (None, what is wrong) without one.");
+  m.def(
+      "compile_program",
+      [](bool forward, const std::string& source, bool unit_slope, const std::string& dtype,
+         bool highest_precision, int32_t head_dim, int32_t value_dim, float scale, int32_t arch,
+         int32_t shared_memory) {
+        const auto math = jaxflash::math_of(dtype, highest_precision);
+        if (!math) throw nb::value_error("dtype must be float16, bfloat16 or float32");
+        const jaxflash::ProgramDescription description = {
+            forward, source.c_str(), unit_slope, *math, head_dim, value_dim, scale};
+        jaxflash::KernelReport report;
+        jaxflash::Status status;
+        {
+          const nb::gil_scoped_release unlocked;
+          status = jaxflash_compile_program(&description, arch, shared_memory, &report);
+        }
+        if (!status.ok()) throw std::runtime_error(status.message);
+        return row_of(report);
+      },
+      nb::kw_only(), nb::arg("forward"), nb::arg("source"), nb::arg("unit_slope"), nb::arg("dtype"),
+      nb::arg("highest_precision"), nb::arg("head_dim"), nb::arg("value_dim"), nb::arg("scale"),
+      nb::arg("arch"), nb::arg("shared_memory"),
+      "Compiles a score program as for a GPU of compute capability `arch` / 10 whose blocks may "
+      "have that many bytes of shared memory; needs no GPU. Returns a row of kernel_reports().");
+  m.def(
+      "compile_kernel",
+      [](const std::string& source, const std::string& kernel, const std::string& architecture) {
+        jaxflash::KernelReport report;
+        jaxflash::Status status;
+        {
+          const nb::gil_scoped_release unlocked;
+          status = jaxflash_compile_kernel(source.c_str(), kernel.c_str(), architecture.c_str(),
+                                           &report);
+        }
+        if (!status.ok()) throw std::runtime_error(status.message);
+        return row_of(report);
+      },
+      nb::arg("source"), nb::arg("kernel"), nb::arg("architecture"),
+      "Compiles a kernel of a source that may include the kernels' headers.");
+  m.def(
+      "kernel_reports",
+      [] {
+        std::vector<jaxflash::KernelReport> reports(256);
+        int32_t count = jaxflash_kernel_reports(reports.data(), 256);
+        while (count > static_cast<int32_t>(reports.size())) {
+          reports.resize(count);
+          count = jaxflash_kernel_reports(reports.data(), count);
+        }
+        reports.resize(count);
+        std::vector<ReportRow> rows;
+        for (const jaxflash::KernelReport& report : reports) rows.push_back(row_of(report));
+        return rows;
+      },
+      "What this process has compiled: (kernel, tile, architecture, registers, "
+      "bytes spilled, serialised, seconds, from disk).");
+  m.def(
+      "cache_folder",
+      [] {
+        std::string path(4096, '\0');
+        path.resize(std::min<size_t>(path.size() - 1, jaxflash_cache_folder(path.data(), 4096)));
+        return path;
+      },
+      "Folder of the cache on disk; empty if there is none.");
   m.def(
       "forward_workspace_bytes",
       [](const std::string& dtype, int64_t batch, int64_t q_len, int64_t kv_len, int64_t q_heads,
          int64_t kv_heads, int64_t head_dim, int64_t value_dim, int64_t left, int64_t right) {
         jaxflash::Problem problem = {};
-        problem.math = jaxflash::math_of(dtype, false);
+        problem.math = jaxflash::math_of(dtype, false).value_or(jaxflash::Math::kTF32);
         problem.num_batch_axes = 1;
         problem.batch_extent[0] = batch;
         problem.q_len = static_cast<int32_t>(q_len);

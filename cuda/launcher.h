@@ -9,19 +9,51 @@
 namespace jaxflash {
 
 // The GPUs that the variant's machine code runs on: those of compute capability
-// 10 * major + minor == arch, and with `newer` those of every later one too.
+// 10 * major + minor == arch (code for that architecture alone, sm_90a), and with `newer` those of
+// every later one too.
 struct Target {
   int arch;
   bool newer;
 };
 
-template <class Params>
-struct Launcher {
+// A kernel to compile for a score program.
+struct ProgramKernel {
+  int tile;            // its place in the variant's list of tiles
+  const char* header;  // defines the kernel
+  char name[448];      // name expression; the program is jaxflash::Program
+  char tile_name[160];
+  int shared_bytes;
+};
+
+// What the choice of a tile for a score program depends on.
+struct ProgramTraits {
+  bool unit_slope;
+  int shared_bytes;  // that a block may have on the GPU
+};
+
+inline constexpr int kMaxProgramTiles = 4;
+
+// A ProgramKernel, compiled and on the GPU.
+struct LoadedKernel {
+  int tile;
+  const void* handle;  // for cudaLaunchKernelExC
+};
+
+// What does not depend on the pass.
+struct CompiledVariant {
   Variant variant;
   Math math;
   Target target;
-  Status (*launch)(const Params&, CUstream_st*);
+  bool (*takes_sizes)(const Problem&);  // whether head sizes and scale are right; nullptr: any are
+  // Score programs: the tiles to try, best first. Returns how many.
+  int (*program_kernels)(const ProgramTraits&, ProgramKernel (&)[kMaxProgramTiles]);
+};
+
+template <class Params>
+struct Launcher : CompiledVariant {
   bool (*takes)(const Params&);  // nullptr: takes every problem of its math and head sizes
+  Status (*launch)(const Params&, CUstream_st*);
+  Status (*launch_program)(const Params&, const LoadedKernel&, CUstream_st*);
 };
 
 }  // namespace jaxflash

@@ -1,4 +1,4 @@
-"""The public operation: arguments in, checked and sorted by `_spec`, computed by `_vjp`."""
+"""The public operation: arguments in, checked and sorted by `_spec`, computed by `_derivatives`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Literal, overload
 import jax
 from jax.typing import ArrayLike
 
-from jaxflash import _spec, _support, _vjp
+from jaxflash import _derivatives, _scores, _spec, _support
 
 Implementation = _spec.Implementation
 CausalAlignment = _spec.CausalAlignment
+ScoreMod = _scores.ScoreMod
 Window = int | tuple[int | None, int | None] | None
 
 
@@ -35,6 +36,7 @@ def dot_product_attention(
     logits_soft_cap: float | None = ...,
     sink: ArrayLike | None = ...,
     alibi_slopes: ArrayLike | None = ...,
+    score_mod: ScoreMod | None = ...,
     dropout_rate: float = ...,
     dropout_rng: jax.Array | None = ...,
     precision: jax.lax.PrecisionLike = ...,
@@ -62,6 +64,7 @@ def dot_product_attention(
     logits_soft_cap: float | None = ...,
     sink: ArrayLike | None = ...,
     alibi_slopes: ArrayLike | None = ...,
+    score_mod: ScoreMod | None = ...,
     dropout_rate: float = ...,
     dropout_rng: jax.Array | None = ...,
     precision: jax.lax.PrecisionLike = ...,
@@ -88,6 +91,7 @@ def dot_product_attention(
     logits_soft_cap: float | None = None,
     sink: ArrayLike | None = None,
     alibi_slopes: ArrayLike | None = None,
+    score_mod: ScoreMod | None = None,
     dropout_rate: float = 0.0,
     dropout_rng: jax.Array | None = None,
     precision: jax.lax.PrecisionLike = None,
@@ -98,8 +102,8 @@ def dot_product_attention(
     Takes the arguments of :func:`jax.nn.dot_product_attention` with their meaning, and more:
 
     .. math::
-        \mathrm{Attention}(Q, K, V) = \mathrm{softmax}(\mathrm{mask}(
-            \mathrm{cap}(\mathit{scale} \cdot QK^T + \mathit{bias}))) V
+        \mathrm{Attention}(Q, K, V) = \mathrm{softmax}(\mathrm{mask}(\mathrm{mod}(
+            \mathrm{cap}(\mathit{scale} \cdot QK^T + \mathit{bias} - \mathrm{ALiBi})))) V
 
     computed without the logits ever being stored (FlashAttention-2, Dao 2023, algorithms 1 and 2).
     Letters of the shapes: ``*B`` any number of batch axes, none included; ``T`` query length;
@@ -130,7 +134,14 @@ def dot_product_attention(
       logits_soft_cap: ``c`` in ``c * tanh(logits / c)``, applied after the bias, before the mask.
       sink: ``(N,)``, a logit per head that takes part in the softmax without a value.
       alibi_slopes: ``(N,)`` or ``(*B, N)``; subtracts ``slope * |position of i - j|`` from the
-        logits (Press et al. 2021).
+        logits (Press et al. 2021), before the soft cap.
+      score_mod: ``(score, b, h, q, kv) -> score``, a function of scalars in JAX that changes each
+        logit, after bias, ALiBi and soft cap and before the mask. ``score`` is float32 (float64 for
+        float64 inputs); the others are int32: the batch element (row-major over the batch axes, 0
+        without any), the query head, and the row and column numbers. Arrays that it captures, of
+        any kind of tracing, are operands of the call and have gradients; an index out of their
+        bounds is clamped, as always in JAX. A logit of -inf has probability 0 and derivatives 0.
+        It is traced once and known by what it computes: equal functions compile once.
       dropout_rate: probability, in [0, 1), with which a softmax probability is dropped; the others
         are scaled up. The mask depends on (key, batch, head, row, column) alone.
       dropout_rng: PRNG key for the dropout.
@@ -151,8 +162,11 @@ def dot_product_attention(
     -inf; jax.nn returns the mean of all values there. The lse is float32 and has a gradient;
     jax.nn rounds it to the dtype of key and stops its gradient.
 
-    The function has first derivatives in reverse mode. Masked-out keys never reach the result,
-    NaN or infinity in them included, if no row of the call sees them.
+    The function has derivatives of every order in forward and reverse mode, in query, key, value,
+    bias, sink and alibi_slopes, of the output and the lse, in linear memory. On the kernels' path
+    the forward pass and gradients run kernels; tangents and derivatives of gradients are computed
+    blockwise. Masked-out keys never reach the result or a derivative, NaN or infinity in them or
+    in their tangents included, if no row of the call sees them.
     """
     spec, operands = _spec.make(
         query,
@@ -175,7 +189,8 @@ def dot_product_attention(
         precision=precision,
         deterministic_backward=deterministic_backward,
     )
-    out, lse = _vjp.attention(spec, choose_path(spec, operands, implementation), operands)
+    spec, operands = _scores.compose(spec, operands, score_mod)
+    out, lse = _derivatives.attention(spec, choose_path(spec, operands, implementation), operands)
     return (out, lse) if return_residual else out
 
 
@@ -212,7 +227,10 @@ def supported(
       ValueError: an argument is wrong, as in :func:`dot_product_attention`.
     """
     _spec.check_implementation(implementation)
-    spec, operands = _spec.make(query, key, value, bias, mask, **{**_DEFAULTS, **kwargs})
+    arguments = {**_DEFAULTS, **kwargs}
+    score_mod = arguments.pop("score_mod")
+    spec, operands = _spec.make(query, key, value, bias, mask, **arguments)
+    spec, operands = _scores.compose(spec, operands, score_mod)
     return _support.reasons_against_kernels(spec, operands)
 
 
@@ -226,7 +244,7 @@ _DEFAULTS = {
 
 def choose_path(
     spec: _spec.AttentionSpec, operands: _spec.Operands, implementation: Implementation | None
-) -> _vjp.Path:
+) -> _derivatives.Path:
     """Where the call runs; raises what the caller must know when it asked for the kernels."""
     implementation = _spec.check_implementation(implementation)
     if implementation == "xla":

@@ -19,37 +19,40 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxflash import _dropout
 from jaxflash._spec import AttentionSpec, Operands
-from jaxflash._tile import Tiles, blocks, cut, put
+from jaxflash._tile import Tiles, blocks, captures_of, cut, put
 
 
 def forward(spec: AttentionSpec, operands: Operands):
     """(out (*B, T, N, h) in the dtype of the query, lse (*B, T, N) in float32 or float64)."""
     q, k, v = operands.query, operands.key, operands.value
-    dtype = _compute_dtype(q)
+    dtype = compute_dtype(q)
     *batch, q_len, q_heads, _ = q.shape
     kv_len, kv_heads, value_dim = v.shape[-3:]
 
-    out = _filled(0, q, (*batch, q_len, q_heads, value_dim), q.dtype)
-    lse = _filled(-math.inf, q, (*batch, q_len, q_heads), dtype)
+    out = filled(0, q, (*batch, q_len, q_heads, value_dim), q.dtype)
+    lse = filled(-math.inf, q, (*batch, q_len, q_heads), dtype)
     if 0 in q.shape or 0 in k.shape:
         return out, lse
 
-    rows, columns = _tiling(q, kv_len)
+    rows, columns = tiling(q, kv_len)
     tiles = Tiles(spec, operands, rows, columns)
-    product = _Products(spec, dtype, len(batch) + 1)
-    sink = None if operands.sink is None else _sink(operands.sink, kv_heads, len(batch), dtype)
-    k_all, v_all = _keys_major(k), _keys_major(v)
+    product = Products(spec, dtype, len(batch) + 1)
+    captures = captures_of(spec, operands)
+    sink = None if operands.sink is None else sink_of(operands, dtype)
+    k_all, v_all = keys_major(k), keys_major(v)
 
     def query_block(i, results):
         out, lse = results
         row_block = rows[i]
-        q_block = _grouped(cut(q, row_block, -3), kv_heads)
+        q_block = grouped(cut(q, row_block, -3), kv_heads)
 
         def key_block(j, state):
             column_block = columns[j]
             k_block, v_block = (cut(x, column_block, -2) for x in (k_all, v_all))
-            tile = tiles(product.qk(q_block, k_block), row_block, column_block, fresh_rows=False)
-            logits = tile.hide(tile.logits, -jnp.inf)
+            tile = tiles.at(row_block, column_block, fresh_rows=False)
+            scores = product.qk(q_block, k_block) * spec.scale
+            logits = tiles.logits(scores, tiles.captured(captures, tile), tile)
+            logits = tile.hide(logits, -jnp.inf)
             maximum = jnp.maximum(state.maximum, jnp.max(logits, axis=-1, keepdims=True))
             shift = jnp.where(maximum == -jnp.inf, 0.0, maximum)
             p = jnp.exp(logits - shift)
@@ -61,18 +64,18 @@ def forward(spec: AttentionSpec, operands: Operands):
 
         row_shape = (*q_block.shape[:-1], 1)
         empty = _Softmax(
-            maximum=_filled(-math.inf, q_block, row_shape, dtype),
-            total=_filled(0, q_block, row_shape, dtype),
-            weighted=_filled(0, q_block, (*q_block.shape[:-1], value_dim), dtype),
+            maximum=filled(-math.inf, q_block, row_shape, dtype),
+            total=filled(0, q_block, row_shape, dtype),
+            weighted=filled(0, q_block, (*q_block.shape[:-1], value_dim), dtype),
         )
-        state = _loop(*tiles.columns_seen_by(row_block), key_block, empty)
+        state = loop(*tiles.columns_seen_by(row_block), key_block, empty)
         out_block, lse_block = _finish(spec, state, sink)
         return (
-            put(out, row_block, -3, _ungrouped(out_block)),
-            put(lse, row_block, -2, _ungrouped(lse_block)[..., 0]),
+            put(out, row_block, -3, ungrouped(out_block)),
+            put(lse, row_block, -2, ungrouped(lse_block)[..., 0]),
         )
 
-    return _loop(0, rows.count, query_block, (out, lse))
+    return loop(0, rows.count, query_block, (out, lse))
 
 
 def backward(
@@ -87,33 +90,36 @@ def backward(
         lse: its result.
         dout: cotangent of out.
         dlse: cotangent of lse, or None for zero.
-        wanted: names of `Operands` fields among query, key, value, bias, sink and alibi_slopes.
+        wanted: names among those of `Operands.differentiable`.
     """
     q, k, v = operands.query, operands.key, operands.value
-    dtype = _compute_dtype(q)
+    dtype = compute_dtype(q)
     batch = q.shape[:-3]
     kv_len, kv_heads = k.shape[-3:-1]
 
     def zeros(name):
-        x = getattr(operands, name)
-        return _filled(0, x, x.shape, x.dtype) if name in wanted else None
+        x = operands.named()[name]
+        return filled(0, x, x.shape, x.dtype)
 
     if 0 in q.shape or 0 in k.shape:
-        return Operands(**{name: zeros(name) for name in Operands._fields})
+        return operands.holding({name: zeros(name) for name in wanted})
 
-    rows, columns = _tiling(q, kv_len)
+    rows, columns = tiling(q, kv_len)
     tiles = Tiles(spec, operands, rows, columns)
-    product = _Products(spec, dtype, len(batch) + 1)
+    product = Products(spec, dtype, len(batch) + 1)
+    captures = captures_of(spec, operands)
+    fixed = {name: x for name, x in captures.items() if name not in wanted}
+    moving = {name: x for name, x in captures.items() if name in wanted}
 
     # Rows that see no key, all at once: p = exp(logits - inf) = 0, and no NaN of theirs remains.
     alive = lse != -jnp.inf
     delta = jnp.sum(dout.astype(dtype) * out.astype(dtype), axis=-1)
     if dlse is not None:
         delta = delta - dlse.astype(dtype)
-    delta = _grouped(jnp.where(alive, delta, 0.0)[..., None], kv_heads)
-    lse_all = _grouped(jnp.where(alive, lse, jnp.inf)[..., None], kv_heads)
-    q_all = _grouped(jnp.where(alive[..., None], q, 0), kv_heads)
-    dout_all = _grouped(jnp.where(alive[..., None], dout, 0), kv_heads)
+    delta = grouped(jnp.where(alive, delta, 0.0)[..., None], kv_heads)
+    lse_all = grouped(jnp.where(alive, lse, jnp.inf)[..., None], kv_heads)
+    q_all = grouped(jnp.where(alive[..., None], q, 0), kv_heads)
+    dout_all = grouped(jnp.where(alive[..., None], dout, 0), kv_heads)
     # Copies whose rows run along the last axis, once: the products that sum over rows are then
     # plain row-major ones, three times as fast on a CPU.
     q_turned, dout_turned = _turned(q_all), _turned(dout_all)
@@ -123,15 +129,21 @@ def backward(
         # From the last block to the first: where the last one overlaps the one before it, it
         # counts nothing, and the block before it overwrites what it put there.
         column_block = columns[columns.count - 1 - i]
-        k_block, v_block = (_keys_major(cut(x, column_block, -3)) for x in (k, v))
+        k_block, v_block = (keys_major(cut(x, column_block, -3)) for x in (k, v))
 
         def query_block(j, sums):
             row_block = rows[j]
             q_block, dout_block, lse_block, delta_block = (
                 cut(x, row_block, -2) for x in (q_all, dout_all, lse_all, delta)
             )
-            tile = tiles(product.qk(q_block, k_block), row_block, column_block, fresh_rows=True)
-            p = tile.hide(jnp.exp(tile.logits - lse_block), 0.0)
+            tile = tiles.at(row_block, column_block, fresh_rows=True)
+            constants = tiles.captured(fixed, tile)
+            logits, pull = jax.vjp(
+                lambda scores, captured: tiles.logits(scores, captured | constants, tile),
+                product.qk(q_block, k_block) * spec.scale,
+                tiles.captured(moving, tile),
+            )
+            p = tile.hide(jnp.exp(logits - lse_block), 0.0)
             dp = tile.drop(product.qk(dout_block, v_block))
             dv, dk, dq = sums.value, sums.key, sums.query
             if dv is not None:
@@ -141,30 +153,27 @@ def backward(
             if spec.dropout_rate > 0.0:
                 dp = dp * kept_scale
             ds = tile.hide(p * (dp - delta_block), 0.0)
-            if tile.cap_slope is not None:
-                ds = tile.hide(ds * tile.cap_slope, 0.0)
-            bias, slopes = sums.bias, sums.alibi_slopes
-            if bias is not None:
-                bias = _add_tile(bias, row_block, column_block, ds)
-            if slopes is not None:
-                slopes = slopes - _sum_to(ds * tile.distance, slopes.shape)
+            ds, dcaptured = pull(ds)
+            dcaptures = {
+                name: tiles.add(name, sums.captures[name], tile, dcaptured[name]) for name in moving
+            }
             ds = ds.astype(q.dtype)
             if dk is not None:
                 dk = dk + product.over_rows(cut(q_turned, row_block, -1), ds)
             if dq is not None:
                 dq_block = product.pv(ds, tile.hide_keys(k_block))
                 dq = put(dq, row_block, -2, cut(dq, row_block, -2) + dq_block)
-            return sums._replace(query=dq, key=dk, value=dv, bias=bias, alibi_slopes=slopes)
+            return _Sums(dq, dk, dv, dcaptures)
 
         def turned_zeros(x_block):
             turned = jnp.swapaxes(x_block, -1, -2)
-            return _filled(0, turned, turned.shape, dtype)
+            return filled(0, turned, turned.shape, dtype)
 
         sums = gradients._replace(
             key=turned_zeros(k_block) if "key" in wanted else None,
             value=turned_zeros(v_block) if "value" in wanted else None,
         )
-        sums = _loop(*tiles.rows_seeing(column_block), query_block, sums)
+        sums = loop(*tiles.rows_seeing(column_block), query_block, sums)
         dk, dv = gradients.key, gradients.value
         if dk is not None:
             dk = put(dk, column_block, -3, _keys_unturned(sums.key * spec.scale))
@@ -173,30 +182,154 @@ def backward(
             dv = put(dv, column_block, -3, _keys_unturned(sums.value * scale))
         return sums._replace(key=dk, value=dv)
 
-    def summed(name, like):
-        return _filled(0, like, like.shape, dtype) if name in wanted else None
-
-    gradients = Operands(
-        query=summed("query", q_all),
-        key=zeros("key"),
-        value=zeros("value"),
-        bias=summed("bias", tiles.bias) if operands.bias is not None else None,
-        alibi_slopes=summed("alibi_slopes", tiles.slopes) if tiles.slopes is not None else None,
+    sums = _Sums(
+        query=filled(0, q_all, q_all.shape, dtype) if "query" in wanted else None,
+        key=zeros("key") if "key" in wanted else None,
+        value=zeros("value") if "value" in wanted else None,
+        captures={name: filled(0, x, x.shape, dtype) for name, x in moving.items()},
     )
-    gradients = _loop(0, columns.count, key_block, gradients)
+    sums = loop(0, columns.count, key_block, sums)
+    gradients = {"key": sums.key, "value": sums.value, **sums.captures}
     if "query" in wanted:
-        gradients = gradients._replace(query=_ungrouped(gradients.query * spec.scale))
+        gradients["query"] = ungrouped(sums.query * spec.scale)
     if "sink" in wanted:
-        sink = _sink(operands.sink, kv_heads, len(batch), dtype)
+        sink = sink_of(operands, dtype)
         # The sink's value is 0, so its dP is 0.
-        dsink = _sum_to(-jnp.exp(sink - lse_all) * delta, sink.shape)
-        gradients = gradients._replace(sink=dsink)
-    return Operands(
-        *(
-            None if x is None else x.reshape(of.shape).astype(of.dtype)
-            for x, of in zip(gradients, operands, strict=True)
-        )
+        gradients["sink"] = _sum_to(-jnp.exp(sink - lse_all) * delta, sink.shape)
+    given = operands.named()
+    return operands.holding(
+        {
+            name: gradients[name].reshape(given[name].shape).astype(given[name].dtype)
+            for name in wanted
+        }
     )
+
+
+def tangent(spec: AttentionSpec, operands: Operands, out, lse, tangents: dict[str, Any]):
+    """(tangent of out, tangent of lse), of their shapes and dtypes, given those of operands.
+
+    With lse known, every probability is final on first sight: five products, one pass over the
+    keys. A number that is the same for all logits of a row moves nothing but lse, so the tangents
+    of a row's logits are taken relative to one of theirs: what cancels never arises.
+
+    Args:
+        spec: what `forward` got.
+        operands: what `forward` got.
+        out: its result.
+        lse: its result.
+        tangents: by name, of some that `Operands.differentiable` names; others are zero.
+    """
+    q, k, v = operands.query, operands.key, operands.value
+    dtype = compute_dtype(q)
+    *batch, _, _, _ = q.shape
+    kv_len, kv_heads, value_dim = v.shape[-3:]
+
+    t_out = filled(0, q, out.shape, out.dtype)
+    t_lse = filled(0, q, lse.shape, dtype)
+    if 0 in q.shape or 0 in k.shape:
+        return t_out, t_lse
+
+    rows, columns = tiling(q, kv_len)
+    tiles = Tiles(spec, operands, rows, columns)
+    product = Products(spec, dtype, len(batch) + 1)
+    captures = captures_of(spec, operands)
+    t_captures = captures_of(spec, operands.holding({"query": q, "key": k, **tangents}))
+    moving = {name: captures[name] for name in t_captures}
+    alive = lse != -jnp.inf
+
+    def all_rows(x):
+        return grouped(jnp.where(alive[..., None], x, 0), kv_heads)
+
+    q_all, out_all = all_rows(q), all_rows(out)
+    lse_all = grouped(jnp.where(alive, lse, jnp.inf)[..., None], kv_heads)
+    t_q, t_k, t_v = (tangents.get(name) for name in ("query", "key", "value"))
+    t_q_all = None if t_q is None else all_rows(t_q)
+    k_all, v_all = keys_major(k), keys_major(v)
+    t_k_all, t_v_all = (None if x is None else keys_major(x) for x in (t_k, t_v))
+    logits_move = t_q is not None or t_k is not None or bool(t_captures)
+    # p * (tangent of the logit) has no bound, and float16 has one.
+    wide = jnp.float32 if v.dtype == jnp.float16 else v.dtype
+
+    def query_block(i, results):
+        t_out, t_lse = results
+        row_block = rows[i]
+        q_block, out_block, lse_block = (cut(x, row_block, -2) for x in (q_all, out_all, lse_all))
+
+        def key_block(j, state):
+            column_block = columns[j]
+            tile = tiles.at(row_block, column_block, fresh_rows=False)
+            k_block, v_block = (cut(x, column_block, -2) for x in (k_all, v_all))
+            scores = product.qk(q_block, k_block) * spec.scale
+            t_scores = jnp.zeros_like(scores)
+            if t_q_all is not None:
+                t_scores += product.qk(cut(t_q_all, row_block, -2), k_block) * spec.scale
+            if t_k_all is not None:
+                t_scores += product.qk(q_block, cut(t_k_all, column_block, -2)) * spec.scale
+            captured = tiles.captured(captures, tile)
+            logits, t_logits = jax.jvp(
+                lambda scores, moved: tiles.logits(scores, captured | moved, tile),
+                (scores, tiles.captured(moving, tile)),
+                (t_scores, tiles.captured(t_captures, tile)),
+            )
+            p = jnp.exp(tile.hide(logits - lse_block, -jnp.inf))
+            centre, seen, total, weighted = state
+            if logits_move:
+                seen_here = jnp.sum(p, axis=-1, keepdims=True)
+                mean = jnp.sum(tile.hide(p * t_logits, 0.0), axis=-1, keepdims=True) / seen_here
+                # Any number would do; what is not one does not.
+                is_first = (seen == 0.0) & jnp.isfinite(mean)
+                centre = jnp.where(is_first, mean, centre)
+                seen = seen + seen_here
+                moved = tile.hide(p * (t_logits - centre), 0.0)
+                total = total + jnp.sum(moved, axis=-1, keepdims=True)
+                weighted = weighted + product.pv(
+                    tile.drop(moved).astype(wide), tile.hide_keys(v_block).astype(wide)
+                )
+            if t_v_all is not None:
+                t_v_block = tile.hide_keys(cut(t_v_all, column_block, -2))
+                weighted = weighted + product.pv(tile.drop(p).astype(v.dtype), t_v_block)
+            return _Tangent(centre, seen, total, weighted)
+
+        zeros = filled(0, q_block, (*q_block.shape[:-1], 1), dtype)
+        weighted = filled(0, q_block, (*q_block.shape[:-1], value_dim), dtype)
+        state = _Tangent(zeros, zeros, zeros, weighted)
+        state = loop(*tiles.columns_seen_by(row_block), key_block, state)
+
+        # Of lse, relative to the centre.
+        moved = state.total
+        if operands.sink is not None:
+            t_sink = tangents.get("sink")
+            t_sink = 0.0 if t_sink is None else sink_of(operands._replace(sink=t_sink), dtype)
+            p_sink = jnp.exp(sink_of(operands, dtype) - lse_block)
+            moved = moved + p_sink * (t_sink - state.centre)
+        weighted = state.weighted
+        if spec.dropout_rate > 0.0:
+            weighted = weighted * _dropout.kept_scale(spec.dropout_rate)
+        t_out_block = weighted - moved * out_block.astype(dtype)
+        return (
+            put(t_out, row_block, -3, ungrouped(t_out_block)),
+            put(t_lse, row_block, -2, ungrouped(state.centre + moved)[..., 0]),
+        )
+
+    return loop(0, rows.count, query_block, (t_out, t_lse))
+
+
+class _Tangent(NamedTuple):
+    """Sums over the keys so far, of a block of rows."""
+
+    centre: Any  # (*B, K, G, rows, 1), what tangents of logits are relative to
+    seen: Any  # (*B, K, G, rows, 1), sum of p
+    total: Any  # (*B, K, G, rows, 1), sum of p * (tangent of the logit - centre)
+    weighted: Any  # (*B, K, G, rows, h), that times value, plus p * (tangent of value)
+
+
+class _Sums(NamedTuple):
+    """Gradients while they are summed up; None for those that nobody wants."""
+
+    query: Any  # (*B, K, G, T, H)
+    key: Any  # of all keys (*B, S, K, H); inside the loop over rows of a block (*B, K, H, columns)
+    value: Any  # likewise
+    captures: dict[str, Any]
 
 
 class _Softmax(NamedTuple):
@@ -225,7 +358,7 @@ def _finish(spec: AttentionSpec, state: _Softmax, sink):
     return out, jnp.where(sees_no_key, -jnp.inf, maximum + jnp.log(total))
 
 
-class _Products:
+class Products:
     """Matrix products of tiles; (*B, K) are batch axes. They accumulate in `dtype`."""
 
     def __init__(self, spec: AttentionSpec, dtype, num_batch_axes: int):
@@ -266,7 +399,7 @@ _TILE_ELEMENTS = 1 << 21
 _SMALLEST_BLOCK, _LARGEST_BLOCK = 128, 1024
 
 
-def _tiling(q, kv_len: int):
+def tiling(q, kv_len: int):
     """(rows, columns) as blocks: square tiles of about `_TILE_ELEMENTS`."""
     # A symbolic batch size (jax.export) counts as 1.
     batch = (n for n in q.shape[:-3] if isinstance(n, int))
@@ -276,32 +409,32 @@ def _tiling(q, kv_len: int):
     return blocks(q.shape[-3], at_most), blocks(kv_len, at_most)
 
 
-def _compute_dtype(q):
+def compute_dtype(q):
     return jnp.float64 if q.dtype == jnp.float64 else jnp.float32
 
 
-def _loop(begin, end, body, state):
+def loop(begin, end, body, state):
     if isinstance(begin, int) and isinstance(end, int) and end - begin == 1:
         return body(begin, state)
     begin, end = (jnp.asarray(x, jnp.int32) for x in (begin, end))
     return jax.lax.fori_loop(begin, end, body, state)
 
 
-def _grouped(x, kv_heads: int):
+def grouped(x, kv_heads: int):
     """(*B, T, N, h) to (*B, K, G, T, h)."""
     *batch, length, heads, dim = x.shape
     x = x.reshape(*batch, length, kv_heads, heads // kv_heads, dim)
     return jnp.moveaxis(x, -4, -2)
 
 
-def _ungrouped(x):
+def ungrouped(x):
     """(*B, K, G, T, h) to (*B, T, N, h)."""
     x = jnp.moveaxis(x, -2, -4)
     *rest, kv_heads, group, dim = x.shape
     return x.reshape(*rest, kv_heads * group, dim)
 
 
-def _keys_major(x):
+def keys_major(x):
     """(*B, S, K, h) to (*B, K, S, h): a block of keys of one head is then contiguous."""
     return jnp.swapaxes(x, -3, -2)
 
@@ -316,20 +449,11 @@ def _keys_unturned(x):
     return jnp.moveaxis(x, -1, -3)
 
 
-def _sink(sink, kv_heads: int, num_batch_axes: int, dtype):
-    """(N) to (*1, K, G, 1, 1)."""
-    shape = (*(1,) * num_batch_axes, kv_heads, sink.shape[0] // kv_heads, 1, 1)
-    return sink.astype(dtype).reshape(shape)
-
-
-def _add_tile(total, rows, columns, tile):
-    """`total`, (*#B, #K, #G, #T, #S), plus a tile in its place, summed where it broadcasts."""
-    place = cut(cut(total, rows, -2), columns, -1)
-    starts = [jnp.int32(0)] * total.ndim
-    for axis, block in ((-2, rows), (-1, columns)):
-        if total.shape[axis] != 1:
-            starts[axis] = block.start
-    return jax.lax.dynamic_update_slice(total, place + _sum_to(tile, place.shape), starts)
+def sink_of(operands: Operands, dtype):
+    """The sinks (N) as (*1, K, G, 1, 1)."""
+    ones, kv_heads = (1,) * (operands.key.ndim - 3), operands.key.shape[-2]
+    sink = operands.sink.astype(dtype)
+    return sink.reshape(*ones, kv_heads, sink.shape[0] // kv_heads, 1, 1)
 
 
 def _sum_to(x, shape):
@@ -337,7 +461,7 @@ def _sum_to(x, shape):
     return jnp.sum(x, axis=axes, keepdims=True)
 
 
-def _filled(value, like, shape, dtype):
+def filled(value, like, shape, dtype):
     """An array of one value for a loop to update with what comes from `like`: sharded like it in
     the axes that it shares, and varying over the same mesh axes.
     """

@@ -38,6 +38,31 @@ class Device:
 
 
 @dataclasses.dataclass(frozen=True)
+class CompiledKernel:
+    """A kernel that this process has compiled for a score function, or read from the cache. Of
+    those that differ in the tile alone, calls run the first that neither spills nor is serialised.
+    """
+
+    name: str  # family, pass, arithmetic, largest head size
+    tile: str
+    architecture: str
+    registers: int
+    spilled: int  # bytes of a thread
+    serialised: bool  # warpgroup instructions wait for one another
+    seconds: float
+    from_disk: bool
+
+    def __str__(self) -> str:
+        spills = f", {self.spilled} bytes spilled" if self.spilled else ""
+        serialised = ", serialised" if self.serialised else ""
+        source = "read" if self.from_disk else "compiled"
+        return (
+            f"{self.name} for {self.architecture}: {self.registers} registers{spills}{serialised}, "
+            f"{source} in {self.seconds:.3f} s, {self.tile.removeprefix('jaxflash::')}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class Config:
     """Printed by `show_config`."""
 
@@ -49,6 +74,11 @@ class Config:
     build_info: str  # versions of nvcc and ptxas, architectures; "" without kernels
     variants: tuple[Variant, ...]
     devices: tuple[Device, ...]  # empty without kernels, a driver or a GPU
+    # What compiles score functions: its version, or None, and its path, or what is wrong.
+    nvrtc_version: tuple[int, int] | None
+    nvrtc: str
+    cache_folder: str  # of compiled score functions; "" for none
+    compiled: tuple[CompiledKernel, ...]  # by this process, in order
 
     def __str__(self) -> str:
         ffi_major, ffi_minor = self.ffi_api_version
@@ -73,6 +103,12 @@ class Config:
             )
         if not self.devices:
             lines.append("  device    none: no NVIDIA GPU, or no driver for this CUDA version")
+        if self.nvrtc_version is None:
+            lines.append(f"  NVRTC     none: {self.nvrtc}")
+        else:
+            lines.append(f"  NVRTC     {'.'.join(map(str, self.nvrtc_version))}, {self.nvrtc}")
+        lines.append(f"  cache     {self.cache_folder or 'in memory alone'}")
+        lines += [f"    {kernel}" for kernel in self.compiled]
         return "\n".join(lines)
 
 
@@ -82,6 +118,7 @@ def config() -> Config:
 
     extension = _ffi.extension
     kernels = extension.kernels
+    nvrtc_version, nvrtc = extension.compiler() if kernels else (None, "")
     return Config(
         version=__version__,
         jax_version=jax.__version__,
@@ -94,9 +131,21 @@ def config() -> Config:
             Device(name, (major, minor), shared_memory)
             for name, major, minor, shared_memory in (extension.devices() if kernels else ())
         ),
+        nvrtc_version=nvrtc_version,
+        nvrtc=nvrtc,
+        cache_folder=extension.cache_folder() if kernels else "",
+        compiled=tuple(
+            CompiledKernel(*row) for row in (extension.kernel_reports() if kernels else ())
+        ),
     )
 
 
 def show_config() -> None:
-    """Prints what this installation was built with, and the GPUs that its kernels see."""
+    """Prints what this installation was built with, the GPUs that its kernels see, the compiler of
+    score functions with the folder of its cache, and what this process has compiled.
+
+    The folder is ``$JAXFLASH_CACHE_DIR`` (empty: none), else ``$XDG_CACHE_HOME/jaxflash``, else
+    ``~/.cache/jaxflash``. With ``JAXFLASH_KEEP_SOURCES=<folder>`` the source of every kernel that
+    is compiled or read from the cache goes to that folder.
+    """
     print(config())

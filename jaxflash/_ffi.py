@@ -21,11 +21,14 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxflash import _extension as extension
-from jaxflash._spec import AttentionSpec
+from jaxflash import _kernel_program, _nvrtc
+from jaxflash._kernel_program import KernelProgram
+from jaxflash._spec import AttentionSpec, Operands
 
 # The names are part of exported programs: a changed contract gets a new number.
 FORWARD_TARGET = "jaxflash_forward_v2"
-BACKWARD_TARGET = "jaxflash_backward_v1"
+BACKWARD_TARGET = "jaxflash_backward_v2"
+_STATE_TYPE = "jaxflash_program_v2"
 
 # cuda/attention.h: kUnlimited, kMaxBatchAxes.
 _UNLIMITED = 1 << 30
@@ -33,7 +36,13 @@ _MAX_BATCH_AXES = 8
 
 
 def _register() -> None:
-    handlers = extension.cuda_handlers() if extension.kernels else {}
+    handlers = {}
+    if extension.kernels:
+        _nvrtc.register()
+        handlers = extension.cuda_handlers()
+        type_id, type_info = extension.program_state_type()
+        state = {"type_id": type_id, "type_info": type_info}
+        jax.ffi.register_ffi_type(_STATE_TYPE, state, platform="CUDA")
     for target, pass_name in ((FORWARD_TARGET, "forward"), (BACKWARD_TARGET, "backward")):
         # On other platforms the target exists to say that it needs CUDA.
         jax.ffi.register_ffi_target(target, extension.wrong_platform_handler(), platform="cpu")
@@ -44,31 +53,55 @@ def _register() -> None:
 _register()
 
 
-def forward(spec: AttentionSpec, query, key, value, query_seq_lengths, key_value_seq_lengths):
-    """(out, lse) of the kernels; lengths may be None."""
-    lengths = _Lengths(query_seq_lengths is not None, key_value_seq_lengths is not None)
-    given = [x for x in (query_seq_lengths, key_value_seq_lengths) if x is not None]
-    return _mapped(_Forward(spec, lengths))(query, key, value, *given)
+def forward(spec: AttentionSpec, program: KernelProgram | None, operands: Operands):
+    """(out, lse) of the kernels."""
+    kernel = _Forward(spec, _Lengths.of(operands), program)
+    return _mapped(kernel)(
+        operands.query,
+        operands.key,
+        operands.value,
+        *_given(operands.query_seq_lengths, operands.key_value_seq_lengths),
+        *_program_operands(program, operands),
+    )
 
 
 def backward(
-    spec: AttentionSpec,
-    query,
-    key,
-    value,
-    query_seq_lengths,
-    key_value_seq_lengths,
-    out,
-    lse,
-    dout,
-    dlse,
+    spec: AttentionSpec, program: KernelProgram | None, operands: Operands, out, lse, dout, dlse
 ):
-    """(dq, dk, dv) of the kernels; lengths and dlse may be None."""
-    lengths = _Lengths(query_seq_lengths is not None, key_value_seq_lengths is not None)
-    given = [x for x in (query_seq_lengths, key_value_seq_lengths, dlse) if x is not None]
-    return _mapped(_Backward(spec, lengths, dlse is not None))(
-        query, key, value, out, dout, lse, *given
+    """(dq, dk, dv) of the kernels; dlse may be None."""
+    kernel = _Backward(spec, _Lengths.of(operands), program, dlse is not None)
+    return _mapped(kernel)(
+        operands.query,
+        operands.key,
+        operands.value,
+        out,
+        dout,
+        lse,
+        *_given(operands.query_seq_lengths, operands.key_value_seq_lengths, dlse),
+        *_program_operands(program, operands),
     )
+
+
+def _given(*optional) -> list[Any]:
+    return [x for x in optional if x is not None]
+
+
+def _program_operands(program: KernelProgram | None, operands: Operands) -> tuple[Any, ...]:
+    """What the kernels get after all else: the numbers by which the program knows batch elements
+    and heads, which a shard or a mapped call cannot count itself, and the captures.
+    """
+    if program is None:
+        return ()
+    *batch, _, heads, _ = operands.query.shape
+    number = jnp.zeros((1,) * len(batch), jnp.int32)
+    for axis, extent in enumerate(batch):
+        iota = jax.lax.broadcasted_iota(jnp.int32, batch, axis)
+        number = number * extent + iota
+    numbers = (number, jnp.arange(heads, dtype=jnp.int32))
+    axes = jax.typeof(operands.query).manual_axis_type.varying
+    if axes:
+        numbers = tuple(jax.lax.pcast(x, tuple(axes), to="varying") for x in numbers)
+    return *numbers, *_kernel_program.captures(operands)
 
 
 class _Lengths(tuple):
@@ -76,6 +109,12 @@ class _Lengths(tuple):
 
     def __new__(cls, query: bool, key_value: bool):
         return super().__new__(cls, (query, key_value))
+
+    @classmethod
+    def of(cls, operands: Operands):
+        return cls(
+            operands.query_seq_lengths is not None, operands.key_value_seq_lengths is not None
+        )
 
 
 def _attributes(spec: AttentionSpec, lengths: _Lengths) -> dict:
@@ -90,22 +129,51 @@ def _attributes(spec: AttentionSpec, lengths: _Lengths) -> dict:
     )
 
 
+def _program_attributes(program: KernelProgram | None, query, value) -> dict:
+    return dict(
+        program="" if program is None else program.source,
+        unit_slope=np.bool_(program is None or program.unit_slope),
+        head_dim=np.int64(query.shape[-1]),
+        value_dim=np.int64(value.shape[-1]),
+        dtype=query.dtype.name,
+        capture_ranks=np.array(() if program is None else program.capture_ranks, np.int64),
+    )
+
+
 class _Pass:
     """One kernel pass: its custom call, and the axes of its arrays by name.
 
     `operand_axes` and `result_axes` name the trailing axes of each array: t, s lengths, n query
-    heads, k key/value heads, h, v head sizes. Leading (batch) axes come before them.
+    heads, k key/value heads, h, v head sizes, c3x1 axis 1 of capture 3. Leading (batch) axes come
+    before them, but for the operand `unbatched`, which has none.
     """
 
-    operand_axes: tuple[str, ...]
+    operand_axes: tuple[Sequence[str], ...]
     result_axes: tuple[str, ...]
     # Which operands the kernel reads densely: never of size 1 in a batch axis of full extent.
     dense: tuple[bool, ...]
 
-    def __init__(self, spec: AttentionSpec, lengths: _Lengths):
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        lengths: _Lengths,
+        program: KernelProgram | None,
+        operand_axes: tuple[str, ...],
+        dense: tuple[bool, ...],
+    ):
         self.spec = spec
         self.lengths = lengths
-        self.length_axes = ("",) * sum(lengths)
+        self.program = program
+        self.operand_axes, self.dense = operand_axes, dense
+        self.unbatched: int | None = None
+        if program is not None:
+            self.unbatched = len(operand_axes) + 1
+            captures = (
+                tuple(f"c{i}x{axis}" for axis in range(rank))
+                for i, rank in enumerate(program.capture_ranks)
+            )
+            self.operand_axes = (*operand_axes, "", "n", *captures)
+            self.dense = (*dense, *(False,) * (2 + len(program.capture_ranks)))
 
     def call(self, *operands):
         """The custom call itself."""
@@ -118,7 +186,7 @@ class _Pass:
         return type(self) is type(other) and self._static() == other._static()
 
     def _static(self) -> tuple:
-        return self.spec, self.lengths
+        return self.spec, self.lengths, self.program
 
     def full_batch(self, operands) -> tuple:
         """Batch extents: those of the operands that do not broadcast."""
@@ -137,17 +205,21 @@ class _Pass:
         batch_rank = operands[0].ndim - len(self.operand_axes[0])
         axes = []
         for axis in range(batch_rank):
-            candidates = [(x.shape[axis], _mesh_axes(x)[axis]) for x in operands]
+            candidates = [
+                (x.shape[axis], _mesh_axes(x)[axis])
+                for i, x in enumerate(operands)
+                if i != self.unbatched
+            ]
             axes.append(next((c for c in candidates if c[0] != 1), candidates[0]))
         return axes
 
 
 class _Forward(_Pass):
-    def __init__(self, spec, lengths):
-        super().__init__(spec, lengths)
-        self.operand_axes = ("tnh", "skh", "skv", *self.length_axes)
+    def __init__(self, spec, lengths, program):
+        num_lengths = sum(lengths)
+        axes = ("tnh", "skh", "skv", *("",) * num_lengths)
+        super().__init__(spec, lengths, program, axes, (False,) * 3 + (True,) * num_lengths)
         self.result_axes = ("tnv", "tn")
-        self.dense = (False,) * 3 + (True,) * len(self.length_axes)
 
     def call(self, *operands):
         query, _, value = operands[:3]
@@ -158,7 +230,9 @@ class _Forward(_Pass):
             _result_type(query, (self._workspace_bytes(operands),), jnp.uint8, [None]),
         )
         out, lse, _ = jax.ffi.ffi_call(FORWARD_TARGET, results)(
-            *operands, problem=_attributes(self.spec, self.lengths)
+            *operands,
+            problem=_attributes(self.spec, self.lengths),
+            **_program_attributes(self.program, query, value),
         )
         return out, lse
 
@@ -190,20 +264,17 @@ class _Forward(_Pass):
 
 
 class _Backward(_Pass):
-    def __init__(self, spec, lengths, has_dlse: bool):
-        super().__init__(spec, lengths)
+    def __init__(self, spec, lengths, program, has_dlse: bool):
+        axes = ("tnh", "skh", "skv", "tnv", "tnv", "tn", *("",) * sum(lengths))
+        if has_dlse:
+            axes = (*axes, "tn")
+        dense = (False,) * 5 + (True,) * (len(axes) - 5)
+        super().__init__(spec, lengths, program, axes, dense)
         self.has_dlse = has_dlse
-        dlse_axes = ("tn",) if has_dlse else ()
-        self.operand_axes = (
-            *("tnh", "skh", "skv", "tnv", "tnv", "tn"),
-            *self.length_axes,
-            *dlse_axes,
-        )
         self.result_axes = ("tnh", "skh", "skv")
-        self.dense = (False,) * 5 + (True,) * (1 + len(self.length_axes) + len(dlse_axes))
 
     def _static(self) -> tuple:
-        return self.spec, self.lengths, self.has_dlse
+        return *super()._static(), self.has_dlse
 
     def call(self, *operands):
         query, key, value = operands[:3]
@@ -226,6 +297,7 @@ class _Backward(_Pass):
         dq, dk, dv, _ = jax.ffi.ffi_call(BACKWARD_TARGET, results)(
             *operands,
             problem=_attributes(self.spec, self.lengths),
+            **_program_attributes(self.program, query, value),
             has_dlse=np.bool_(self.has_dlse),
             deterministic=np.bool_(self.spec.deterministic_backward),
         )
@@ -262,11 +334,13 @@ def _mapped(kernel: _Pass) -> Callable:
         too_many = operands[0].ndim - 3 >= _MAX_BATCH_AXES
         operands = [
             x
-            if is_mapped
+            if is_mapped or i == kernel.unbatched
             else jnp.broadcast_to(x, (axis_size, *x.shape))
             if dense or too_many
             else jnp.expand_dims(x, 0)
-            for x, is_mapped, dense in zip(operands, mapped, kernel.dense, strict=True)
+            for i, (x, is_mapped, dense) in enumerate(
+                zip(operands, mapped, kernel.dense, strict=True)
+            )
         ]
         return op(*operands), (True,) * len(kernel.result_axes)
 
@@ -286,7 +360,10 @@ def _batch_pattern(kernel: _Pass, operands) -> tuple[tuple[bool, ...], ...]:
     """For each operand and batch axis: whether the operand broadcasts there."""
     full = kernel.full_batch(operands)
     return tuple(
-        tuple(n != full_n for n, full_n in zip(x.shape, full, strict=False)) for x in operands
+        ()
+        if i == kernel.unbatched
+        else tuple(n != full_n for n, full_n in zip(x.shape, full, strict=False))
+        for i, x in enumerate(operands)
     )
 
 
@@ -302,7 +379,7 @@ def _partitioned(kernel: _Pass, broadcasts, groups: tuple[int, int]) -> Callable
             split(axes, operand_broadcasts)
             for axes, operand_broadcasts in zip(kernel.operand_axes, broadcasts, strict=True)
         )
-        result_shardings = tuple(split(axes) for axes in kernel.result_axes)
+        result_shardings = tuple(split(axes, (False,) * batch_rank) for axes in kernel.result_axes)
         return mesh, kernel.call, result_shardings, operand_shardings
 
     op = custom_partitioning(kernel.call)
@@ -325,9 +402,9 @@ def _split_axes(mesh, sharding, batch_rank: int, kv_heads: int):
     if kv_heads % math.prod(mesh.shape[name] for name in names):
         heads = None
 
-    def split(axes: str, broadcast: Sequence[bool] = ()):
-        broadcast = broadcast or (False,) * batch_rank
-        lead = (None if is_one else part for part, is_one in zip(batch, broadcast, strict=True))
+    def split(axes: Sequence[str], broadcast: Sequence[bool]):
+        # An operand without batch axes broadcasts in none.
+        lead = (None if is_one else part for part, is_one in zip(batch, broadcast, strict=False))
         trail = (heads if axis in "nk" else None for axis in axes)
         return NamedSharding(mesh, PartitionSpec(*lead, *trail))
 
@@ -345,16 +422,14 @@ def _sharding_rule(
     query_heads = "k" if group == 1 else "g" if kv_heads == 1 else "(k g)"
     sizes = {"g": group} if query_heads == "(k g)" else {}
 
-    def factors(array: int | None, axes: str) -> str:
-        batch = (
-            f"b{axis}" if array is None or not broadcasts[array][axis] else f"one{array}x{axis}"
-            for axis in range(len(broadcasts[0]))
-        )
+    def factors(array: int | None, axes: Sequence[str]) -> str:
+        broadcast = (False,) * len(broadcasts[0]) if array is None else broadcasts[array]
+        batch = (f"one{array}x{i}" if is_one else f"b{i}" for i, is_one in enumerate(broadcast))
         return " ".join([*batch, *(query_heads if axis == "n" else axis for axis in axes)])
 
     operands = ", ".join(factors(i, axes) for i, axes in enumerate(kernel.operand_axes))
     results = ", ".join(factors(None, axes) for axes in kernel.result_axes)
     rule = f"{operands} -> {results}"
     names = dict.fromkeys(re.findall(r"\w+", rule))  # in order of appearance, as Shardy wants
-    whole = tuple(name for name in names if name in "tshvg" or name.startswith("one"))
+    whole = tuple(name for name in names if name in "tshvg" or name.startswith(("one", "c")))
     return rule, whole, sizes

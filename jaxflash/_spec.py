@@ -9,12 +9,15 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+
+if TYPE_CHECKING:
+    from jaxflash import _scores
 
 Implementation = Literal["cuda", "xla"]
 CausalAlignment = Literal["top_left", "bottom_right"]
@@ -34,11 +37,12 @@ class AttentionSpec:
         right: keys visible after it (0 when causal), or None without a limit.
         bottom_right: query i stands at key position i + S - T instead of i; with sequence lengths,
             S and T are those of the sequence.
-        logits_soft_cap: cap c in c * tanh(logits / c), or None.
+        logits_soft_cap: cap c in c * tanh(logits / c), or None; part of a `program` then.
         dropout_rate: probability that a probability is dropped.
         highest_precision: float32 products accurate to float32; otherwise TF32 where there is
             hardware for it.
         deterministic_backward: gradients are bitwise the same from run to run.
+        program: what changes scores before the mask (`_scores.compose`), or None: nothing does.
     """
 
     scale: float
@@ -49,11 +53,16 @@ class AttentionSpec:
     dropout_rate: float
     highest_precision: bool
     deterministic_backward: bool
+    program: _scores.Program | None = None
+
+    def changes_scores_by(self, argument: str) -> bool:
+        return self.program is not None and argument in self.program.parts
 
 
 class Operands(NamedTuple):
     """The arrays of a call; what was not given is None. A pytree, also used for its gradients.
 
+    ``bias`` and ``alibi_slopes`` become ``captures`` with the program of the spec.
     ``query_positions`` and ``key_positions`` replace the row and column numbers that the band of
     the spec (causal, window) and ``alibi_slopes`` compare; they come from packed sequences, not
     from the caller.
@@ -73,6 +82,36 @@ class Operands(NamedTuple):
     dropout_seed: Any = None  # (2) uint32
     query_positions: Any = None  # (*B, T) int32
     key_positions: Any = None  # (*B, S) int32
+    captures: tuple[Any, ...] = ()  # (*#B, *own shape) each
+
+    def named(self) -> dict[str, Any]:
+        """What was given, by name; captures are captures[0], captures[1] ..."""
+        given = {name: x for name, x in self._asdict().items() if name != "captures"}
+        given |= {f"captures[{i}]": x for i, x in enumerate(self.captures)}
+        return {name: x for name, x in given.items() if x is not None}
+
+    @classmethod
+    def of_named(cls, named: dict[str, Any]) -> Operands:
+        """The operands that `named` made these of."""
+        return cls(None, None, None, captures=(None,) * len(_captures(named))).replacing(named)
+
+    def replacing(self, named: dict[str, Any]) -> Operands:
+        """The same with other arrays under these names."""
+        captures = [named.get(f"captures[{i}]", x) for i, x in enumerate(self.captures)]
+        others = {name: x for name, x in named.items() if name not in _captures(named)}
+        return self._replace(**others, captures=tuple(captures))
+
+    def holding(self, named: dict[str, Any]) -> Operands:
+        """These arrays in the places of their names, None in all others."""
+        return Operands(None, None, None, captures=(None,) * len(self.captures)).replacing(named)
+
+    def differentiable(self) -> tuple[str, ...]:
+        """Names of what has a gradient: all that is floating."""
+        return tuple(n for n, x in self.named().items() if jnp.issubdtype(x.dtype, jnp.floating))
+
+
+def _captures(named: dict[str, Any]) -> list[str]:
+    return [name for name in named if name.startswith("captures[")]
 
 
 def make(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from jaxflash import _ffi
+from jaxflash import _ffi, _kernel_program, _nvrtc
+from jaxflash._printer import NotPrintable
 from jaxflash._spec import AttentionSpec, Operands
 
 # Longest sequence that the kernels index (cuda/attention.h: kMaxLength).
@@ -22,12 +23,25 @@ _MATH = {
 }
 
 
+# Score programs are off until the kernels have run them on a GPU.
+KERNELS_RUN_PROGRAMS = False
+
+
 @dataclasses.dataclass(frozen=True)
 class Feature:
-    """An argument of the call and, where the kernels lack it, how to see that a call uses it."""
+    """An argument of the call and, where the kernels may lack it, how to see its use."""
 
     name: str
-    lacking: Callable[[AttentionSpec, Operands], bool] | None = None
+    used: Callable[[AttentionSpec, Operands], bool] | None = None
+    in_programs: bool = False  # the kernels have it as a part of score programs
+
+    @property
+    def in_kernels(self) -> bool:
+        return self.used is None or (self.in_programs and KERNELS_RUN_PROGRAMS)
+
+
+def _score(name: str, used: Callable[[AttentionSpec, Operands], bool]) -> Feature:
+    return Feature(name, used, in_programs=True)
 
 
 FEATURES = (
@@ -40,14 +54,31 @@ FEATURES = (
     Feature("value head size other than the query's"),
     Feature("`return_residual` (lse) and its gradient"),
     Feature("`deterministic_backward`"),
-    Feature("`bias` and its gradient", lambda s, o: o.bias is not None),
+    _score("`bias` and its gradient", lambda s, o: s.changes_scores_by("bias")),
     Feature("`mask`", lambda s, o: o.mask is not None),
     Feature("`segment_ids`", lambda s, o: o.query_segment_ids is not None),
-    Feature("`logits_soft_cap`", lambda s, o: s.logits_soft_cap is not None),
-    Feature("`sink` and its gradient", lambda s, o: o.sink is not None),
-    Feature("`alibi_slopes` and their gradient", lambda s, o: o.alibi_slopes is not None),
+    _score("`logits_soft_cap`", lambda s, o: s.changes_scores_by("logits_soft_cap")),
+    _score("`sink` and its gradient", lambda s, o: o.sink is not None),
+    _score("`alibi_slopes` and their gradient", lambda s, o: s.changes_scores_by("alibi_slopes")),
+    _score(
+        "`score_mod` and gradients of what it captures",
+        lambda s, o: s.changes_scores_by("score_mod"),
+    ),
     Feature("`dropout_rate`", lambda s, o: s.dropout_rate > 0.0),
     Feature("`varlen_attention` (packed)", lambda s, o: o.query_positions is not None),
+)
+
+
+# (transformations of JAX, what the kernels compute of them); on the blockwise path all work.
+TRANSFORMS = (
+    ("`jit`, `vmap`, `scan`, `cond`, sharded arrays, `shard_map`, `jax.export`", "yes"),
+    ("`grad`, `value_and_grad`, `vjp`, `jacrev`", "yes"),
+    ("`checkpoint`, by names too", "yes"),
+    ("`jvp`, `linearize`, `jacfwd`", "the forward pass"),
+    ("`jvp` of `grad` (Hessian-vector products), `grad` of `grad`, `hessian`", "first gradients"),
+    ("`grad` of `jvp`", "the forward pass, first gradients"),
+    ("MeanFlow: a tangent under `stop_gradient` in a loss", "all but the tangent"),
+    ("third and higher derivatives", "the forward pass, first gradients"),
 )
 
 
@@ -58,7 +89,7 @@ def reasons_against_kernels(spec: AttentionSpec, operands: Operands) -> tuple[st
     reasons = [
         f"{feature.name.replace('`', '')} is not built into the kernels"
         for feature in FEATURES
-        if feature.lacking is not None and feature.lacking(spec, operands)
+        if not feature.in_kernels and feature.used is not None and feature.used(spec, operands)
     ]
     query, key, value = operands.query, operands.key, operands.value
     dtype = query.dtype.name
@@ -76,6 +107,28 @@ def reasons_against_kernels(spec: AttentionSpec, operands: Operands) -> tuple[st
     for name, length in (("query", query.shape[-3]), ("key", key.shape[-3])):
         if isinstance(length, int) and length > _MAX_LENGTH:
             reasons.append(f"{name} length {length}: the kernels take at most 2**30")
+    return (*reasons, *_reasons_against_program(spec, operands))
+
+
+def _reasons_against_program(spec: AttentionSpec, operands: Operands) -> tuple[str, ...]:
+    """Why the kernels cannot take what changes the scores of a call."""
+    try:
+        program = _kernel_program.make(spec, operands)
+    except NotPrintable as reason:
+        changed_by = spec.program.parts if spec.program is not None else ("sink",)
+        return (f"{' with '.join(changed_by)} {reason}",)
+    if program is None:
+        return ()
+    reasons = []
+    if KERNELS_RUN_PROGRAMS and (no_compiler := _nvrtc.reason_against()) is not None:
+        reasons.append(no_compiler)
+    for name, x in (("query", operands.query), ("key", operands.key)):
+        length, limit = x.shape[-3], program.exact_length
+        if limit is not None and isinstance(length, int) and length > limit:
+            reasons.append(
+                f"{name} length {length}: with causal_alignment='bottom_right', score functions of "
+                f"q - kv take at most {limit} in the kernels"
+            )
     return tuple(reasons)
 
 
@@ -91,5 +144,6 @@ def _largest_head_size(math: str) -> int:
 def table() -> str:
     """The support table of the README, in Markdown."""
     rows = ["| feature | CUDA kernels | blockwise path (`xla`) |", "|---|---|---|"]
-    rows += [f"| {f.name} | {'no' if f.lacking else 'yes'} | yes |" for f in FEATURES]
+    rows += [f"| {f.name} | {'yes' if f.in_kernels else 'no'} | yes |" for f in FEATURES]
+    rows += [f"| {name} | {on_kernels} | yes |" for name, on_kernels in TRANSFORMS]
     return "\n".join(rows)

@@ -1,4 +1,4 @@
-"""One tile of the logits for the blockwise path: where it lies, what it contains, who sees whom.
+"""One tile of the logits for the blockwise path: where it lies, who sees whom, what it contains.
 
 Arrays are brought to the rank of the grouped logits (*B, K, G, T, S), G = N // K query heads per
 key head, with size 1 where an axis does not matter; no leading axis is ever merged with another,
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from jaxflash import _dropout
 from jaxflash._spec import AttentionSpec, Operands
+from jaxflash._tile_scores import Indices, Place, Sizes, TileScores
 
 _INT32_MAX = 2**31 - 1
 
@@ -69,12 +70,12 @@ def put(x, block: Block, axis: int, update):
 
 
 class Tile(NamedTuple):
-    """A tile (*B, K, G, rows, columns) and what its gradient needs."""
+    """Where a tile (*B, K, G, rows, columns) lies, and who sees whom in it."""
 
-    logits: Any  # capped; meaningless where not visible
+    rows: Block
+    columns: Block
+    place: Place | None  # for the score program, if there is one
     visible: Any  # bool, broadcastable to the tile, or None: everything is
-    cap_slope: Any  # d capped / d uncapped, or None: 1
-    distance: Any  # |query position - key position| as a float, or None without slopes
     kept: Any  # bool, what dropout keeps, or None: everything
 
     def hide(self, x, value):
@@ -96,6 +97,9 @@ class Tile(NamedTuple):
 class Tiles:
     """Computes tiles. Everything here is one pass over O(T) or O(S) data, or a slice of what the
     caller passed.
+
+    The step from scores (scaled products) to logits is `logits`, a function of JAX: the passes let
+    JAX differentiate it tile by tile, any number of times, and know nothing of its content.
     """
 
     def __init__(self, spec: AttentionSpec, operands: Operands, rows: Blocks, columns: Blocks):
@@ -107,19 +111,17 @@ class Tiles:
         self._rank = len(self._batch) + 4
         self.dtype = jnp.float64 if operands.query.dtype == jnp.float64 else jnp.float32
 
-        self.bias = self._grouped(operands.bias)
-        self._mask = self._grouped(operands.mask)
-        self.slopes = None
-        if operands.alibi_slopes is not None:
-            slopes = operands.alibi_slopes.astype(self.dtype)
-            self.slopes = self._grouped(
-                slopes.reshape((1,) * (self._rank - 3 - slopes.ndim) + (*slopes.shape, 1, 1))
-            )
+        self._mask = None if operands.mask is None else _grouped(operands.mask, operands)
         self._q_len = self._per_batch(operands.query_seq_lengths)
         self._kv_len = self._per_batch(operands.key_value_seq_lengths)
         self._q_ids = self._per_row(operands.query_segment_ids)
         self._kv_ids = self._per_column(operands.key_segment_ids)
         self._seed = operands.dropout_seed
+
+        self._scores = None
+        if spec.program is not None:
+            fixed = {i: x for i, x in enumerate(operands.captures) if _is_fixed(x)}
+            self._scores = TileScores(spec.program, sizes_of(operands), self.dtype, fixed)
 
         # Sides beyond int32 limit nothing.
         self._left, self._right = (
@@ -155,39 +157,59 @@ class Tiles:
             return 0, self._rows.count
         return _blocks_met(columns, -self._offset, self._right, self._left, self._rows)
 
-    def __call__(self, products, rows: Block, columns: Block, *, fresh_rows: bool) -> Tile:
-        """The tile whose products q k^T are given.
+    def at(self, rows: Block, columns: Block, *, fresh_rows: bool) -> Tile:
+        """The tile of these rows and columns.
 
         Args:
-            products: (*B, K, G, rows, columns).
             rows: where it lies.
             columns: where it lies; columns before its `fresh` are invisible.
             fresh_rows: whether the rows before `rows.fresh` are invisible too.
         """
-        spec = self._spec
         difference = self._position_difference(rows, columns)
-
-        logits = products * spec.scale
-        if self.bias is not None:
-            logits = logits + cut(cut(self.bias, rows, -2), columns, -1).astype(self.dtype)
-        distance = None
-        if self.slopes is not None and difference is not None:
-            distance = jnp.abs(difference).astype(self.dtype)
-            logits = logits - self.slopes * distance
-        cap_slope = None
-        if spec.logits_soft_cap is not None:
-            bent = jnp.tanh(logits / spec.logits_soft_cap)
-            logits = spec.logits_soft_cap * bent
-            cap_slope = 1.0 - bent * bent
-        kept = None
-        if spec.dropout_rate > 0.0:
-            kept = self._kept(rows, columns)
         visible = self._visible(rows, columns, difference, fresh_rows)
-        return Tile(logits, visible, cap_slope, distance, kept)
+        kept = self._kept(rows, columns) if self._spec.dropout_rate > 0.0 else None
+        place = None
+        if self._scores is not None:
+            indices = Indices(
+                *self._batch_and_head_numbers(),
+                self._row_numbers(rows),
+                self._column_numbers(columns),
+                difference if self._scores.asks_for_distance else None,
+            )
+            place = Place(rows.start, columns.start, rows.size, columns.size, indices)
+        return Tile(rows, columns, place, visible, kept)
+
+    def captured(self, captures: dict[str, Any], tile: Tile) -> dict[str, Any]:
+        """What a tile reads of the arrays of `captures_of`, or of tangents of theirs: for each a
+        tuple of arrays that broadcast to the tile."""
+        if self._scores is None:
+            return {}
+        return {
+            name: self._scores.read(_number(name), x, tile.place) for name, x in captures.items()
+        }
+
+    def add(self, name: str, total, tile: Tile, reads):
+        """The transpose of `captured` for one capture, added to `total`, shaped like it."""
+        assert self._scores is not None
+        return self._scores.add(_number(name), total, tile.place, reads)
+
+    def logits(self, scores, captured: dict[str, Any], tile: Tile):
+        """The logits of a tile, meaningless where not visible; no derivative there is NaN.
+
+        Args:
+            scores: scale * q k^T, (*B, K, G, rows, columns).
+            captured: what the method `captured` returns, of all of `captures_of`.
+            tile: where the tile lies.
+        """
+        if self._scores is None:
+            return scores
+        reads = {_number(name): x for name, x in captured.items()}
+        return self._scores.logits(scores, reads, tile.place, tile.visible)
 
     def _position_difference(self, rows: Block, columns: Block):
         """Query position minus key position, int32. It overflows for invisible elements only."""
-        if self._left is None and self._right is None and self.slopes is None:
+        asked_for = self._scores is not None and self._scores.asks_for_distance
+        if self._left is None and self._right is None and not asked_for:
             return None
         if self._q_positions is None:
             row = self._row_numbers(rows) + self._offset
@@ -228,11 +250,7 @@ class Tiles:
 
     def _kept(self, rows: Block, columns: Block):
         rank = self._rank
-        nb = len(self._batch)
-        batch = self._iota(0, 1)
-        for axis, extent in enumerate(self._batch):
-            batch = batch * extent + self._iota(axis, extent)
-        head = self._iota(nb, self._kv_heads) * self._group + self._iota(nb + 1, self._group)
+        batch, head = self._batch_and_head_numbers()
         return _dropout.keep(
             self._seed,
             self._spec.dropout_rate,
@@ -242,6 +260,14 @@ class Tiles:
             first_column=columns.start,
             num_columns=columns.size,
         )
+
+    def _batch_and_head_numbers(self):
+        nb = len(self._batch)
+        batch = self._iota(0, 1)
+        for axis, extent in enumerate(self._batch):
+            batch = batch * extent + self._iota(axis, extent)
+        head = self._iota(nb, self._kv_heads) * self._group + self._iota(nb + 1, self._group)
+        return batch, head
 
     def _row_numbers(self, rows: Block):
         return self._iota(self._rank - 2, rows.size) + rows.start
@@ -254,14 +280,6 @@ class Tiles:
         shape[axis] = extent
         return jax.lax.broadcasted_iota(jnp.int32, shape, axis)
 
-    def _grouped(self, x):
-        """(*#B, #N, #T, #S) with N split into (K, G)."""
-        if x is None:
-            return None
-        *batch, heads, q_len, kv_len = x.shape
-        split = (1, 1) if heads == 1 else (self._kv_heads, self._group)
-        return x.reshape(*batch, *split, q_len, kv_len)
-
     def _per_batch(self, x):
         return None if x is None else x[..., None, None, None, None]
 
@@ -270,6 +288,43 @@ class Tiles:
 
     def _per_column(self, x):
         return None if x is None else x[..., None, None, None, :]
+
+
+def captures_of(spec: AttentionSpec, operands: Operands) -> dict[str, Any]:
+    """The captures with a gradient, by name, as `Tiles` wants them."""
+    if spec.program is None:
+        return {}
+    dtype = jnp.float64 if operands.query.dtype == jnp.float64 else jnp.float32
+    scores = TileScores(spec.program, sizes_of(operands), dtype, {})
+    return {
+        name: scores.prepared(_number(name), x)
+        for name, x in operands.named().items()
+        if name.startswith("captures[") and not _is_fixed(x)
+    }
+
+
+def sizes_of(operands: Operands) -> Sizes:
+    *batch, q_len, q_heads, _ = operands.query.shape
+    kv_len, kv_heads = operands.key.shape[-3:-1]
+    return Sizes(tuple(batch), kv_heads, q_heads // kv_heads, q_len, kv_len)
+
+
+def _number(name: str) -> int:
+    """3 for captures[3]."""
+    return int(name.removeprefix("captures[").removesuffix("]"))
+
+
+def _is_fixed(x) -> bool:
+    """Whether a capture has no gradient; None stands for one that has, and is not here."""
+    return x is not None and not jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _grouped(x, operands: Operands):
+    """(*#B, #N, #T, #S) with N split into (K, G)."""
+    *batch, heads, q_len, kv_len = x.shape
+    kv_heads = operands.key.shape[-2]
+    split = (1, 1) if heads == 1 else (kv_heads, heads // kv_heads)
+    return x.reshape(*batch, *split, q_len, kv_len)
 
 
 def _blocks_met(block: Block, offset: int, before, after, others: Blocks):

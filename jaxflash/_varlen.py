@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxflash import _spec, _vjp
+from jaxflash import _derivatives, _scores, _spec
 from jaxflash._api import choose_path
 
 
@@ -25,6 +25,7 @@ def varlen_attention(
     logits_soft_cap=None,
     sink=None,
     alibi_slopes=None,
+    score_mod=None,
     dropout_rate=0.0,
     dropout_rng=None,
     precision=None,
@@ -54,6 +55,7 @@ def varlen_attention(
       logits_soft_cap: see there.
       sink: see there.
       alibi_slopes: ``(N,)``; distances are those within the sequence.
+      score_mod: see there; ``b`` is 0, ``q`` and ``kv`` are rows and columns of the packed arrays.
       dropout_rate: see there; the mask counts rows and columns of the packed arrays.
       dropout_rng: see there.
       precision: see there.
@@ -110,7 +112,8 @@ def varlen_attention(
         shift = jnp.diff(cu_seqlens_kv) - jnp.diff(cu_seqlens_q)
         query_positions = query_positions + shift[jnp.maximum(query_ids, 0)]
     operands = operands._replace(query_positions=query_positions, key_positions=key_positions)
-    out, lse = _vjp.attention(spec, choose_path(spec, operands, implementation), operands)
+    spec, operands = _scores.compose(spec, operands, score_mod)
+    out, lse = _derivatives.attention(spec, choose_path(spec, operands, implementation), operands)
     return (out, lse) if return_residual else out
 
 

@@ -37,6 +37,7 @@ def dot_product_attention(
     logits_soft_cap=None,
     sink=None,
     alibi_slopes=None,
+    score_mod=None,
     dropout_rate=0.0,
     dropout_rng=None,
     precision=None,
@@ -47,7 +48,7 @@ def dot_product_attention(
 
     .. math::
         \mathrm{out} = \mathrm{dropout}(\mathrm{softmax}(
-            \mathrm{mask}(c \tanh((s Q K^T + \mathrm{bias} - a |i - j|) / c)))) V
+            \mathrm{mask}(f(c \tanh((s Q K^T + \mathrm{bias} - a |i - j|) / c))))) V
 
     Letters: B batch (any number of axes, or none), T query length, S key length, N query heads,
     K key heads, H query and key head size, h value head size.
@@ -83,6 +84,8 @@ def dot_product_attention(
         logits_soft_cap: c in c * tanh(logits / c), which follows bias and slopes.
         sink: (N), one more logit per head in the softmax, whose value is 0. It counts in lse.
         alibi_slopes: (N) or (\*B, N), a in the term -a * |query position - key position|.
+        score_mod: f in the formula, a scalar function of (logit, batch element, query head, row,
+            column); the batch element counts row-major over the batch axes.
         dropout_rate: probability of dropping a normalised probability; lse is unaffected. The mask
             is a function of (rng, batch, head, row, column) that `jaxflash._dropout` defines.
         dropout_rng: a PRNG key.
@@ -114,7 +117,7 @@ def dot_product_attention(
         precision=precision,
         deterministic_backward=deterministic_backward,
     )
-    out, lse = attention(spec, operands)
+    out, lse = attention(spec, operands, score_mod)
     return (out, lse) if return_residual else out
 
 
@@ -135,6 +138,7 @@ def varlen_attention(query, key, value, cu_seqlens_q, cu_seqlens_kv, **arguments
     if arguments.get("dropout_rate", 0.0) != 0.0:
         raise ValueError("dropout_rate must be 0 in the reference of varlen_attention")
     return_residual = arguments.pop("return_residual", False)
+    score_mod = arguments.pop("score_mod", None)
     # NumPy arrays stay concrete inside `jax.jit`.
     cu_seqlens_q, cu_seqlens_kv = np.asarray(cu_seqlens_q), np.asarray(cu_seqlens_kv)
     padding = query.shape[0] - int(cu_seqlens_q[-1])
@@ -142,17 +146,25 @@ def varlen_attention(query, key, value, cu_seqlens_q, cu_seqlens_kv, **arguments
         [slice(int(begin), int(end)) for begin, end in itertools.pairwise(edges)]
         for edges in (cu_seqlens_q, cu_seqlens_kv)
     )
-    results = [
-        dot_product_attention(query[i], key[j], value[j], return_residual=True, **arguments)
-        for i, j in zip(of_queries, of_keys, strict=True)
-    ]
+
+    def one(i: slice, j: slice):
+        shifted = None
+        if score_mod is not None:
+
+            def shifted(score, b, h, q, kv):
+                return score_mod(score, b, h, q + i.start, kv + j.start)
+
+        options = dict(arguments, score_mod=shifted, return_residual=True)
+        return dot_product_attention(query[i], key[j], value[j], **options)
+
+    results = [one(i, j) for i, j in zip(of_queries, of_keys, strict=True)]
     outs, lses = zip(*results, strict=True)
     out = jnp.pad(jnp.concatenate(outs), ((0, padding), (0, 0), (0, 0)))
     lse = jnp.pad(jnp.concatenate(lses), ((0, padding), (0, 0)), constant_values=-jnp.inf)
     return (out, lse) if return_residual else out
 
 
-def attention(spec: _spec.AttentionSpec, operands: _spec.Operands):
+def attention(spec: _spec.AttentionSpec, operands: _spec.Operands, score_mod=None):
     """(out, lse) of validated arguments."""
     dtype = jnp.float64 if operands.query.dtype == jnp.float64 else jnp.float32
     q_heads, kv_heads = operands.query.shape[-2], operands.key.shape[-2]
@@ -181,6 +193,8 @@ def attention(spec: _spec.AttentionSpec, operands: _spec.Operands):
     if spec.logits_soft_cap is not None:
         logits = jnp.where(visible, logits, 0.0)
         logits = spec.logits_soft_cap * jnp.tanh(logits / spec.logits_soft_cap)
+    if score_mod is not None:
+        logits = _modified(score_mod, jnp.where(visible, logits, 0.0))
     logits = jnp.where(visible, logits, -jnp.inf)
 
     # Softmax. The maximum only keeps exp in range: its gradient is zero.
@@ -208,6 +222,18 @@ def attention(spec: _spec.AttentionSpec, operands: _spec.Operands):
 
 def _product(expression: str, a, b):
     return jnp.einsum(expression, a, b, precision=jax.lax.Precision.HIGHEST)
+
+
+def _modified(score_mod, logits):
+    """`score_mod` of every logit (*B, N, T, S)."""
+    *batch, q_heads, q_len, kv_len = logits.shape
+    of_rows = jax.vmap(score_mod, (0, None, None, None, 0))
+    of_heads = jax.vmap(of_rows, (0, None, None, 0, None))
+    of_batch = jax.vmap(of_heads, (0, None, 0, None, None))
+    of_all = jax.vmap(of_batch, (0, 0, None, None, None))
+    numbers = (jnp.arange(n, dtype=jnp.int32) for n in (math.prod(batch), q_heads, q_len, kv_len))
+    flat = logits.reshape(math.prod(batch), q_heads, q_len, kv_len)
+    return of_all(flat, *numbers).astype(logits.dtype).reshape(logits.shape)
 
 
 def _query_minus_key_position(spec, operands):

@@ -6,15 +6,24 @@ from collections.abc import Iterator
 
 import jax
 
+from jaxflash._primitive import Op
+
 
 def equations(function, *arguments) -> Iterator:
-    """Every equation of the traced function, those of inner jaxprs as often as they are called."""
+    """Every equation of the traced function, those of inner jaxprs as often as they are called.
+
+    The package's own primitives count as what they lower to.
+    """
     yield from _equations(jax.make_jaxpr(function)(*arguments).jaxpr)
 
 
 def _equations(jaxpr):
     for equation in jaxpr.eqns:
         yield equation
+        op = equation.params.get("op")
+        if isinstance(op, Op):
+            types = [variable.aval for variable in equation.invars]
+            yield from _equations(jax.make_jaxpr(op)(*types).jaxpr)
         for parameter in equation.params.values():
             for inner in jax.tree.leaves(parameter, is_leaf=_has_jaxpr):
                 inner = _jaxpr_of(inner)

@@ -97,7 +97,7 @@ def test_support_table_of_the_readme():
     assert _support.table() in (_ROOT / "README.md").read_text()
 
 
-@pytest.mark.parametrize("name", ["flax", "equinox"])
+@pytest.mark.parametrize("name", ["flax", "equinox", "derivatives"])
 def test_example_of_the_readme(name):
     text = (_ROOT / "README.md").read_text()
     (code,) = re.findall(rf"<!-- example {name} -->\n```python\n(.*?)```", text, re.DOTALL)

@@ -277,23 +277,6 @@ def test_no_bias_gradient_unless_asked_for():
     assert count((0, 1, 2)) < count((0, 1, 2, 3))
 
 
-# ---- What has no derivative ---------------------------------------------------------------------
-
-
-def test_forward_mode_says_so(attend):
-    qkv = _qkv(B)
-    with pytest.raises(TypeError, match="forward-mode"):
-        jax.jvp(attend, qkv, qkv)
-
-
-def test_second_derivative_says_so(attend):
-    def gradient_norm(*qkv):
-        return jnp.sum(jax.grad(_loss(attend))(*qkv) ** 2)
-
-    with pytest.raises(NotImplementedError, match="first derivatives"):
-        jax.grad(gradient_norm)(*_qkv(B))
-
-
 # ---- Other dtypes -------------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ template <Math kMath, class FragmentOrder>
 cudaError_t launch_convert_dq(Start start, const BackwardParams& params,
                               const BackwardWorkspace& workspace, uint32_t adds,
                               cudaStream_t stream) {
-  return launch_blocks(convert_dq_kernel<StorageType<kMath>, FragmentOrder>, start,
+  return launch_blocks(Kernel(convert_dq_kernel<StorageType<kMath>, FragmentOrder>), start,
                        convert_dq_blocks(params.problem), kConvertThreads, 0, params, workspace,
                        stream, adds);
 }

@@ -13,7 +13,7 @@ inline int64_t delta_blocks(const Problem& problem, const BackwardWorkspace& wor
 template <Math kMath>
 cudaError_t launch_delta(const BackwardParams& params, const BackwardWorkspace& workspace,
                          cudaStream_t stream) {
-  return launch_blocks(delta_kernel<StorageType<kMath>>, Start::kAfter,
+  return launch_blocks(Kernel(delta_kernel<StorageType<kMath>>), Start::kAfter,
                        delta_blocks(params.problem, workspace), kDeltaThreads, 0, params, workspace,
                        stream);
 }

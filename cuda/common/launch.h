@@ -11,6 +11,7 @@
 #include <type_traits>
 
 #include "attention.h"
+#include "common/status.h"
 #include "common/workspace.h"
 
 namespace jaxflash {
@@ -21,16 +22,29 @@ using StorageType =
     std::conditional_t<kMath == Math::kFloat16, __half,
                        std::conditional_t<kMath == Math::kBFloat16, __nv_bfloat16, float>>;
 
-// Lets a kernel use Traits::kSharedBytes on the current device, once for each device.
-template <class Traits>
-cudaError_t allow_shared_memory(const void* kernel, int device) {
+// Lets a kernel of this library have that much on the current device; asks once for each device.
+// `Of` tells kernels apart.
+template <class Of>
+Status allow_shared_memory(const void* kernel, int bytes) {
   static std::atomic<uint64_t> allowed{0};
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
   const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
-  if ((allowed.load(std::memory_order_acquire) & bit) != 0) return cudaSuccess;
-  const cudaError_t error = cudaFuncSetAttribute(
-      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kSharedBytes);
-  if (error == cudaSuccess) allowed.fetch_or(bit, std::memory_order_release);
-  return error;
+  if (error == cudaSuccess && (allowed.load(std::memory_order_acquire) & bit) == 0) {
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    if (error == cudaSuccess) allowed.fetch_or(bit, std::memory_order_release);
+  }
+  return cuda_status(error, "reserving shared memory");
+}
+
+// Bytes that a block may have on the current device.
+inline Status shared_memory_per_block(int* bytes) {
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  }
+  return cuda_status(error, "asking for the GPU's shared memory");
 }
 
 // When a kernel may start.
@@ -45,9 +59,18 @@ struct Grid {
   unsigned cluster_blocks = 1;  // of a cluster; divides `blocks`. Above 1 from sm_90 on
 };
 
-template <class... Parameters, class... Arguments>
-cudaError_t launch(void (*kernel)(Parameters...), Start start, Grid grid, int threads,
-                   int shared_bytes, cudaStream_t stream, const Arguments&... arguments) {
+// A kernel of these parameters: one of this library, or one that was compiled at run time.
+template <class... Parameters>
+struct Kernel {
+  const void* handle;
+
+  explicit Kernel(const void* handle) : handle(handle) {}
+  Kernel(void (*kernel)(Parameters...)) : handle(reinterpret_cast<const void*>(kernel)) {}
+};
+
+template <class... Parameters>
+cudaError_t launch(Kernel<Parameters...> kernel, Start start, Grid grid, int threads,
+                   int shared_bytes, cudaStream_t stream, Parameters... arguments) {
   cudaLaunchAttribute attributes[2] = {};
   unsigned count = 0;
   if (start == Start::kBeside) {
@@ -65,12 +88,13 @@ cudaError_t launch(void (*kernel)(Parameters...), Start start, Grid grid, int th
   config.stream = stream;
   config.attrs = attributes;
   config.numAttrs = count;
-  return cudaLaunchKernelEx(&config, kernel, arguments...);
+  void* pointers[] = {&arguments...};
+  return cudaLaunchKernelExC(&config, kernel.handle, pointers);
 }
 
 // Any number of blocks of `kernel(params, workspace, first_block, more...)`.
 template <class... More>
-cudaError_t launch_blocks(void (*kernel)(BackwardParams, BackwardWorkspace, int64_t, More...),
+cudaError_t launch_blocks(Kernel<BackwardParams, BackwardWorkspace, int64_t, More...> kernel,
                           Start start, int64_t blocks, int threads, int shared_bytes,
                           const BackwardParams& params, const BackwardWorkspace& workspace,
                           cudaStream_t stream, More... more) {

@@ -4,12 +4,11 @@
 
 #include <cuda_runtime.h>
 
-#include <type_traits>
-
 #include "attention.h"
 #include "common/convert_dq.cuh"
 #include "common/delta.cuh"
 #include "common/launch.h"
+#include "common/program_kernels.h"
 #include "common/status.h"
 #include "common/workspace.h"
 #include "sm80/backward_kernel.cuh"
@@ -17,22 +16,23 @@
 
 namespace jaxflash::sm80 {
 
-// Runs one tile configuration; `backward` below chooses it.
+namespace detail {
+
+template <Math kMath, int kHeadDim>
+using BackwardTilesOf =
+    BackwardTiles<kMath == Math::kFloat32 ? 0 : sizeof(typename MathTraits<kMath>::Element),
+                  kHeadDim>;
+
+using MainKernel = Kernel<BackwardParams, BackwardWorkspace, int64_t>;
+
+// All three kernels; the main one's shared memory has been allowed.
 template <Math kMath, int kHeadDim, class Tile>
-Status backward_with(const BackwardParams& params, cudaStream_t stream) {
+Status launch_backward(MainKernel kernel, const BackwardParams& params, cudaStream_t stream) {
   using Traits = BackwardTraits<kMath, kHeadDim, Tile>;
   const Problem& problem = params.problem;
   const BackwardWorkspace workspace = backward_workspace(problem);
 
-  int device = 0;
-  Status status = cuda_status(cudaGetDevice(&device), "asking for the GPU");
-  if (!status.ok()) return status;
-  const auto kernel = backward_kernel<Traits, BandMask, ScaledScores>;
-  status = cuda_status(allow_shared_memory<Traits>(reinterpret_cast<const void*>(kernel), device),
-                       "reserving shared memory for the backward kernel");
-  if (!status.ok()) return status;
-
-  status =
+  Status status =
       cuda_status(launch_delta<kMath>(params, workspace, stream), "launching the delta kernel");
   if (!status.ok()) return status;
 
@@ -50,27 +50,58 @@ Status backward_with(const BackwardParams& params, cudaStream_t stream) {
       "launching the conversion of dq");
 }
 
+template <Math kMath, int kHeadDim, class Tile>
+Status backward_with(const BackwardParams& params, cudaStream_t stream) {
+  using Traits = BackwardTraits<kMath, kHeadDim, Tile>;
+  const MainKernel kernel = backward_kernel<Traits, BandMask, ScaledScores>;
+  Status status = allow_shared_memory<Traits>(kernel.handle, Traits::kSharedBytes);
+  return status.ok() ? launch_backward<kMath, kHeadDim, Tile>(kernel, params, stream) : status;
+}
+
+}  // namespace detail
+
 // Head sizes up to kHeadDim.
 template <Math kMath, int kHeadDim>
 Status backward(const BackwardParams& params, cudaStream_t stream) {
-  using Element = typename MathTraits<kMath>::Element;
-  constexpr int kGroup = kMath == Math::kFloat32 ? 0 : sizeof(Element);
-  using Tiles = BackwardTiles<kGroup, kHeadDim>;
-  using Fast = typename Tiles::Fast;
+  using Tiles = detail::BackwardTilesOf<kMath, kHeadDim>;
+  using Large = typename Tiles::Large;
   using Small = typename Tiles::Small;
-  if constexpr (!std::is_void_v<Small>) {
-    int device = 0, shared_bytes = 0;
-    cudaError_t error = cudaGetDevice(&device);
-    if (error == cudaSuccess) {
-      error =
-          cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-    }
-    if (Status status = cuda_status(error, "asking for the GPU"); !status.ok()) return status;
-    if (shared_bytes < BackwardTraits<kMath, kHeadDim, Fast>::kSharedBytes) {
-      return backward_with<kMath, kHeadDim, Small>(params, stream);
-    }
-  }
-  return backward_with<kMath, kHeadDim, Fast>(params, stream);
+  int available = 0;
+  if (Status status = shared_memory_per_block(&available); !status.ok()) return status;
+  return available >= BackwardTraits<kMath, kHeadDim, Large>::kSharedBytes
+             ? detail::backward_with<kMath, kHeadDim, Large>(params, stream)
+             : detail::backward_with<kMath, kHeadDim, Small>(params, stream);
+}
+
+// The kernel for a score program: see Launcher.
+template <Math kMath, int kHeadDim>
+int backward_program_kernels(const ProgramTraits& program,
+                             ProgramKernel (&kernels)[kMaxProgramTiles]) {
+  using Tiles = detail::BackwardTilesOf<kMath, kHeadDim>;
+  ProgramKernelList list(program, kernels);
+  for_each_tile(ProgramTiles<typename Tiles::Large, typename Tiles::Small>{},
+                [&](int number, auto tile) {
+                  using Tile = decltype(tile);
+                  using Traits = BackwardTraits<kMath, kHeadDim, Tile>;
+                  if (list.count() == 1) return;  // the larger one fits
+                  const TypeName name = type_name<Traits>();
+                  list.add<Tile>(number, "sm80/backward_kernel.cuh", Traits::kSharedBytes,
+                                 "jaxflash::sm80::backward_kernel<%.*s, jaxflash::BandMask, "
+                                 "jaxflash::sm80::ProgramScores<jaxflash::Program>>",
+                                 name.length, name.begin);
+                });
+  return list.count();
+}
+
+template <Math kMath, int kHeadDim>
+Status backward_program(const BackwardParams& params, const LoadedKernel& kernel,
+                        cudaStream_t stream) {
+  using Tiles = detail::BackwardTilesOf<kMath, kHeadDim>;
+  return use_tile(ProgramTiles<typename Tiles::Large, typename Tiles::Small>{}, kernel.tile,
+                  [&](auto tile) {
+                    return detail::launch_backward<kMath, kHeadDim, decltype(tile)>(
+                        detail::MainKernel(kernel.handle), params, stream);
+                  });
 }
 
 }  // namespace jaxflash::sm80

@@ -7,8 +7,12 @@
 
 namespace jaxflash::sm80 {
 
-// From sm_90 on one instruction adds four floats.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+// From sm_90 on one instruction adds four floats. A kernel that is compiled at run time keeps to
+// the order of the kernels that it works with, whose code may be an older architecture's:
+// JAXFLASH_PORTABLE_ARCH.
+#if defined(JAXFLASH_PORTABLE_ARCH)
+inline constexpr bool kVectorAdds = JAXFLASH_PORTABLE_ARCH >= 90;
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 inline constexpr bool kVectorAdds = true;
 #else
 inline constexpr bool kVectorAdds = false;
@@ -23,15 +27,15 @@ struct DqFragmentOrder {
 
   __device__ __forceinline__ static void add(float* piece, const float (&acc)[4]) {
     const int lane = threadIdx.x % 32;
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    asm volatile(
-        "red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(piece + 4 * lane),
-        "f"(acc[0]), "f"(acc[1]), "f"(acc[2]), "f"(acc[3])
-        : "memory");
-#else
+    if constexpr (kVectorAdds) {
+      asm volatile(
+          "red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(piece + 4 * lane),
+          "f"(acc[0]), "f"(acc[1]), "f"(acc[2]), "f"(acc[3])
+          : "memory");
+    } else {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) red_add_f32(piece + 32 * i + lane, acc[i]);
-#endif
+      for (int i = 0; i < 4; ++i) red_add_f32(piece + 32 * i + lane, acc[i]);
+    }
   }
 
   // The elements of a lane. Nobody reads them again.

@@ -6,6 +6,8 @@
 #include <algorithm>
 
 #include "attention.h"
+#include "common/launch.h"
+#include "common/program_kernels.h"
 #include "common/status.h"
 #include "common/workspace.h"
 #include "sm80/forward_kernel.cuh"
@@ -13,40 +15,87 @@
 
 namespace jaxflash::sm80 {
 
+namespace detail {
+
+template <Math kMath, int kHeadDim>
+using ForwardTilesOf =
+    ForwardTiles<kMath == Math::kFloat32 ? 0 : sizeof(typename MathTraits<kMath>::Element),
+                 kHeadDim>;
+
+// The kernel's shared memory has been allowed.
 template <Math kMath, int kHeadDim, class Tile>
-Status launch_forward(const ForwardParams& params, cudaStream_t stream) {
+Status launch_forward(Kernel<ForwardParams, uint64_t> kernel, const ForwardParams& params,
+                      cudaStream_t stream) {
   const Problem& problem = params.problem;
   const int64_t heads = batch_size(problem) * problem.q_heads;
   const int64_t tiles = (int64_t{problem.q_len} + Tile::kRows - 1) / Tile::kRows;
   if (heads * tiles == 0) return {};
 
   constexpr int kBytes = ForwardSmem<kMath, kHeadDim, Tile>::kBytes;
-  const auto kernel = forward_kernel<kMath, kHeadDim, Tile>;
-  cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   const int64_t heads_per_launch = ((int64_t{1} << 31) - 1) / tiles;  // the largest grid
-  for (int64_t first = 0; first < heads && error == cudaSuccess; first += heads_per_launch) {
+  for (int64_t first = 0; first < heads; first += heads_per_launch) {
     const int64_t blocks = std::min(heads - first, heads_per_launch) * tiles;
-    kernel<<<static_cast<unsigned>(blocks), Tile::kThreads, kBytes, stream>>>(params, first);
-    error = cudaGetLastError();
+    const cudaError_t error =
+        launch(kernel, Start::kAfter, {static_cast<unsigned>(blocks)}, Tile::kThreads, kBytes,
+               stream, params, static_cast<uint64_t>(first));
+    if (error != cudaSuccess) {
+      return cuda_status(error, "launching the attention forward kernel");
+    }
   }
-  return cuda_status(error, "launching the attention forward kernel");
+  return {};
 }
+
+template <Math kMath, int kHeadDim, class Tile>
+Status forward_with(const ForwardParams& params, cudaStream_t stream) {
+  const Kernel<ForwardParams, uint64_t> kernel = forward_kernel<kMath, kHeadDim, Tile>;
+  using Smem = ForwardSmem<kMath, kHeadDim, Tile>;
+  Status status = allow_shared_memory<Smem>(kernel.handle, Smem::kBytes);
+  return status.ok() ? launch_forward<kMath, kHeadDim, Tile>(kernel, params, stream) : status;
+}
+
+}  // namespace detail
 
 template <Math kMath, int kHeadDim>
 Status forward(const ForwardParams& params, cudaStream_t stream) {
-  constexpr int kGroup = kMath == Math::kFloat32 ? 0 : sizeof(typename MathTraits<kMath>::Element);
-  using Large = typename ForwardTiles<kGroup, kHeadDim>::Large;
-  using Small = typename ForwardTiles<kGroup, kHeadDim>::Small;
-  int device = 0, available = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&available, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  }
-  if (error != cudaSuccess) return cuda_status(error, "asking for the GPU's shared memory");
+  using Tiles = detail::ForwardTilesOf<kMath, kHeadDim>;
+  using Large = typename Tiles::Large;
+  using Small = typename Tiles::Small;
+  int available = 0;
+  if (Status status = shared_memory_per_block(&available); !status.ok()) return status;
   return available >= ForwardSmem<kMath, kHeadDim, Large>::kBytes
-             ? launch_forward<kMath, kHeadDim, Large>(params, stream)
-             : launch_forward<kMath, kHeadDim, Small>(params, stream);
+             ? detail::forward_with<kMath, kHeadDim, Large>(params, stream)
+             : detail::forward_with<kMath, kHeadDim, Small>(params, stream);
+}
+
+// The kernel for a score program: see Launcher.
+template <Math kMath, int kHeadDim>
+int forward_program_kernels(const ProgramTraits& program,
+                            ProgramKernel (&kernels)[kMaxProgramTiles]) {
+  using Tiles = detail::ForwardTilesOf<kMath, kHeadDim>;
+  ProgramKernelList list(program, kernels);
+  for_each_tile(ProgramTiles<typename Tiles::Large, typename Tiles::Small>{}, [&](int number,
+                                                                                  auto tile) {
+    using Tile = decltype(tile);
+    if (list.count() == 1) return;  // the larger one fits
+    const TypeName name = type_name<Tile>();
+    list.add<Tile>(number, "sm80/forward_kernel.cuh", ForwardSmem<kMath, kHeadDim, Tile>::kBytes,
+                   "jaxflash::sm80::forward_kernel<static_cast<jaxflash::Math>(%d), "
+                   "%d, %.*s, jaxflash::BandMask, "
+                   "jaxflash::sm80::ProgramScores<jaxflash::Program>>",
+                   static_cast<int>(kMath), kHeadDim, name.length, name.begin);
+  });
+  return list.count();
+}
+
+template <Math kMath, int kHeadDim>
+Status forward_program(const ForwardParams& params, const LoadedKernel& kernel,
+                       cudaStream_t stream) {
+  using Tiles = detail::ForwardTilesOf<kMath, kHeadDim>;
+  return use_tile(ProgramTiles<typename Tiles::Large, typename Tiles::Small>{}, kernel.tile,
+                  [&](auto tile) {
+                    return detail::launch_forward<kMath, kHeadDim, decltype(tile)>(
+                        Kernel<ForwardParams, uint64_t>(kernel.handle), params, stream);
+                  });
 }
 
 }  // namespace jaxflash::sm80

@@ -19,9 +19,9 @@ struct ForwardTile {
   static constexpr int kRowTiles = kRows / (16 * kWarps);  // of 16 rows, in a warp
 };
 
-// `Large` where a block may have its shared memory, otherwise `Small`, which fits the 99 KB of the
-// consumer GPUs. kGroup is the size of the elements, and 0 for kFloat32: its split operands need
-// twice the registers.
+// `Large` where a block may have its shared memory, otherwise `Small`, which fits the 99 KB of GPUs
+// of compute capability 8.6, 8.9 and 12.0. kGroup is the size of the elements, and 0 for kFloat32:
+// its split operands need twice the registers.
 template <int kGroup, int kHeadDim>
 struct ForwardTiles;
 
@@ -92,9 +92,7 @@ struct BackwardTile {
 };
 
 // Columns: rows, keys, key warps, column warps, exchange, rows of a pass, stages, dq row warps,
-// blocks per SM. Fast: for 227 KB of shared memory in an SM. Small: 99 KB for a block, as GPUs of
-// compute capability 8.6, 8.9 and 12.0 have; void where Fast already fits. kGroup is the size of
-// the elements, and 0 for kFloat32.
+// blocks per SM. Large, Small and kGroup as in ForwardTiles.
 template <int kGroup, int kHeadDim>
 struct BackwardTiles;
 
@@ -102,47 +100,47 @@ struct BackwardTiles;
 // warp, because every warp reads all of q and dout.
 template <>
 struct BackwardTiles<2, 64> {
-  using Fast = BackwardTile<64, 128, 4, 1, false, 16, 2, 2, 2>;
-  using Small = void;
+  using Large = BackwardTile<64, 128, 4, 1, false, 16, 2, 2, 2>;
+  using Small = Large;
 };
 
 template <>
 struct BackwardTiles<2, 128> {
-  using Fast = BackwardTile<64, 128, 4, 2, true, 32, 2, 2, 1>;
+  using Large = BackwardTile<64, 128, 4, 2, true, 32, 2, 2, 1>;
   using Small = BackwardTile<32, 64, 4, 1, false, 32, 2, 2, 1>;
 };
 
 // dk and dv of 64 keys are half of the register file; the columns are divided between four warps.
 template <>
 struct BackwardTiles<2, 256> {
-  using Fast = BackwardTile<64, 64, 2, 4, true, 16, 2, 1, 1>;
+  using Large = BackwardTile<64, 64, 2, 4, true, 16, 2, 1, 1>;
   using Small = BackwardTile<32, 32, 2, 2, true, 16, 1, 1, 1>;
 };
 
 template <>
 struct BackwardTiles<4, 64> {
-  using Fast = BackwardTile<32, 128, 4, 1, false, 32, 2, 1, 2>;  // 119 TFLOP/s; 64 keys 95
+  using Large = BackwardTile<32, 128, 4, 1, false, 32, 2, 1, 2>;  // 119 TFLOP/s; 64 keys 95
   using Small = BackwardTile<32, 64, 4, 1, false, 32, 2, 1, 2>;
 };
 
 template <>
 struct BackwardTiles<4, 128> {
-  using Fast = BackwardTile<32, 64, 4, 1, false, 16, 2, 1, 1>;
+  using Large = BackwardTile<32, 64, 4, 1, false, 16, 2, 1, 1>;
   using Small = BackwardTile<16, 64, 4, 1, false, 16, 1, 1, 1>;
 };
 
 // Scores are computed twice, by the warps that share keys: see the assertion on the exchange.
 template <>
 struct BackwardTiles<4, 256> {
-  using Fast = BackwardTile<32, 32, 2, 2, false, 16, 1, 2, 1>;
+  using Large = BackwardTile<32, 32, 2, 2, false, 16, 1, 2, 1>;
   using Small = BackwardTile<16, 32, 2, 2, false, 16, 1, 1, 1>;
 };
 
 // Split operands need more registers.
 template <>
 struct BackwardTiles<0, 64> {
-  using Fast = BackwardTile<32, 64, 4, 1, false, 32, 2, 1, 2>;
-  using Small = void;
+  using Large = BackwardTile<32, 64, 4, 1, false, 32, 2, 1, 2>;
+  using Small = Large;
 };
 
 template <>

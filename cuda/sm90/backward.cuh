@@ -11,6 +11,7 @@
 #include "common/convert_dq.cuh"
 #include "common/delta.cuh"
 #include "common/launch.h"
+#include "common/program_kernels.h"
 #include "common/status.h"
 #include "common/workspace.h"
 #include "sm90/backward_kernel.cuh"
@@ -110,8 +111,9 @@ KeyTileOrder key_tile_order(const BackwardParams& params, const BackwardWorkspac
 // dk and dv, and dq where it is direct. Without rows to add to, nothing has cleared the ticket, and
 // dk and dv become 0.
 template <Math kMath, class Tile>
-Status launch_backward(const BackwardParams& params, const BackwardWorkspace& workspace,
-                       const MappedTensor* direct_dq, cudaStream_t stream) {
+Status launch_backward(Kernel<BackwardArgs> kernel, const BackwardParams& params,
+                       const BackwardWorkspace& workspace, const MappedTensor* direct_dq,
+                       cudaStream_t stream) {
   using Traits = BackwardTraits<Tile, kMath>;
   const Problem& problem = params.problem;
   BackwardMaps maps;
@@ -174,9 +176,6 @@ Status launch_backward(const BackwardParams& params, const BackwardWorkspace& wo
   args.workspace = workspace;
   args.workspace_data = params.workspace;
 
-  const auto kernel = backward_kernel<Traits, BandMask, ScaledLogits>;
-  error = allow_shared_memory<Traits>(reinterpret_cast<const void*>(kernel), device);
-  if (Status status = cuda_status(error, "reserving shared memory"); !status.ok()) return status;
   const uint32_t tiles = args.order.key_tiles * args.order.heads;
   const Grid grid{std::min<uint32_t>(tiles, multiprocessors / Tile::kBlocks) * Tile::kBlocks,
                   Tile::kBlocks};
@@ -186,17 +185,39 @@ Status launch_backward(const BackwardParams& params, const BackwardWorkspace& wo
   return cuda_status(error, "launching the backward kernel");
 }
 
+// All three kernels; the main one's shared memory has been allowed.
+template <Math kMath, class Tile>
+Status launch_backward_kernels(Kernel<BackwardArgs> kernel, const BackwardParams& params,
+                               cudaStream_t stream) {
+  const Problem& problem = params.problem;
+  if (batch_size(problem) == 0 || problem.q_heads == 0) return Status{};
+  const BackwardWorkspace workspace = backward_workspace(problem);
+  MappedTensor dq;
+  const bool direct =
+      !BackwardTraits<Tile, kMath>::kPaired && map_direct_dq(params, Tile::kKeys, dq);
+  BackwardWorkspace cleared = workspace;
+  if (direct) cleared.dims = 0;  // no accumulator
+
+  Status status =
+      cuda_status(launch_delta<kMath>(params, cleared, stream), "launching the delta kernel");
+  if (status.ok() && problem.kv_len > 0) {
+    status =
+        launch_backward<kMath, Tile>(kernel, params, workspace, direct ? &dq : nullptr, stream);
+  }
+  if (!status.ok() || direct) return status;
+  const uint32_t adds = key_tiles_of<Tile>(problem) * BackwardTraits<Tile, kMath>::kAddingWarps;
+  return cuda_status(
+      launch_convert_dq<kMath, DqOrder>(Start::kBeside, params, workspace, adds, stream),
+      "launching the conversion of dq");
+}
+
 }  // namespace detail
 
 // Whether the kernel takes a call of these shapes and strides, given a head size that it has tiles
 // for. The order of dimensions does not matter, but every stride must be a multiple of 16 bytes.
 inline bool takes(const BackwardParams& params) {
   const Problem& problem = params.problem;
-  if (problem.math != Math::kFloat16 && problem.math != Math::kBFloat16) return false;
-  if (problem.head_dim <= 0 || problem.head_dim % 8 != 0) return false;
-  if (problem.value_dim <= 0 || problem.value_dim % 8 != 0) return false;
-  // A masked product is -inf before the scale.
-  if (!(problem.scale >= 1e-30f) || !std::isfinite(problem.scale)) return false;
+  if (!takes_sizes(problem)) return false;
   // Positions in the order of tiles, and eight times the steps of a tile, stay within 31 bits.
   constexpr int64_t kMaxTiles = int64_t{1} << 30;
   constexpr int64_t kMaxSteps = int64_t{1} << 27;
@@ -214,33 +235,47 @@ inline bool takes(const BackwardParams& params) {
 // Runs one tile configuration; `backward` below chooses it.
 template <Math kMath, class Tile>
 Status backward_with(const BackwardParams& params, cudaStream_t stream) {
-  const Problem& problem = params.problem;
-  if (batch_size(problem) == 0 || problem.q_heads == 0) return Status{};
-  const BackwardWorkspace workspace = backward_workspace(problem);
-  MappedTensor dq;
-  const bool direct =
-      !BackwardTraits<Tile, kMath>::kPaired && detail::map_direct_dq(params, Tile::kKeys, dq);
-  BackwardWorkspace cleared = workspace;
-  if (direct) cleared.dims = 0;  // no accumulator
-
-  Status status =
-      cuda_status(launch_delta<kMath>(params, cleared, stream), "launching the delta kernel");
-  if (status.ok() && problem.kv_len > 0) {
-    status =
-        detail::launch_backward<kMath, Tile>(params, workspace, direct ? &dq : nullptr, stream);
-  }
-  if (!status.ok() || direct) return status;
-  const uint32_t adds =
-      detail::key_tiles_of<Tile>(problem) * BackwardTraits<Tile, kMath>::kAddingWarps;
-  return cuda_status(
-      launch_convert_dq<kMath, DqOrder>(Start::kBeside, params, workspace, adds, stream),
-      "launching the conversion of dq");
+  using Traits = BackwardTraits<Tile, kMath>;
+  const Kernel<BackwardArgs> kernel = backward_kernel<Traits, BandMask, ScaledLogits>;
+  if (Status status = allow_shared_memory<Traits>(kernel.handle, Traits::kSharedBytes);
+      !status.ok())
+    return status;
+  return detail::launch_backward_kernels<kMath, Tile>(kernel, params, stream);
 }
 
 // kHeadDim and kValueDim: a row of tile_config.h at least as large as the problem's head sizes.
 template <Math kMath, int kHeadDim, int kValueDim = kHeadDim>
 Status backward(const BackwardParams& params, cudaStream_t stream) {
   return backward_with<kMath, typename BackwardTileFor<kHeadDim, kValueDim>::Type>(params, stream);
+}
+
+// The kernels for a score program: see Launcher.
+template <Math kMath, int kHeadDim, int kValueDim = kHeadDim>
+int backward_program_kernels(const ProgramTraits& program,
+                             ProgramKernel (&kernels)[kMaxProgramTiles]) {
+  using Choice = BackwardProgramTiles<kHeadDim, kValueDim>;
+  ProgramKernelList list(program, kernels);
+  for_each_tile(typename Choice::Tiles{}, [&](int number, auto tile) {
+    if (!program.unit_slope && number < Choice::kWithSlope) return;
+    using Tile = decltype(tile);
+    using Traits = BackwardTraits<Tile, kMath>;
+    const TypeName name = type_name<Traits>();
+    list.add<Tile>(number, "sm90/backward_kernel.cuh", Traits::kSharedBytes,
+                   "jaxflash::sm90::backward_kernel<%.*s, jaxflash::BandMask, "
+                   "jaxflash::sm90::ProgramLogits<jaxflash::Program>>",
+                   name.length, name.begin);
+  });
+  return list.count();
+}
+
+template <Math kMath, int kHeadDim, int kValueDim = kHeadDim>
+Status backward_program(const BackwardParams& params, const LoadedKernel& kernel,
+                        cudaStream_t stream) {
+  return use_tile(typename BackwardProgramTiles<kHeadDim, kValueDim>::Tiles{}, kernel.tile,
+                  [&](auto tile) {
+                    return detail::launch_backward_kernels<kMath, decltype(tile)>(
+                        Kernel<BackwardArgs>(kernel.handle), params, stream);
+                  });
 }
 
 }  // namespace jaxflash::sm90

@@ -9,6 +9,7 @@
 #include "attention.h"
 #include "common/key_shares.h"
 #include "common/launch.h"
+#include "common/program_kernels.h"
 #include "common/status.h"
 #include "sm90/forward_kernel.cuh"
 #include "sm90/forward_merge.cuh"
@@ -44,12 +45,12 @@ inline bool map_forward(const ForwardParams& params, ForwardMaps& maps) {
 // Tiles of one call: their indices, and the rounds beyond the last, stay within 31 bits.
 inline constexpr int64_t kMaxTiles = int64_t{1} << 30;
 
-// What the 64 rows of a warpgroup hold. See UnitShape.
-inline UnitShape unit_shape(const Problem& problem) {
+// What the 64 rows of a warpgroup hold. See UnitShape. A score program wants rows of one head.
+inline UnitShape unit_shape(const Problem& problem, bool one_head) {
   UnitShape unit{};
   while ((1 << unit.log2_positions) < std::min(problem.q_len, 64)) ++unit.log2_positions;
   const int group = problem.q_heads / problem.kv_heads;
-  unit.heads = std::min(group, 64 >> unit.log2_positions);
+  unit.heads = one_head ? 1 : std::min(group, 64 >> unit.log2_positions);
   while (group % unit.heads != 0) --unit.heads;
   return unit;
 }
@@ -94,12 +95,7 @@ TileOrder tile_order(const Problem& problem, const UnitShape& unit, int64_t batc
 // for. The order of dimensions does not matter, but every stride must be a multiple of 16 bytes.
 inline bool takes(const ForwardParams& params) {
   const Problem& problem = params.problem;
-  if (problem.math != Math::kFloat16 && problem.math != Math::kBFloat16) return false;
-  if (problem.head_dim <= 0 || problem.head_dim % 8 != 0) return false;
-  if (problem.value_dim <= 0 || problem.value_dim % 8 != 0) return false;
-  // The running maximum is taken before the scale, so the scale must keep the order; 0 would turn
-  // masked logits into NaN.
-  if (!(problem.scale >= 1e-30f) || !std::isfinite(problem.scale)) return false;
+  if (!takes_sizes(problem)) return false;
   const int64_t units = (int64_t{problem.q_len} + 63) / 64;
   const int64_t heads = batch_size(problem) * problem.q_heads;
   if (heads != 0 && units >= detail::kMaxTiles / heads) return false;
@@ -107,16 +103,19 @@ inline bool takes(const ForwardParams& params) {
   return detail::map_forward(params, maps);
 }
 
-// Runs one tile configuration; `forward` below chooses it.
+namespace detail {
+
+// The kernel's shared memory has been allowed.
 template <Math kMath, class Tile>
-Status forward_with(const ForwardParams& params, cudaStream_t stream) {
+Status launch_forward(Kernel<ForwardArgs> kernel, const ForwardParams& params,
+                      cudaStream_t stream) {
   using Traits = ForwardTraits<Tile, kMath, BandMask>;
   const Problem& problem = params.problem;
   const int64_t batch = batch_size(problem);
   if (batch == 0 || problem.q_heads == 0 || problem.q_len == 0) return Status{};
 
-  detail::ForwardMaps maps;
-  if (!detail::map_forward(params, maps)) {
+  ForwardMaps maps;
+  if (!map_forward(params, maps)) {
     return error_status("the Hopper forward kernel does not take these strides: ask takes() first");
   }
   if (problem.kv_len == 0) maps.k = maps.v = maps.q;  // never read, but a map cannot be empty
@@ -132,7 +131,7 @@ Status forward_with(const ForwardParams& params, cudaStream_t stream) {
   if (Status status = cuda_status(error, kDoing); !status.ok()) return status;
 
   ForwardArgs args{};
-  args.unit = detail::unit_shape(problem);
+  args.unit = unit_shape(problem, params.program != nullptr);
   const int positions = 1 << args.unit.log2_positions;
   CUresult encoded = encode(args.q, maps.q, kMath, positions, args.unit.heads);
   if (encoded == CUDA_SUCCESS) encoded = encode(args.k, maps.k, kMath, Tile::kKeys);
@@ -153,7 +152,7 @@ Status forward_with(const ForwardParams& params, cudaStream_t stream) {
   args.by_units = Divisor(args.group / args.unit.heads);
   args.by_kv_heads = Divisor(problem.kv_heads);
   args.by_inner_batch = Divisor(static_cast<uint32_t>(maps.batch.extent[0]));
-  args.order = detail::tile_order<Tile>(problem, args.unit, batch, multiprocessors);
+  args.order = tile_order<Tile>(problem, args.unit, batch, multiprocessors);
   args.problem = problem;
   args.lse = params.lse;
   args.out_data = static_cast<uint16_t*>(params.out.data);
@@ -176,9 +175,6 @@ Status forward_with(const ForwardParams& params, cudaStream_t stream) {
     args.sharing.lse = reinterpret_cast<float*>(workspace + layout.lse);
   }
 
-  const auto kernel = forward_kernel<Traits, ScaledScores>;
-  error = allow_shared_memory<Traits>(reinterpret_cast<const void*>(kernel), device);
-  if (Status status = cuda_status(error, "reserving shared memory"); !status.ok()) return status;
   error = launch(kernel, Start::kAfter, {args.order.blocks}, Traits::kThreads, Traits::kSharedBytes,
                  stream, args);
   if (Status status = cuda_status(error, "launching the forward kernel"); !status.ok()) {
@@ -187,11 +183,24 @@ Status forward_with(const ForwardParams& params, cudaStream_t stream) {
   if constexpr (Tile::kShares) {
     const unsigned merges = (args.order.blocks - 1) * merges_of_tile(args.sharing.rows);
     if (merges > 0) {
-      error =
-          launch(merge_kernel<Traits>, Start::kBeside, {merges}, kMergeThreads, 0, stream, args);
+      error = launch(Kernel(merge_kernel<Traits>), Start::kBeside, {merges}, kMergeThreads, 0,
+                     stream, args);
     }
   }
   return cuda_status(error, "launching the merge of the forward pass");
+}
+
+}  // namespace detail
+
+// Runs one tile configuration; `forward` below chooses it.
+template <Math kMath, class Tile>
+Status forward_with(const ForwardParams& params, cudaStream_t stream) {
+  using Traits = ForwardTraits<Tile, kMath, BandMask>;
+  const Kernel<ForwardArgs> kernel = forward_kernel<Traits, ScaledScores>;
+  if (Status status = allow_shared_memory<Traits>(kernel.handle, Traits::kSharedBytes);
+      !status.ok())
+    return status;
+  return detail::launch_forward<kMath, Tile>(kernel, params, stream);
 }
 
 namespace detail {
@@ -231,6 +240,35 @@ Status forward(const ForwardParams& params, cudaStream_t stream) {
   }
   using Tiles = typename For::Tiles;
   return detail::forward_in<kMath>(Tiles{}, params, detail::mean_keys(params.problem), stream);
+}
+
+// The kernels for a score program: see Launcher.
+template <Math kMath, int kHeadDim, int kValueDim = kHeadDim>
+int forward_program_kernels(const ProgramTraits& program,
+                            ProgramKernel (&kernels)[kMaxProgramTiles]) {
+  ProgramKernelList list(program, kernels);
+  using Choice = ForwardProgramTiles<kHeadDim, kValueDim>;
+  for_each_tile(typename Choice::Tiles{}, [&](int number, auto tile) {
+    if (!program.unit_slope && number < Choice::kWithSlope) return;
+    using Tile = decltype(tile);
+    using Traits = ForwardTraits<Tile, kMath, BandMask>;
+    const TypeName name = type_name<Traits>();
+    list.add<Tile>(number, "sm90/forward_kernel.cuh", Traits::kSharedBytes,
+                   "jaxflash::sm90::forward_kernel<%.*s, "
+                   "jaxflash::sm90::ProgramScores<jaxflash::Program>>",
+                   name.length, name.begin);
+  });
+  return list.count();
+}
+
+template <Math kMath, int kHeadDim, int kValueDim = kHeadDim>
+Status forward_program(const ForwardParams& params, const LoadedKernel& kernel,
+                       cudaStream_t stream) {
+  return use_tile(typename ForwardProgramTiles<kHeadDim, kValueDim>::Tiles{}, kernel.tile,
+                  [&](auto tile) {
+                    return detail::launch_forward<kMath, decltype(tile)>(
+                        Kernel<ForwardArgs>(kernel.handle), params, stream);
+                  });
 }
 
 }  // namespace jaxflash::sm90

@@ -4,6 +4,7 @@
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
+#include <cmath>
 #include <cstdint>
 
 #include "attention.h"
@@ -82,6 +83,17 @@ inline bool mappable(const MappedTensor& tensor) {
     if (tensor.stride[axis] >= int64_t{1} << 39) return false;
   }
   return true;
+}
+
+// Whether the kernels of both passes take head sizes and a scale like these, whatever the lengths
+// and strides are.
+inline bool takes_sizes(const Problem& problem) {
+  if (problem.math != Math::kFloat16 && problem.math != Math::kBFloat16) return false;
+  if (problem.head_dim <= 0 || problem.head_dim % 8 != 0) return false;
+  if (problem.value_dim <= 0 || problem.value_dim % 8 != 0) return false;
+  // A masked product is -inf before the scale, and the running maximum is taken there: the scale
+  // must keep the order, and 0 would turn masked logits into NaN.
+  return problem.scale >= 1e-30f && std::isfinite(problem.scale);
 }
 
 using EncodeTiled = decltype(&cuTensorMapEncodeTiled);

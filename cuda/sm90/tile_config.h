@@ -1,6 +1,7 @@
 // Tiles of the forward kernel: one row for each pair of head sizes, with its reason.
 #pragma once
 
+#include "common/program_tiles.h"
 #include "problem.h"
 
 namespace jaxflash::sm90 {
@@ -154,6 +155,61 @@ struct ForwardTileFor<256, 256> {
       ForwardTile<256, 256, 2, 64, 2, 1, Overlap::kValues, Output::kDirect, true, true>;
 };
 
+// Tiles for score programs, to be tried in this order: a program takes registers, and the next tile
+// leaves more of them. kWithSlope: the number of the first tile for programs that do more with a
+// score than adding to it; their softmax is longer.
+template <int kHeadDim, int kValueDim>
+struct ForwardProgramTiles;
+
+template <>
+struct ForwardProgramTiles<64, 64> {
+  using Tiles =
+      ProgramTiles<ForwardTile<64, 64, 4, 64, 8, 2, Overlap::kNone, Output::kStaged, false>,
+                   ForwardTile<64, 64, 3, 64, 8, 2, Overlap::kNone, Output::kStaged, false>>;
+  static constexpr int kWithSlope = 0;
+};
+
+template <>
+struct ForwardProgramTiles<96, 96> {
+  using Tiles =
+      ProgramTiles<ForwardTile<96, 96, 3, 64, 4, 2, Overlap::kNone, Output::kStaged, true>,
+                   ForwardTile<96, 96, 2, 128, 2, 2, Overlap::kValues, Output::kStaged, false>>;
+  static constexpr int kWithSlope = 0;
+};
+
+template <>
+struct ForwardProgramTiles<128, 128> {
+  using Tiles =
+      ProgramTiles<ForwardTile<128, 128, 3, 80, 3, 2, Overlap::kNone, Output::kStaged, true>,
+                   ForwardTile<128, 128, 3, 64, 4, 2, Overlap::kNone, Output::kStaged, true>,
+                   ForwardTile<128, 128, 2, 128, 2, 2, Overlap::kValues, Output::kStaged, false>>;
+  static constexpr int kWithSlope = 1;
+};
+
+template <>
+struct ForwardProgramTiles<192, 128> {
+  using Tiles =
+      ProgramTiles<ForwardTile<192, 128, 3, 64, 3, 1, Overlap::kNone, Output::kDirect, true>,
+                   ForwardTile<192, 128, 2, 128, 2, 1, Overlap::kValues, Output::kDirect, true>>;
+  static constexpr int kWithSlope = 0;
+};
+
+template <>
+struct ForwardProgramTiles<192, 192> {
+  using Tiles =
+      ProgramTiles<ForwardTile<192, 192, 2, 96, 2, 1, Overlap::kValues, Output::kDirect, true>,
+                   ForwardTile<192, 192, 2, 64, 2, 1, Overlap::kValues, Output::kDirect, true>>;
+  static constexpr int kWithSlope = 0;
+};
+
+template <>
+struct ForwardProgramTiles<256, 256> {
+  using Tiles =
+      ProgramTiles<ForwardTile<256, 256, 2, 64, 2, 1, Overlap::kValues, Output::kDirect, true>,
+                   ForwardTile<256, 256, 2, 48, 2, 1, Overlap::kValues, Output::kDirect, true>>;
+  static constexpr int kWithSlope = 0;
+};
+
 // --- backward -----------------------------------------------------------------------------------
 
 // Who works on a tile of keys. Scores have keys as rows either way (s^T = K Q^T), so that p^T and
@@ -208,6 +264,31 @@ struct BackwardTileFor<128, 128> {
 template <>
 struct BackwardTileFor<256, 256> {
   using Type = BackwardTile<256, 256, 64, 64, 2, 1, KeyOwners::kPair>;
+};
+
+// As ForwardProgramTiles.
+template <int kHeadDim, int kValueDim>
+struct BackwardProgramTiles;
+
+// Scores of 128 rows leave no registers for slopes; the other tile has 64 rows, and heads filled up
+// with zeros.
+template <>
+struct BackwardProgramTiles<64, 64> {
+  using Tiles = ProgramTiles<BackwardTile<64, 64, 128, 128, 2, 2, KeyOwners::kBlock, 2>,
+                             BackwardTile<128, 128, 64, 128, 2, 2, KeyOwners::kBlock>>;
+  static constexpr int kWithSlope = 1;
+};
+
+template <>
+struct BackwardProgramTiles<128, 128> {
+  using Tiles = ProgramTiles<BackwardTile<128, 128, 64, 128, 2, 2, KeyOwners::kBlock>>;
+  static constexpr int kWithSlope = 0;
+};
+
+template <>
+struct BackwardProgramTiles<256, 256> {
+  using Tiles = ProgramTiles<BackwardTile<256, 256, 64, 64, 2, 1, KeyOwners::kPair>>;
+  static constexpr int kWithSlope = 0;
 };
 
 }  // namespace jaxflash::sm90

@@ -1,0 +1,69 @@
+// The kernels of one score program and pass: compiled for the GPUs that want them, on those that
+// run them.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "attention.h"
+#include "host/runtime_kernel.h"
+#include "launcher.h"
+
+namespace jaxflash {
+
+struct GpuTraits {
+  int arch;           // 10 * major + minor
+  int shared_bytes;   // that a block may have
+  int portable_arch;  // what the portable kernels' code that it runs was compiled for
+};
+
+struct ScoreKernels {
+ public:
+  explicit ScoreKernels(const ProgramDescription& description);
+
+  bool forward() const { return forward_; }
+  // As the launchers' lists are searched; no lengths or strides are known.
+  const Problem& problem() const { return problem_; }
+
+  // The kernel of the first tile of the variant that hardly spills and does not serialise its
+  // warpgroup instructions; where there is none, of the one that does so least.
+  Status compile(const CompiledVariant& variant, const GpuTraits& gpu,
+                 std::shared_ptr<RuntimeKernel>* kernel, ProgramKernel* tile) const;
+
+  // The same on the device, which must be the current one. `ask` is called where that is new.
+  template <class AskGpu>
+  Status load(const CompiledVariant& variant, int device, const AskGpu& ask,
+              LoadedKernel* kernel) const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (const Loaded& loaded : loaded_) {
+      if (loaded.variant == &variant && loaded.device == device) {
+        *kernel = loaded.kernel;
+        return {};
+      }
+    }
+    GpuTraits gpu;
+    if (Status status = ask(&gpu); !status.ok()) return status;
+    return load_new(variant, device, gpu, kernel);
+  }
+
+ private:
+  struct Loaded {
+    const CompiledVariant* variant;
+    int device;
+    LoadedKernel kernel;
+  };
+
+  Status load_new(const CompiledVariant& variant, int device, const GpuTraits& gpu,
+                  LoadedKernel* kernel) const;
+
+  bool forward_;
+  std::string source_;
+  bool unit_slope_;
+  Problem problem_;
+  mutable std::mutex mutex_;  // of what follows: where the kernels are
+  mutable std::vector<Loaded> loaded_;
+};
+
+}  // namespace jaxflash

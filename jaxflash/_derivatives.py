@@ -1,0 +1,330 @@
+"""The differentiation rule, and the choice between kernels and blockwise path.
+
+Attention is a `jax.custom_jvp` whose tangent is one linear op, the transpose of which is the
+backward pass. So forward mode exists, and reverse mode runs what it would under a `jax.custom_vjp`:
+the forward pass once and the backward pass once. Both ops have derivatives of their own, as sums
+over tiles (`_tile_sum`) on every path. Tangents and cotangents that are zero are not computed.
+
+Residuals are the operands, out and lse; out and lse carry `CHECKPOINT_NAME`, so that
+``jax.checkpoint(policy=save_only_these_names(CHECKPOINT_NAME))`` does not run attention twice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
+
+from jaxflash import _blockwise, _ffi, _kernel_program, _primitive, _tile_sum
+from jaxflash._spec import AttentionSpec, Operands
+
+CHECKPOINT_NAME = "context"
+
+# "auto": the kernels on CUDA, the blockwise path elsewhere, decided when the platform is known.
+Path = Literal["cuda", "xla", "auto"]
+
+
+# Compiled once per spec and shapes, so that an eager call costs a dispatch and no retracing.
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+def attention(spec: AttentionSpec, path: Path, operands: Operands):
+    """(out (*B, T, N, h), lse (*B, T, N)) of checked operands."""
+    return _attention(spec, path, _alike(operands))
+
+
+def _alike(operands: Operands) -> Operands:
+    """Inside `shard_map`, everything varies over the mesh axes that something varies over: loops
+    and custom calls want one type, and the gradient of the cast sums what was replicated.
+    """
+    axes = frozenset().union(
+        *(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(operands))
+    )
+
+    def vary(x):
+        missing = axes - jax.typeof(x).manual_axis_type.varying
+        return jax.lax.pcast(x, tuple(missing), to="varying") if missing else x
+
+    return jax.tree.map(vary, operands)
+
+
+_OF_KERNELS = frozenset(("query", "key", "value"))
+
+
+def _forward(spec: AttentionSpec, path: Path, operands: Operands):
+    @_mapped_together
+    def blockwise(operands):
+        return _blockwise.forward(spec, operands)
+
+    def kernels(operands):
+        return _ffi.forward(spec, _kernel_program.make(spec, operands), operands)
+
+    return _on_path(path, kernels, blockwise)(operands)
+
+
+def _backward(
+    spec: AttentionSpec,
+    path: Path,
+    wanted: tuple[str, ...],
+    operands: Operands,
+    out,
+    lse,
+    dout,
+    dlse,
+) -> Operands:
+    """Gradients of the operands `wanted`, None for others; dlse may be None."""
+
+    def blockwise(operands, out, lse, dout, dlse):
+        return _blockwise.backward(spec, operands, out, lse, dout, dlse, frozenset(wanted))
+
+    def kernels(operands, out, lse, dout, dlse):
+        gradients = {}
+        if _OF_KERNELS & set(wanted):
+            program = _kernel_program.make(spec, operands)
+            dqkv = _ffi.backward(spec, program, operands, out, lse, dout, dlse)
+            gradients.update(zip(("query", "key", "value"), dqkv, strict=True))
+        # Of captured arrays and the sink: a pass of its own, if anybody asks.
+        others = frozenset(wanted) - _OF_KERNELS
+        if others:
+            rest = _blockwise.backward(spec, operands, out, lse, dout, dlse, others)
+            gradients.update(rest.named())
+        return operands.holding({name: gradients[name] for name in wanted})
+
+    return _on_path(path, kernels, blockwise)(operands, out, lse, dout, dlse)
+
+
+# ---- Every derivative ----------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pass(_primitive.Op):
+    """A linear pass over a call whose (operands, out, lse) are its first arguments."""
+
+    spec: AttentionSpec
+    path: Path
+    given: tuple[str, ...]  # the operands of the call
+    moving: tuple[str, ...]  # those whose tangents or gradients the pass is about
+
+    @property
+    def partitioned(self):
+        return self.path != "xla"
+
+    def _split(self, args) -> tuple[tuple[Operands, Any, Any], Sequence]:
+        """((operands, out, lse), what the pass is linear in)."""
+        operands = Operands.of_named(dict(zip(self.given, args, strict=False)))
+        out, lse, *linear = args[len(self.given) :]
+        return (operands, out, lse), linear
+
+    def _linear(self, saved: Sequence, linear: Sequence) -> list:
+        """The pass for other linear arguments, of which some may be None, that is zero."""
+        raise NotImplementedError
+
+    def _differentiable(self, saved, linear) -> list:
+        """The pass in operations that have all derivatives."""
+        raise NotImplementedError
+
+    def jvp(self, primals, tangents):
+        num_saved = len(self.given) + 2
+        saved, linear = primals[:num_saved], primals[num_saved:]
+        t_saved, t_linear = tangents[:num_saved], tangents[num_saved:]
+        terms = []
+        if any(t is not None for t in t_linear):
+            terms.append(self._linear(saved, t_linear))
+        moved = {i: t for i, t in enumerate(t_saved) if t is not None}
+        if moved:
+
+            def of_saved(replaced):
+                args = [replaced.get(i, x) for i, x in enumerate(saved)]
+                return self._differentiable(self._split(args)[0], linear)
+
+            terms.append(jax.jvp(of_saved, ({i: saved[i] for i in moved},), (moved,))[1])
+        return terms[0] if len(terms) == 1 else [x + y for x, y in zip(*terms, strict=True)]
+
+    def transpose(self, cotangents, args):
+        num_saved = len(self.given) + 2
+        saved, linear = args[:num_saved], args[num_saved:]
+        if all(x is None for x in cotangents):
+            return [None] * len(args)
+        results = self._transposed(saved, cotangents)
+        return [None] * num_saved + [
+            x if arg is None else None for x, arg in zip(results, linear, strict=True)
+        ]
+
+    def _transposed(self, saved: Sequence, cotangents: Sequence) -> list:
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tangent(_Pass):
+    """(tangent of out, tangent of lse), linear in the tangents of the operands `moving`."""
+
+    def __call__(self, *args):
+        (operands, out, lse), tangents = self._split(args)
+        tangents = dict(zip(self.moving, tangents, strict=True))
+        return list(_blockwise.tangent(self.spec, operands, out, lse, tangents))
+
+    def _differentiable(self, saved, linear):
+        tangents = dict(zip(self.moving, linear, strict=True))
+        operands, out, lse = saved
+        return list(_tile_sum.tangent(self.spec, operands, out, lse, tangents))
+
+    def _linear(self, saved, linear):
+        tangents = _named(self.moving, linear)
+        op = dataclasses.replace(self, moving=tuple(tangents))
+        return _primitive.bind(op, *saved, *tangents.values())
+
+    def _transposed(self, saved, cotangents):
+        return _gradient(self, saved, *cotangents)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Gradient(_Pass):
+    """Gradients of the operands `moving`, linear in the cotangents of out and lse; that of lse is
+    left out where it is zero."""
+
+    def __call__(self, *args):
+        (operands, out, lse), (dout, *dlse) = self._split(args)
+        dlse = dlse[0] if dlse else None
+        gradients = _backward(self.spec, self.path, self.moving, operands, out, lse, dout, dlse)
+        gradients = gradients.named()
+        return [gradients[name] for name in self.moving]
+
+    def _differentiable(self, saved, linear):
+        dout, *dlse = linear
+        dlse = dlse[0] if dlse else None
+        operands, out, lse = saved
+        gradients = _tile_sum.gradient(self.spec, operands, out, lse, dout, dlse, self.moving)
+        return [gradients[name] for name in self.moving]
+
+    def _linear(self, saved, linear):
+        return _gradient(self, saved, *linear)
+
+    def _transposed(self, saved, cotangents):
+        tangents = _named(self.moving, cotangents)
+        op = _Tangent(self.spec, self.path, self.given, tuple(tangents))
+        return _primitive.bind(op, *saved, *tangents.values())
+
+
+def _named(names, values) -> dict[str, Any]:
+    return {name: x for name, x in zip(names, values, strict=True) if x is not None}
+
+
+def _gradient(of: _Pass, saved, dout, dlse=None) -> list:
+    """The gradients of the operands that the pass `of` is about; a cotangent may be None."""
+    if dout is None:
+        dout = jnp.zeros_like(saved[-2])
+    op = _Gradient(of.spec, of.path, of.given, of.moving)
+    return _primitive.bind(op, *saved, dout, *(() if dlse is None else (dlse,)))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _with_every_derivative(spec: AttentionSpec, path: Path, operands: Operands):
+    return _forward(spec, path, operands)
+
+
+def _tangent_rule(spec: AttentionSpec, path: Path, primals, tangents):
+    (operands,), (tangents,) = primals, tangents
+    results: Any = _with_every_derivative(spec, path, operands)
+    out, lse = (checkpoint_name(x, CHECKPOINT_NAME) for x in results)
+    given = operands.named()
+    # Integers have tangents without content, or zero ones.
+    moving = {
+        name: t
+        for name, t in tangents.named().items()
+        if name in operands.differentiable() and not isinstance(t, SymbolicZero)
+    }
+    op = _Tangent(spec, path, tuple(given), tuple(moving))
+    t_out, t_lse = _primitive.bind(op, *given.values(), out, lse, *moving.values())
+    return (out, lse), (t_out, t_lse)
+
+
+_with_every_derivative.defjvp(_tangent_rule, symbolic_zeros=True)
+
+
+# ---- First derivatives, where JAX lacks what the above needs -------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _with_first_derivatives(spec: AttentionSpec, path: Path, operands: Operands):
+    return _forward_once(spec, path, operands)
+
+
+@jax.tree_util.register_static
+class _Wanted(tuple):
+    """Names of the operands whose gradient somebody asked for."""
+
+
+def _forward_rule(spec: AttentionSpec, path: Path, primals: Operands):
+    given = primals.named()
+    wanted = _Wanted(name for name, x in given.items() if x.perturbed)
+    operands = primals.replacing({name: x.value for name, x in given.items()})
+    out, lse = _forward_once(spec, path, operands)
+    out = checkpoint_name(out, CHECKPOINT_NAME)
+    lse = checkpoint_name(lse, CHECKPOINT_NAME)
+    return (out, lse), (wanted, operands, out, lse)
+
+
+def _backward_rule(spec: AttentionSpec, path: Path, residuals, cotangents):
+    wanted, *saved = residuals
+    dout, dlse = cotangents
+    if isinstance(dout, SymbolicZero):
+        dout = jnp.zeros_like(saved[1])
+    if isinstance(dlse, SymbolicZero):
+        dlse = None
+    return (_backward_once(spec, path, tuple(wanted), *saved, dout, dlse),)
+
+
+_with_first_derivatives.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
+
+
+def _no_second_derivative(*_):
+    raise NotImplementedError(
+        f"jaxflash has first derivatives in reverse mode only under jax {jax.__version__}, which "
+        "lacks what the others need; jaxflash.reference.dot_product_attention has them all"
+    )
+
+
+_forward_once = jax.custom_jvp(_forward, nondiff_argnums=(0, 1))
+_forward_once.defjvp(_no_second_derivative)
+_backward_once = jax.custom_jvp(_backward, nondiff_argnums=(0, 1, 2))
+_backward_once.defjvp(_no_second_derivative)
+
+_attention = _with_every_derivative if _primitive.available else _with_first_derivatives
+
+
+# ---- The choice of the path ----------------------------------------------------------------------
+
+
+def _mapped_together(function):
+    """`function` of one pytree with two results, both of which `vmap` maps if it maps anything.
+
+    Otherwise lse is not mapped where only the values are, and the rule of a custom_vjp with one
+    mapped result and one that is not counts the cotangent of the latter once for every element.
+    """
+    op = jax.custom_batching.custom_vmap(function)
+
+    @op.def_vmap
+    def _(axis_size, mapped, operands):
+        _, tree = jax.tree.flatten(operands)
+        in_axes = [0 if is_mapped else None for is_mapped in jax.tree.leaves(mapped)]
+
+        def batched(operands):
+            return jax.vmap(
+                lambda *arrays: function(tree.unflatten(arrays)), in_axes, axis_size=axis_size
+            )(*jax.tree.leaves(operands))
+
+        return _mapped_together(batched)(operands), (True, True)
+
+    return op
+
+
+def _on_path(path: Path, kernels, blockwise):
+    if path == "cuda":
+        return kernels
+    if path == "xla":
+        return blockwise
+    return functools.partial(jax.lax.platform_dependent, cuda=kernels, default=blockwise)

@@ -1,0 +1,161 @@
+"""JAX primitives from objects that own their rules.
+
+An `Op` is a function of arrays with a tangent rule and, where it is linear, a transpose rule, both
+written with `bind`: whatever they return can be differentiated again. Mapped by `jax.vmap`, it is
+another one, whose unmapped arguments are neither copied nor broadcast.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.interpreters import ad, batching, mlir
+
+try:
+    # Before it lowers, JAX collects the primitives whose lowering asks for devices, such as
+    # custom_partitioning, and cannot see them inside ours. There is no public way to say so.
+    from jax._src.dispatch import prim_requires_devices_during_lowering as _needing_devices
+except ImportError:
+    _needing_devices = None
+
+# Without it, custom calls inside a primitive do not lower.
+available = _needing_devices is not None
+
+
+class Op:
+    """A function of arrays; subclasses are frozen dataclasses, that is hashable."""
+
+    # Whether it lowers to something that is partitioned over devices by a rule of its own.
+    partitioned = False
+
+    def __call__(self, *args) -> list:
+        """The results, in operations that JAX lowers."""
+        raise NotImplementedError
+
+    def jvp(self, primals: Sequence, tangents: Sequence) -> list:
+        """Tangents of all results; a tangent that is None is zero."""
+        raise NotImplementedError
+
+    def transpose(self, cotangents: Sequence, args: Sequence) -> list:
+        """Cotangents of the arguments that are None, in which the op is linear; None for the
+        others, and where a cotangent is zero. A cotangent that is None is zero."""
+        raise NotImplementedError
+
+
+def bind(op: Op, *args) -> list:
+    """The results of `op`, to be differentiated by its rules."""
+    return _primitive(op.partitioned).bind(*args, op=op)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mapped(Op):
+    """An op under `jax.vmap`; results are mapped along their first axis."""
+
+    op: Op
+    in_axes: tuple[int | None, ...]
+
+    @property
+    def partitioned(self):
+        return self.op.partitioned
+
+    def __call__(self, *args):
+        return jax.vmap(self.op, self.in_axes)(*args)
+
+    def jvp(self, primals, tangents):
+        moved = [i for i, tangent in enumerate(tangents) if tangent is not None]
+
+        def one(primals, moving):
+            return self.op.jvp(primals, _placed(moving, moved, len(primals)))
+
+        axes = list(self.in_axes)
+        return jax.vmap(one, (axes, [axes[i] for i in moved]))(
+            list(primals), [tangents[i] for i in moved]
+        )
+
+    def transpose(self, cotangents, args):
+        given = [i for i, cotangent in enumerate(cotangents) if cotangent is not None]
+        known = [i for i, arg in enumerate(args) if arg is not None]
+
+        def one(cotangents_given, args_known):
+            return self.op.transpose(
+                _placed(cotangents_given, given, len(cotangents)),
+                _placed(args_known, known, len(args)),
+            )
+
+        results = jax.vmap(
+            one,
+            ([0] * len(given), [self.in_axes[i] for i in known]),
+            [0 if axis is None else axis for axis in self.in_axes],
+        )([cotangents[i] for i in given], [args[i] for i in known])
+        return [
+            x.sum(axis=0) if x is not None and axis is None else x
+            for x, axis in zip(results, self.in_axes, strict=True)
+        ]
+
+
+def _placed(values: Sequence, places: Sequence[int], count: int) -> list[Any]:
+    """`count` times None, but the values in their places."""
+    placed: list[Any] = [None] * count
+    for i, value in zip(places, values, strict=True):
+        placed[i] = value
+    return placed
+
+
+# ---- The primitive -------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=1024)
+def _traced_once(op: Op):
+    """`op`, traced once for its type and its lowering."""
+    return jax.jit(op.__call__, inline=True)
+
+
+def _is_zero(tangent) -> bool:
+    return type(tangent) is ad.Zero or tangent.dtype == jax.dtypes.float0
+
+
+def _jvp_rule(primals, tangents, *, op: Op):
+    tangents = [None if _is_zero(tangent) else tangent for tangent in tangents]
+    results = bind(op, *primals)
+    if all(tangent is None for tangent in tangents):
+        return results, [jnp.zeros_like(x) for x in results]
+    return results, op.jvp(primals, tangents)
+
+
+def _transpose_rule(cotangents, *args, op: Op):
+    return op.transpose(
+        [None if type(x) is ad.Zero else x for x in cotangents],
+        [None if ad.is_undefined_primal(x) else x for x in args],
+    )
+
+
+def _batching_rule(args, axes, *, op: Op):
+    results = bind(_Mapped(op, tuple(axes)), *args)
+    return results, [0] * len(results)
+
+
+@functools.cache
+def _primitive(partitioned: bool):
+    from jax.extend.core import Primitive  # takes as long to import as the rest of the package
+
+    primitive = Primitive("jaxflash_partitioned" if partitioned else "jaxflash")
+    primitive.multiple_results = True
+    primitive.def_impl(jax.jit(primitive.bind, static_argnames="op"))
+    primitive.def_abstract_eval(
+        lambda *types, op: list(jax.make_jaxpr(_traced_once(op))(*types).out_avals)
+    )
+    mlir.register_lowering(
+        primitive,
+        mlir.lower_fun(lambda *args, op: _traced_once(op)(*args), multiple_results=True),
+    )
+    ad.primitive_jvps[primitive] = _jvp_rule
+    ad.primitive_transposes[primitive] = _transpose_rule
+    batching.primitive_batchers[primitive] = _batching_rule
+    if partitioned and _needing_devices is not None:
+        _needing_devices.add(primitive)
+    return primitive

@@ -1,0 +1,360 @@
+"""Score programs: what happens to a logit between the product of query and key and the mask.
+
+A program is a scalar function of (score, b, h, q, kv, distance) and of the arrays that it captures,
+traced once to a jaxpr. `compose` builds the one of a call: bias, ALiBi and soft cap are written
+here as such functions, the caller's `score_mod` follows them. The blockwise path evaluates the
+program over tiles, `_printer` prints it for the kernels; derivatives are JAX's own.
+
+The score is scale * q k^T. b is the batch element (row-major over the batch axes), h the query
+head, q and kv are row and column number, and distance is query position minus key position as
+causal, window and ALiBi compare them; all int32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from jaxflash._spec import AttentionSpec, Operands
+
+ScoreMod = Callable[..., Any]
+
+# Arguments of a program; its captures follow them.
+ARGUMENTS = ("score", "b", "h", "q", "kv", "distance")
+
+# Equations that call a jaxpr, and the parameter that holds it.
+_CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+}
+# Those with a derivative of their own, which stays with them until they have been differentiated.
+_CUSTOM_DERIVATIVES = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A traced score program. Equal programs are equal values, whichever functions they came from.
+
+    Attributes:
+        text: value and derivative, printed; two programs with one text are the same program.
+        jaxpr: of `ARGUMENTS` and the captures, without constants. Calls are inlined, but for those
+            with derivatives of their own.
+        parts: the arguments of the call that it is made of.
+    """
+
+    text: str
+    jaxpr: core.ClosedJaxpr = dataclasses.field(compare=False, repr=False)
+    parts: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+
+    @property
+    def capture_types(self) -> tuple[Any, ...]:
+        """Type of each capture: the shape that the program indexes, without batch axes."""
+        return tuple(self.jaxpr.in_avals[len(ARGUMENTS) :])
+
+    def value_and_slope(self) -> core.ClosedJaxpr:
+        """(logit, d logit / d score) of the same arguments, every call inlined."""
+        return _differentiated(self.jaxpr, (0,))
+
+
+def compose(
+    spec: AttentionSpec, operands: Operands, score_mod: ScoreMod | None
+) -> tuple[AttentionSpec, Operands]:
+    """The same call, with all that changes its scores as one program and its captures.
+
+    The only place where the order is written down: scale, bias, ALiBi, soft cap, `score_mod`. The
+    mask comes after it.
+
+    Args:
+        spec: as the caller's arguments say.
+        operands: likewise.
+        score_mod: ``(score, b, h, q, kv) -> score`` of scalars, or None.
+
+    Returns:
+        A spec with `program` instead of `logits_soft_cap`, and operands with `captures` instead of
+        `bias` and `alibi_slopes`. Each capture is (*#B, *its shape in the program), # meaning "or
+        1": the batch axes of the call come first.
+
+    Raises:
+        ValueError: score_mod is not a function from scalars to a floating scalar.
+    """
+    batch_rank = len(operands.query.shape) - 3
+    dtype = jnp.float64 if operands.query.dtype == jnp.float64 else jnp.float32
+    built_in, own = _BuiltIn(None, False, spec.logits_soft_cap), []
+    if operands.bias is not None:
+        shape = operands.bias.shape
+        axes = tuple(i for i, size in enumerate(shape[batch_rank:]) if size != 1)
+        built_in = dataclasses.replace(built_in, bias_axes=axes)
+        sizes = tuple(shape[batch_rank + i] for i in axes)
+        own.append((operands.bias, shape[:batch_rank], sizes))
+    if operands.alibi_slopes is not None:
+        *batch, heads = operands.alibi_slopes.shape
+        built_in = dataclasses.replace(built_in, slopes=True)
+        own.append((operands.alibi_slopes, batch or (1,) * batch_rank, (heads,)))
+    types = tuple(jax.ShapeDtypeStruct(sizes, x.dtype) for x, _, sizes in own)
+    if score_mod is not None:
+        program, closed_over = _with_score_mod(built_in, types, score_mod, dtype)
+    elif built_in.parts:
+        program, closed_over = _built_in_program(built_in, types, dtype), ()
+    else:
+        return spec, operands
+    captures = [_reshaped(x, (*batch, *sizes)) for x, batch, sizes in own]
+    captures += [_reshaped(x, (1,) * batch_rank + x.shape) for x in closed_over]
+    spec = dataclasses.replace(spec, logits_soft_cap=None, program=program)
+    return spec, operands._replace(bias=None, alibi_slopes=None, captures=tuple(captures))
+
+
+def _reshaped(x, shape):
+    shape = tuple(shape)
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(shape, x.dtype)
+    return x if x.shape == shape else x.reshape(shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class _BuiltIn:
+    """The built-in part of a program, a function of (score, h, q, kv, distance, *captures).
+
+    Attributes:
+        bias_axes: which of (h, q, kv) index the bias, the first capture; None without a bias.
+        slopes: whether slopes (heads) are the next capture.
+        soft_cap: or None.
+    """
+
+    bias_axes: tuple[int, ...] | None
+    slopes: bool
+    soft_cap: float | None
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        used = {
+            "bias": self.bias_axes is not None,
+            "alibi_slopes": self.slopes,
+            "logits_soft_cap": self.soft_cap is not None,
+        }
+        return tuple(name for name, is_used in used.items() if is_used)
+
+    def __call__(self, score, h, q, kv, distance, *captures):
+        rest = iter(captures)
+        if self.bias_axes is not None:
+            index = tuple((h, q, kv)[axis] for axis in self.bias_axes)
+            score = score + next(rest)[index].astype(score.dtype)
+        if self.slopes:
+            slope = next(rest)[h].astype(score.dtype)
+            score = score - slope * jnp.abs(distance).astype(score.dtype)
+        if self.soft_cap is not None:
+            score = self.soft_cap * jnp.tanh(score / self.soft_cap)
+        return score
+
+
+# Programs of built-in features depend on types alone: an eager call traces nothing.
+@functools.lru_cache(maxsize=256)
+def _built_in_program(built_in: _BuiltIn, types, dtype) -> Program:
+    def function(score, b, h, q, kv, distance, *captures):
+        return built_in(score, h, q, kv, distance, *captures)
+
+    program, _ = trace(function, types, dtype)
+    return dataclasses.replace(program, parts=built_in.parts)
+
+
+def _with_score_mod(built_in: _BuiltIn, types, score_mod: ScoreMod, dtype):
+    """(program, arrays that score_mod captures)."""
+    if not callable(score_mod):
+        raise ValueError(
+            "score_mod must be a function (score, b, h, q, kv) -> score, "
+            f"got {type(score_mod).__name__}"
+        )
+
+    def function(score, b, h, q, kv, distance, *captures):
+        score = built_in(score, h, q, kv, distance, *captures)
+        return checked_score(score_mod(score, b, h, q, kv)).astype(dtype)
+
+    program, captures = trace(function, types, dtype)
+    program = dataclasses.replace(program, parts=(*built_in.parts, "score_mod"))
+    return program, captures[len(types) :]
+
+
+def checked_score(score) -> jax.Array:
+    """What a score_mod returned, if it is a floating scalar."""
+    expected = "score_mod must return one floating scalar"
+    try:
+        score = jnp.asarray(score)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{expected}, got {type(score).__name__}") from error
+    if score.shape != ():
+        raise ValueError(f"{expected}, got an array of shape {score.shape}")
+    if not jnp.issubdtype(score.dtype, jnp.floating):
+        raise ValueError(f"{expected}, got dtype {score.dtype}")
+    return score
+
+
+def trace(function: Callable, captures: Sequence[Any], dtype) -> tuple[Program, tuple[Any, ...]]:
+    """The program of ``function(score, b, h, q, kv, distance, *captures)``, and all its captures:
+    the given ones, then the arrays that the function closes over.
+
+    Args:
+        function: of scalars, and of captures of the given types.
+        captures: arrays that the function takes as arguments, or their types.
+        dtype: of the score and of the result.
+    """
+    closed = _traced(function, (*_argument_types(dtype), *captures))
+    closed_over = []
+    # Constants become arguments after the given captures; those of an inner call come to light
+    # when the call is inlined.
+    while True:
+        closed_over += closed.consts
+        closed = _inlined(closed, _CALLS)
+        if not closed.consts:
+            break
+    return Program(_text(closed), closed), (*captures, *closed_over)
+
+
+def _argument_types(dtype) -> tuple[jax.ShapeDtypeStruct, ...]:
+    integers = (jax.ShapeDtypeStruct((), jnp.int32),) * (len(ARGUMENTS) - 1)
+    return jax.ShapeDtypeStruct((), dtype), *integers
+
+
+def _traced(function: Callable, types) -> core.ClosedJaxpr:
+    return jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(t.shape, t.dtype) for t in types))
+
+
+def _inlined(closed: core.ClosedJaxpr, calls: dict[str, str]) -> core.ClosedJaxpr:
+    """The same jaxpr without equations of the given kinds of calls; its constants are its last
+    arguments, and its own constants are those of the calls.
+    """
+    jaxpr = closed.jaxpr
+
+    def function(*arguments):
+        count = len(jaxpr.invars)
+        values = dict(zip(jaxpr.invars, arguments, strict=False))
+        values.update(zip(jaxpr.constvars, arguments[count:], strict=True))
+        evaluate(jaxpr.eqns, values, calls)
+        return [_read(values, atom) for atom in jaxpr.outvars]
+
+    return _traced(function, [v.aval for v in (*jaxpr.invars, *jaxpr.constvars)])
+
+
+def evaluate(eqns, values: dict[core.Var, Any], calls: dict[str, str] | None = None) -> None:
+    """Adds to `values` the results of equations, those of the given kinds of calls inlined."""
+    for eqn in eqns:
+        inputs = [_read(values, atom) for atom in eqn.invars]
+        if calls and eqn.primitive.name in calls:
+            inner = eqn.params[calls[eqn.primitive.name]]
+            jaxpr = getattr(inner, "jaxpr", inner)
+            inside = dict(zip(jaxpr.invars, inputs, strict=True))
+            inside.update(zip(jaxpr.constvars, getattr(inner, "consts", ()), strict=True))
+            evaluate(jaxpr.eqns, inside, calls)
+            results = [_read(inside, atom) for atom in jaxpr.outvars]
+        else:
+            params = eqn.primitive.get_bind_params(eqn.params)
+            results = eqn.primitive.bind(*inputs, **params)
+            results = results if eqn.primitive.multiple_results else [results]
+        values.update(zip(eqn.outvars, results, strict=True))
+
+
+def _read(values: dict[core.Var, Any], atom):
+    return atom.val if isinstance(atom, core.Literal) else values[atom]
+
+
+def _differentiated(closed: core.ClosedJaxpr, positions: tuple[int, ...]) -> core.ClosedJaxpr:
+    """The value and its derivatives by the arguments at some positions, every call inlined."""
+    function = core.jaxpr_as_fun(closed)
+    both = jax.value_and_grad(lambda *arguments: function(*arguments)[0], argnums=positions)
+    flat = _traced(lambda *arguments: jax.tree.leaves(both(*arguments)), closed.in_avals)
+    return _inlined(flat, {**_CALLS, **_CUSTOM_DERIVATIVES})
+
+
+_unique = itertools.count()
+
+
+def _text(closed: core.ClosedJaxpr) -> str:
+    """Equal for programs of equal value and derivative."""
+    text = str(closed)
+    if not re.search("|".join(_CUSTOM_DERIVATIVES) + "|0x[0-9a-f]{6}", text):
+        return text
+    # Rules of custom derivatives are objects, new ones for every trace. What they do counts.
+    types: list[Any] = closed.in_avals
+    floats = tuple(i for i, t in enumerate(types) if jnp.issubdtype(t.dtype, jnp.floating))
+    try:
+        derivatives = _differentiated(closed, floats)
+    except (TypeError, ValueError, NotImplementedError):  # it has no reverse mode
+        return f"{text}\n{next(_unique)}"
+    text = str(derivatives)
+    for constant in derivatives.consts:
+        text += f"\n{np.asarray(constant).tobytes().hex()}"
+    # An address says nothing about what lies there.
+    return f"{text}\n{next(_unique)}" if re.search("0x[0-9a-f]{6}", text) else text
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """A part of a capture in which axes are fixed by scalar indices, on the way to one element."""
+
+    capture: int
+    shape: tuple[int, ...]  # of the capture
+    index: tuple[Any, ...]  # for each axis of the capture; None while it is whole
+    axes: tuple[int | None, ...]  # for each axis of the view, that of the capture; None: of size 1
+    casts: tuple[Any, ...] = ()  # dtypes it is converted to, one after the other
+
+    @classmethod
+    def whole(cls, capture: int, shape: tuple[int, ...]) -> View:
+        return cls(capture, shape, (None,) * len(shape), tuple(range(len(shape))))
+
+    def after(self, eqn, scalars: Sequence[Any]) -> View | None:
+        """The view that an equation makes of this one (its first operand) and of scalar operands;
+        None if it makes something else.
+        """
+        name, params, out = eqn.primitive.name, eqn.params, eqn.outvars[0].aval
+        if name in ("convert_element_type", "stop_gradient", "copy", "copy_p", "pvary"):
+            casts = (*self.casts, out.dtype) if name == "convert_element_type" else self.casts
+            return dataclasses.replace(self, casts=casts)
+        if name == "dynamic_slice":
+            return self._cut(scalars, params["slice_sizes"])
+        if name == "slice" and params["strides"] is None:
+            starts, limits = params["start_indices"], params["limit_indices"]
+            sizes = tuple(end - start for start, end in zip(starts, limits, strict=True))
+            return self._cut(starts, sizes)
+        if name == "squeeze":
+            rank = len(self.axes)
+            return self._keeping(
+                d for d in range(rank) if d not in {n % rank for n in params["dimensions"]}
+            )
+        if name == "reshape" and params["dimensions"] is None and math.prod(out.shape) == 1:
+            return self._keeping(())._padded(len(out.shape))
+        return None
+
+    def _cut(self, starts, sizes) -> View | None:
+        index, axes = list(self.index), list(self.axes)
+        for d, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+            axis = self.axes[d]
+            if axis is None or size == self.shape[axis]:
+                continue
+            if size != 1:
+                return None
+            index[axis], axes[d] = start, None
+        return dataclasses.replace(self, index=tuple(index), axes=tuple(axes))
+
+    def _keeping(self, kept) -> View:
+        """Without the other axes, which are of size 1."""
+        kept = tuple(kept)
+        index = list(self.index)
+        for d, axis in enumerate(self.axes):
+            if d not in kept and axis is not None:
+                index[axis] = 0
+        return dataclasses.replace(self, index=tuple(index), axes=tuple(self.axes[d] for d in kept))
+
+    def _padded(self, rank: int) -> View:
+        return dataclasses.replace(self, axes=(None,) * (rank - len(self.axes)) + self.axes)

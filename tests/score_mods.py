@@ -1,0 +1,231 @@
+"""Score functions as named rows: what users write, and what is easy to get wrong.
+
+Each makes its captured arrays for the sizes of a call, and the function of them. The function takes
+(score, b, h, q, kv), as `score_mod` does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Of a call: batch elements, query heads, queries, keys."""
+
+    batch: int
+    heads: int
+    q_len: int
+    kv_len: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoreMod:
+    """A score function: its arrays, by name, and the function of score, indices and these."""
+
+    name: str
+    function: Callable  # (score, b, h, q, kv, **arrays)
+    arrays: Callable = lambda sizes, rng: {}
+
+    def bind(self, arrays: dict) -> Callable:
+        def score_mod(*arguments):
+            # As users write them: the package itself must do without.
+            with jax.numpy_dtype_promotion("standard"):
+                return self.function(*arguments, **arrays)
+
+        return score_mod
+
+
+def _normal(rng, *shape, dtype="float32"):
+    return rng.standard_normal(shape, np.float32).astype(jnp.dtype(dtype))
+
+
+def _integers(rng, low, high, *shape, dtype="int32"):
+    return rng.integers(low, high, shape).astype(dtype)
+
+
+def _row(function, arrays=None) -> ScoreMod:
+    name = function.__name__.strip("_").replace("_", "-")
+    return ScoreMod(name, function, arrays or (lambda sizes, rng: {}))
+
+
+def _rows_of_heads(score, b, h, q, kv, slopes):
+    return score - slopes[h] * jnp.abs(q - kv)
+
+
+def _cap(score, b, h, q, kv):
+    return 5.0 * jnp.tanh(score / 5.0)
+
+
+def _learned_cap(score, b, h, q, kv, cap):
+    return cap * jnp.tanh(score / cap)
+
+
+def _temperature(score, b, h, q, kv, temperature, shift):
+    return score * temperature[h] + shift[h, q]
+
+
+def _dense_bias(score, b, h, q, kv, bias):
+    return score + bias[b, h, q, kv]
+
+
+def _dense_bias_by_parts(score, b, h, q, kv, bias):
+    return score + bias[b][h, q][kv]
+
+
+def _key_bias(score, b, h, q, kv, bias):
+    return score + bias[b, kv].astype(jnp.float32)
+
+
+def _relative_table(score, b, h, q, kv, table):
+    half = table.shape[-1] // 2
+    return score + table[h, jnp.clip(q - kv, -half, half) + half]
+
+
+def _buckets(score, b, h, q, kv, table):
+    distance = jnp.maximum(q - kv, 0)
+    large = 4 + (jnp.log(jnp.maximum(distance, 1) / 4.0) * 2.0).astype(jnp.int32)
+    bucket = jnp.where(distance < 4, distance, jnp.minimum(large, table.shape[1] - 1))
+    return score + table[h, bucket]
+
+
+def _documents(score, b, h, q, kv, query_ids, key_ids):
+    return jnp.where(query_ids[b, q] == key_ids[b, kv], score, -jnp.inf)
+
+
+def _documents_finite(score, b, h, q, kv, query_ids, key_ids):
+    return jnp.where(query_ids[b, q] == key_ids[b, kv], score, jnp.finfo(jnp.float32).min)
+
+
+def _lookup_of_lookup(score, b, h, q, kv, kinds, table):
+    return score + table[kinds[q], kinds[kv]]
+
+
+def _integer_arithmetic(score, b, h, q, kv):
+    mixed = (q * 31 + kv * 17) // 5 % 7 - (q - kv) // 3 % 4 + (q ^ kv) % 3
+    bits = ((q << 2) | (kv >> 1)) & 5
+    return score + 0.1 * mixed - 0.05 * bits + jnp.where((q + kv) % 2 == 0, 0.25, -0.25)
+
+
+def _wrapping_hash(score, b, h, q, kv):
+    x = (q * 1103515245 + kv * 12345 + h * 777767777) ^ (b * 97)
+    x = x.astype(jnp.uint32) * jnp.uint32(2654435761)
+    return score + (x >> 24).astype(jnp.float32) / 256.0
+
+
+def _from_the_end(score, b, h, q, kv, table):
+    return score + table[-1 - h, -kv - 1] + table[0, -2]
+
+
+def _out_of_bounds(score, b, h, q, kv, table):
+    return score + table[h + 1000, q - 5 * kv]
+
+
+def _strided(score, b, h, q, kv):
+    visible = ((q - kv) % 3 == 0) | (jnp.abs(q - kv) < 4) | ((h == 0) & (kv < 2))
+    return jnp.where(visible, score, -jnp.inf)
+
+
+def _branches(score, b, h, q, kv):
+    tilted = jax.lax.select(h % 2 == 0, score * 0.5, score - 0.01 * q)
+    return jnp.minimum(jnp.maximum(tilted, -3.0), 4.0) + jnp.sign(score) * 0.1
+
+
+def _elementary(score, b, h, q, kv):
+    x = 0.3 * score
+    y = jnp.sin(x) + 0.1 * jnp.exp(-jnp.square(x)) + jnp.log1p(jnp.abs(x)) + jnp.power(x, 3)
+    y = y + jnp.sqrt(x * x + 1.0) + jax.nn.sigmoid(x) / (1.0 + x**2) - jnp.expm1(0.1 * x) + x**5
+    return y + jnp.cos(0.5 * q) * jax.lax.rsqrt(1.0 + kv.astype(jnp.float32)) - jnp.log(2.0 + x * x)
+
+
+def _custom_derivative(score, b, h, q, kv):
+    return jax.nn.relu(score) + jax.nn.silu(score) - 0.2 * jax.nn.softplus(score)
+
+
+def _ignores_the_score(score, b, h, q, kv, table):
+    return table[h, q]
+
+
+def _constant(score, b, h, q, kv):
+    return 0.0
+
+
+def _scalar_arrays(score, b, h, q, kv, gain, flag, shift):
+    return jnp.where(flag, score * gain, score) + shift.astype(jnp.float32)
+
+
+def _flags(score, b, h, q, kv, keep, weights):
+    return jnp.where(keep[h, kv] & (weights[q] > 0), score + weights[q] % 3, score - 1.0)
+
+
+def _per_head_and_arrays(sizes, rng):
+    return {
+        "temperature": 1.0 + 0.3 * rng.random(sizes.heads).astype(np.float32),
+        "shift": _normal(rng, sizes.heads, sizes.q_len),
+    }
+
+
+def _ids(sizes, rng):
+    return {
+        "query_ids": np.sort(_integers(rng, 0, 4, sizes.batch, sizes.q_len)),
+        "key_ids": np.sort(_integers(rng, 0, 4, sizes.batch, sizes.kv_len)),
+    }
+
+
+def _full(sizes, rng):
+    return {"bias": _normal(rng, sizes.batch, sizes.heads, sizes.q_len, sizes.kv_len)}
+
+
+SCORE_MODS = {
+    row.name: row
+    for row in (
+        _row(_rows_of_heads, lambda s, r: {"slopes": 0.3 * r.random(s.heads).astype(np.float32)}),
+        _row(_cap),
+        _row(_learned_cap, lambda s, r: {"cap": np.float32(4.0) + np.zeros((), np.float32)}),
+        _row(_temperature, _per_head_and_arrays),
+        _row(_dense_bias, _full),
+        _row(_dense_bias_by_parts, _full),
+        _row(_key_bias, lambda s, r: {"bias": _normal(r, s.batch, s.kv_len, dtype="bfloat16")}),
+        _row(_relative_table, lambda s, r: {"table": _normal(r, s.heads, 21)}),
+        _row(_buckets, lambda s, r: {"table": _normal(r, s.heads, 10, dtype="float16")}),
+        _row(_documents, _ids),
+        _row(_documents_finite, _ids),
+        _row(
+            _lookup_of_lookup,
+            lambda s, r: {
+                "kinds": _integers(r, 0, 5, max(s.q_len, s.kv_len)),
+                "table": _normal(r, 5, 5),
+            },
+        ),
+        _row(_integer_arithmetic),
+        _row(_wrapping_hash),
+        _row(_from_the_end, lambda s, r: {"table": _normal(r, s.heads, s.kv_len)}),
+        _row(_out_of_bounds, lambda s, r: {"table": _normal(r, s.heads, 7)}),
+        _row(_strided),
+        _row(_branches),
+        _row(_elementary),
+        _row(_custom_derivative),
+        _row(_ignores_the_score, lambda s, r: {"table": _normal(r, s.heads, s.q_len)}),
+        _row(_constant),
+        _row(
+            _scalar_arrays,
+            lambda s, r: {
+                "gain": np.asarray(0.7, np.float32),
+                "flag": np.asarray(True),
+                "shift": np.asarray(0.5, jnp.bfloat16),
+            },
+        ),
+        _row(
+            _flags,
+            lambda s, r: {
+                "keep": r.random((s.heads, s.kv_len)) < 0.6,
+                "weights": _integers(r, 0, 9, s.q_len, dtype="uint32"),
+            },
+        ),
+    )
+}

@@ -1,0 +1,433 @@
+"""Score programs as CUDA: what is printed for the kernels, compiled for the host, against JAX."""
+
+from __future__ import annotations
+
+import ctypes
+import pathlib
+import re
+import shutil
+import subprocess
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxflash import _printer, _scores
+from score_mods import SCORE_MODS, Sizes
+
+_COMPILER = shutil.which("g++") or shutil.which("c++")
+_FOLDER = pathlib.Path(__file__).parent
+_SIZES = Sizes(batch=2, heads=4, q_len=40, kv_len=30)
+_SCALE = 0.3
+_POINTS = 2000
+
+_EVALUATE = """
+extern "C" void evaluate_NUMBER(int64_t points, const jaxflash::Captures* captures, float scale,
+    const int* b, const int* h, const int* q, const int* kv, const float* distance, const float* s,
+    float* logit, float* alone, float* added, float* slope) {
+  evaluate<jaxflash::ProgramNUMBER>(points, *captures, {scale}, b, h, q, kv, distance, s, logit,
+                                    alone, added, slope);
+}
+"""
+_EVALUATE_ANY = """
+#include "program.h"
+template <class P>
+void evaluate(int64_t points, const jaxflash::Captures& captures, jaxflash::Problem problem,
+    const int* b, const int* h, const int* q, const int* kv, const float* distance, const float* s,
+    float* logit, float* alone, float* added, float* slope) {
+  for (int64_t i = 0; i < points; ++i) {
+    const auto head = P::head(captures, problem, b[i], b[i], h[i]);
+    const auto row = P::row(head, q[i]);
+    const auto column = P::column(head, kv[i]);
+    alone[i] = P::logit(head, row, column, q[i], kv[i], distance[i], s[i]);
+    logit[i] = P::logit_and_slope(head, row, column, q[i], kv[i], distance[i], s[i], &slope[i]);
+    added[i] = alone[i];
+    if constexpr (P::kUnitSlope) {
+      const float addend = P::addend(head, row, column, q[i], kv[i], distance[i]);
+      added[i] = fmaf(s[i], problem.scale * 1.4426950408889634f, P::kAdds ? addend : 0.f);
+    }
+  }
+}
+"""
+
+
+class _Capture(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("batch_stride", ctypes.c_int64),
+        ("extent", ctypes.c_int32 * 6),
+    )
+
+
+class _Compiled:
+    """Printed programs in one library."""
+
+    def __init__(self, sources, folder):
+        text = [_EVALUATE_ANY]
+        for number, source in enumerate(sources):
+            text.append(f"#define Program Program{number}\n{source}")
+            text.append(_EVALUATE.replace("NUMBER", str(number)) + "#undef Program")
+        (folder / "programs.cc").write_text("\n".join(text))
+        command = [_COMPILER, "-std=c++17", "-O1", "-ffp-contract=off", "-Wall", "-Werror"]
+        command += ["-shared", "-fPIC", f"-I{_FOLDER}", "programs.cc", "-o", "programs.so"]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        self._library = ctypes.CDLL(str(folder / "programs.so"))
+
+    def __call__(self, number: int, captures, indices, s):
+        """What logit(), logit_and_slope() and addend() make the logit, and the slope; all in
+        natural units."""
+        captures = [np.ascontiguousarray(x) for x in captures]
+        given = (_Capture * 8)()
+        for x, capture in zip(captures, given, strict=False):
+            capture.data, capture.batch_stride = x.ctypes.data, 0
+            capture.extent[: x.ndim] = x.shape
+        results = [np.empty(len(s), np.float32) for _ in range(4)]
+        q, kv = indices[2:]
+        arrays = [*indices, (q - kv).astype(np.float32), s.astype(np.float32), *results]
+        getattr(self._library, f"evaluate_{number}")(
+            ctypes.c_int64(len(s)),
+            given,
+            ctypes.c_float(_SCALE),
+            *(x.ctypes.data_as(ctypes.c_void_p) for x in arrays),
+        )
+        logit, alone, added, slope = results
+        return alone * np.log(2.0), logit * np.log(2.0), added * np.log(2.0), slope
+
+
+def _points(rng, beyond: int = 0):
+    """b, h, q, kv and products; rows and columns of a ragged tile reach beyond the lengths."""
+    sizes = (_SIZES.batch, _SIZES.heads, _SIZES.q_len + beyond, _SIZES.kv_len + beyond)
+    indices = [rng.integers(0, n, _POINTS).astype(np.int32) for n in sizes]
+    return indices, (rng.standard_normal(_POINTS) * 8.0).astype(np.float32)
+
+
+def _traced(function):
+    return _scores.trace(lambda s, b, h, q, kv, _: function(s, b, h, q, kv), (), jnp.float32)
+
+
+def _printed(function, **options):
+    program, captures = _traced(function)
+    return _printer.print_cuda(program, distance_is_difference=True, **options), captures
+
+
+def _expected(function, indices, s):
+    """Value and slope as JAX has them."""
+
+    def value(score, *indices):
+        return jnp.asarray(function(score, *indices), jnp.float32)
+
+    with jax.default_device(jax.devices("cpu")[0]):
+        both = jax.jit(jax.vmap(jax.value_and_grad(value)))
+        return jax.device_get(both(jnp.float32(_SCALE) * s, *indices))
+
+
+def _check(compiled, number, printed, captures, function, points) -> None:
+    indices, s = points
+    alone, logit, added, slope = compiled(number, captures, indices, s)
+    value, derivative = _expected(function, indices, s)
+    np.testing.assert_array_equal(alone, logit)
+    hidden = value == -np.inf
+    # finfo.min is clipped to finfo.min in units of log 2.
+    value = np.where(hidden, value, np.maximum(value, np.finfo(np.float32).min * np.log(2.0)))
+    np.testing.assert_allclose(logit, value, rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(added, value, rtol=2e-5, atol=2e-5)
+    assert np.isfinite(slope).all()
+    np.testing.assert_allclose(slope[~hidden], derivative[~hidden], rtol=1e-4, atol=1e-4)
+    if printed.unit_slope:
+        assert (derivative[~hidden] == 1.0).all()
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    if _COMPILER is None:
+        pytest.skip("needs a C++ compiler")
+    rng = np.random.default_rng(0)
+    programs = {}
+    for name, row in SCORE_MODS.items():
+        function = row.bind(jax.tree.map(jnp.asarray, row.arrays(_SIZES, rng)))
+        programs[name] = (function, *_printed(function))
+    library = _Compiled([p.source for _, p, _ in programs.values()], tmp_path_factory.mktemp("all"))
+    return library, programs
+
+
+@pytest.mark.parametrize("name", SCORE_MODS)
+def test_printed_program_is_the_function(compiled, name):
+    library, programs = compiled
+    function, printed, captures = programs[name]
+    points = _points(np.random.default_rng(1))
+    _check(library, list(programs).index(name), printed, captures, function, points)
+
+
+@pytest.mark.parametrize("name", SCORE_MODS)
+def test_indices_of_ragged_tiles_are_safe(compiled, name):
+    """Rows and columns beyond the lengths read the last element, as JAX's indexing does."""
+    library, programs = compiled
+    function, printed, captures = programs[name]
+    points = _points(np.random.default_rng(2), beyond=50)
+    _check(library, list(programs).index(name), printed, captures, function, points)
+
+
+# ---- Instructions --------------------------------------------------------------------------------
+
+
+def _body(printed, function="logit") -> list[str]:
+    """The statements of a function of the struct."""
+    lines = printed.source.splitlines()
+    begin = next(i for i, line in enumerate(lines) if f"static float {function}(" in line)
+    return [line.strip() for line in lines[begin + 1 : lines.index("  }", begin)]]
+
+
+def _operations(printed, function="logit") -> list[str]:
+    """What follows the `=` of each statement, every name of a value as x."""
+    lines = [line.split(" = ")[1] for line in _body(printed, function) if " = " in line]
+    return [re.sub(r"(head|row|column)\.\w+|\bx\d+\b", "x", line).rstrip(";") for line in lines]
+
+
+_SLOPES = np.linspace(0.1, 0.8, _SIZES.heads, dtype=np.float32)
+_BIAS = np.zeros((2, _SIZES.heads, _SIZES.q_len, _SIZES.kv_len), jnp.bfloat16)
+
+
+def test_soft_cap_is_a_product_a_tanh_and_a_product():
+    printed, _ = _printed(lambda s, b, h, q, kv: 30.0 * jnp.tanh(s / 30.0))
+    assert not printed.unit_slope
+    assert _operations(printed) == ["x * s", "tanh_approx(x)", "43.28085f * x"]
+    slope = _operations(printed, "logit_and_slope")
+    assert slope[3:] == ["-x", "fmaf(x, x, 1.0f)", "x"]  # 1 - t * t of the same t
+
+
+def test_alibi_is_one_fma_and_the_distance():
+    def alibi(s, b, h, q, kv, distance):
+        return s - jnp.asarray(_SLOPES)[h] * jnp.abs(distance).astype(jnp.float32)
+
+    program, _ = _scores.trace(alibi, (), jnp.float32)
+    for is_difference in (True, False):
+        printed = _printer.print_cuda(program, distance_is_difference=is_difference)
+        assert printed.unit_slope
+        assert printed.exact_length is None
+        assert _operations(printed) == ["fabsf(distance)", "x * x", "fmaf(x, s, x)"]
+
+
+def test_differences_of_positions_are_not_converted_element_by_element():
+    def function(s, b, h, q, kv):
+        return s - 0.1 * jnp.abs(q - kv).astype(jnp.float32)
+
+    printed, _ = _printed(function)
+    expected = ["fabsf(distance)", "-0.14426951f * x", "fmaf(x, s, x)"]
+    assert _operations(printed) == expected
+    assert printed.exact_length is None
+
+    # With an alignment at the bottom right, the distance is another one.
+    program, _ = _traced(function)
+    printed = _printer.print_cuda(program, distance_is_difference=False)
+    assert _operations(printed) == ["x + x", "fabsf(x)", *expected[1:]]
+    assert printed.exact_length == 2**24
+
+
+def test_dense_bias_is_one_load_and_one_fma():
+    printed, _ = _printed(
+        lambda s, b, h, q, kv: s + jnp.asarray(_BIAS)[b, h, q, kv].astype("float32")
+    )
+    assert printed.unit_slope
+    assert _operations(printed) == ["load_capture(x, x)", "1.442695f * x", "fmaf(x, s, x)"]
+
+
+def test_all_built_in_features_together():
+    def function(s, b, h, q, kv):
+        s = s + jnp.asarray(_BIAS)[b, h, q, kv].astype(jnp.float32)
+        s = s - jnp.asarray(_SLOPES)[h] * jnp.abs(q - kv).astype(jnp.float32)
+        return 30.0 * jnp.tanh(s / 30.0)
+
+    printed, _ = _printed(function)
+    of_the_score = _operations(printed)[-3:]
+    assert of_the_score == ["fmaf(x, s, x)", "tanh_approx(x)", "43.28085f * x"]
+
+
+def test_a_mask_written_as_a_score_function_has_slope_one():
+    printed, _ = _printed(lambda s, b, h, q, kv: jnp.where(q >= kv, 2.0 * s / 2.0, -jnp.inf))
+    assert printed.unit_slope
+    assert _operations(printed) == ["q >= kv", "x * s", "x ? x : -INFINITY"]
+    assert _operations(printed, "addend") == ["q >= kv", "x ? 0.0f : -INFINITY"]
+
+
+def test_a_choice_by_the_score_has_no_addend():
+    printed, _ = _printed(lambda s, b, h, q, kv: jnp.where(s > 0.0, s, -jnp.inf))
+    assert not printed.unit_slope
+    assert _operations(printed, "logit_and_slope")[-1] == "1.0f"
+
+
+def test_another_size_prints_the_same():
+    def function(table):
+        return _printed(lambda s, b, h, q, kv: s + table[h, q - kv] * table[0, kv])[0].source
+
+    assert function(jnp.zeros((4, 9))) == function(jnp.zeros((16, 100)))
+
+
+def test_slope_where_the_logit_is_minus_infinity_is_finite(tmp_path):
+    def function(s, b, h, q, kv):
+        return jnp.log(jnp.maximum(s, 0.0)) + jnp.sqrt(jnp.maximum(s, 0.0))
+
+    printed, captures = _printed(function)
+    indices = [np.zeros(3, np.int32)] * 4
+    _, logit, _, slope = _Compiled([printed.source], tmp_path)(
+        0, captures, indices, np.array([-1.0, 0.0, 4.0], np.float32)
+    )
+    assert (logit[:2] == -np.inf).all()
+    assert np.isfinite(logit[2])
+    assert (slope[:2] == 0.0).all()
+    assert slope[2] > 0.0
+
+
+def test_nan_passes_through_minimum_and_maximum(tmp_path):
+    printed, captures = _printed(lambda s, b, h, q, kv: jnp.clip(s, -1.0, 1.0))
+    indices = [np.zeros(2, np.int32)] * 4
+    s = np.array([np.nan, 100.0], np.float32)
+    alone, logit, _, _ = _Compiled([printed.source], tmp_path)(0, captures, indices, s)
+    assert np.isnan([alone[0], logit[0]]).all()
+    assert abs(logit[1] - 1.0) < 1e-6
+
+
+def test_sink_is_a_capture_of_its_own():
+    program, _ = _traced(lambda s, b, h, q, kv: s + jnp.asarray(_SLOPES)[h])
+    printed = _printer.print_cuda(program, distance_is_difference=True, sink_dtype="bfloat16")
+    assert "kHasSink = true" in printed.source
+    assert "kAdds = true" in printed.source
+    assert printed.unit_slope
+    assert "capture_data<BFloat16>(captures, 1, problem, batch)" in printed.source
+    (result,) = _body(printed, "sink")
+    assert result.startswith("return head.")
+
+    # A program that is a sink alone.
+    program, _ = _traced(lambda s, b, h, q, kv: s)
+    printed = _printer.print_cuda(program, distance_is_difference=True, sink_dtype="float32")
+    assert "kAdds = false" in printed.source
+    assert _body(printed, "addend") == ["return 0.0f;"]
+
+
+# ---- What cannot be printed ----------------------------------------------------------------------
+
+_ROWS = jnp.ones((8, 8))
+_REFUSED = {
+    "while": lambda s, b, h, q, kv: jax.lax.while_loop(lambda x: x < 3.0, lambda x: x + 1.0, s),
+    "scan": lambda s, b, h, q, kv: jax.lax.fori_loop(0, 3, lambda i, x: x * 1.1, s),
+    "cond": lambda s, b, h, q, kv: jax.lax.cond(q > kv, lambda: s, lambda: -s),
+    "random_bits": lambda s, b, h, q, kv: s + jax.random.uniform(jax.random.key(0)),
+    "reduce_sum": lambda s, b, h, q, kv: s + jnp.sum(_ROWS[h] * _ROWS[q]),
+    "dot_general": lambda s, b, h, q, kv: s + _ROWS[q] @ _ROWS[kv],
+    "digamma": lambda s, b, h, q, kv: jax.lax.lgamma(s),
+    "dynamic_slice": lambda s, b, h, q, kv: s + _ROWS[0, s.astype(jnp.int32)],
+    "convert_element_type": lambda s, b, h, q, kv: s.astype(jnp.bfloat16).astype(jnp.float32),
+    "debug_callback": lambda s, b, h, q, kv: (jax.debug.print("{}", s), s)[1],
+}
+
+
+@pytest.mark.parametrize("primitive", _REFUSED)
+def test_refusal_names_the_primitive_and_shows_the_equation(primitive):
+    with pytest.raises(_printer.NotPrintable) as refusal:
+        _printed(_REFUSED[primitive])
+    text = str(refusal.value)
+    if primitive == "while":
+        assert "reverse" in text
+    elif primitive == "debug_callback":
+        assert "effect" in text.lower()
+    else:
+        assert "`" in text
+        assert "in: " in text
+        assert primitive.split("_")[0] in text or primitive == "reduce_sum"
+
+
+@pytest.mark.parametrize(
+    ("capture", "said"),
+    [
+        (lambda: jnp.zeros(4, jnp.int8), "int8"),
+        (lambda: jnp.zeros((1,) * 7), "7 axes"),
+        (lambda: jax.random.split(jax.random.key(0), 4), "key"),
+    ],
+)
+def test_captures_that_kernels_do_not_take(capture, said):
+    array = capture()
+
+    def function(s, b, h, q, kv):
+        element = array[(h,) + (0,) * (array.ndim - 1)]
+        if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+            return s + jax.random.uniform(element)
+        return s + element.astype(jnp.float32)
+
+    with pytest.raises(_printer.NotPrintable, match=said):
+        _printed(function)
+
+
+# ---- Random programs -----------------------------------------------------------------------------
+
+_LEAVES = (
+    lambda e: e["s"],
+    lambda e: e["table"][e["h"], e["q"] - e["kv"]],
+    lambda e: e["bias"][e["b"], e["h"], e["q"], e["kv"]].astype(jnp.float32),
+    lambda e: (e["q"] - e["kv"]).astype(jnp.float32) / 16.0,
+    lambda e: (e["ids"][e["q"]] % 3).astype(jnp.float32),
+    lambda e: (e["kv"] // 3 + e["h"]).astype(jnp.float32) * 0.1,
+)
+_UNARY = (
+    jnp.tanh,
+    jnp.abs,
+    lambda x: -x,
+    lambda x: x * 0.5 + 1.0,
+    lambda x: 3.0 * jnp.tanh(x / 3.0),
+    lambda x: jnp.exp(-jnp.abs(x)),
+    lambda x: jnp.log(1.0 + x * x),
+    lambda x: x / (1.0 + jnp.abs(x)),
+    jax.nn.sigmoid,
+)
+_BINARY = (
+    jnp.add,
+    jnp.subtract,
+    jnp.multiply,
+    jnp.maximum,
+    jnp.minimum,
+    lambda x, y: jnp.where(x < y, x, y * 0.25),
+)
+
+
+def _expressions():
+    def larger(smaller):
+        return st.one_of(
+            st.tuples(st.sampled_from(_UNARY), smaller),
+            st.tuples(st.sampled_from(_BINARY), smaller, smaller),
+        )
+
+    leaves = st.sampled_from(_LEAVES).map(lambda leaf: (leaf,))
+    return st.recursive(leaves, larger, max_leaves=6)
+
+
+def _evaluate(expression, environment):
+    function, *inner = expression
+    if not inner:
+        return function(environment)
+    return function(*(_evaluate(x, environment) for x in inner))
+
+
+@settings(max_examples=6)
+@given(st.lists(_expressions(), min_size=4, max_size=4))
+def test_random_programs(tmp_path_factory, expressions):
+    if _COMPILER is None:
+        pytest.skip("needs a C++ compiler")
+    rng = np.random.default_rng(3)
+    arrays = {
+        "table": jnp.asarray(rng.standard_normal((_SIZES.heads, 50)), jnp.float32),
+        "bias": jnp.asarray(
+            rng.standard_normal((2, _SIZES.heads, _SIZES.q_len, _SIZES.kv_len)), jnp.bfloat16
+        ),
+        "ids": jnp.asarray(rng.integers(0, 9, 64), jnp.int32),
+    }
+    functions = [
+        lambda s, b, h, q, kv, e=e: _evaluate(e, dict(arrays, s=s, b=b, h=h, q=q, kv=kv))
+        for e in expressions
+    ]
+    programs = [_printed(function) for function in functions]
+    library = _Compiled([p.source for p, _ in programs], tmp_path_factory.mktemp("random"))
+    points = _points(rng)
+    for number, (function, (printed, captures)) in enumerate(zip(functions, programs, strict=True)):
+        _check(library, number, printed, captures, function, points)

@@ -1,0 +1,469 @@
+"""Kernels compiled while the program runs: what the compiler makes of them, its caches, its faults.
+
+Needs the compiler (NVRTC) but no GPU. What runs on one is in test_gpu_runtime.py.
+"""
+
+import itertools
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import threading
+
+import pytest
+
+import jaxflash
+import programs
+from jaxflash import _config, _ffi, _nvrtc
+
+if not _ffi.extension.kernels:
+    pytest.skip("the library was built without kernels", allow_module_level=True)
+if _nvrtc.version() is None and not os.environ.get("JAXFLASH_REQUIRE_NVRTC"):
+    pytest.skip(str(_nvrtc.reason_against()), allow_module_level=True)
+
+_extension = _ffi.extension
+_INCLUDE = pathlib.Path(_extension.__file__).parent / "include"
+_H200 = dict(arch=90, shared_memory=227 * 1024)
+_A100 = dict(arch=80, shared_memory=163 * 1024)
+_RTX_4090 = dict(arch=89, shared_memory=99 * 1024)
+_RTX_5090 = dict(arch=120, shared_memory=99 * 1024)
+_TINY = '#include "problem.h"\n__global__ void tiny(float* x) { *x = %s; }'
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """A folder of its own for the cache of each test."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("JAXFLASH_CACHE_DIR", str(folder))
+    return folder
+
+
+def _compile(source: str, kernel: str, architecture: str = "sm_90a") -> _config.CompiledKernel:
+    return _config.CompiledKernel(*_extension.compile_kernel(source, kernel, architecture))
+
+
+def _program(
+    source: str,
+    *,
+    forward: bool,
+    head_dim: int,
+    value_dim: int | None = None,
+    dtype: str = "bfloat16",
+    highest_precision: bool = False,
+    arch: int,
+    shared_memory: int,
+) -> _config.CompiledKernel:
+    return _config.CompiledKernel(
+        *_extension.compile_program(
+            forward=forward,
+            source=source,
+            unit_slope="kUnitSlope = true" in source,
+            dtype=dtype,
+            highest_precision=highest_precision,
+            head_dim=head_dim,
+            value_dim=value_dim or head_dim,
+            scale=0.125,
+            arch=arch,
+            shared_memory=shared_memory,
+        )
+    )
+
+
+def _tiny(value: float) -> _config.CompiledKernel:
+    return _compile(_TINY % value, "tiny")
+
+
+_unique = itertools.count()
+
+
+def _fresh() -> float:
+    """A constant that makes a kernel of its own."""
+    return 1.0 + next(_unique) / 1024
+
+
+# ---- Kernels -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "header", sorted(str(p.relative_to(_INCLUDE)) for p in _INCLUDE.rglob("*_kernel.cuh"))
+)
+def test_kernel_headers_need_no_others(header):
+    """NVRTC has neither host nor standard headers."""
+    _compile(f'#include "{header}"\n__global__ void nothing() {{}}\n', "nothing")
+
+
+_S90 = "jaxflash::sm90::"
+_S80 = "jaxflash::sm80::"
+
+
+def _forward90(tile: str) -> tuple[str, str, str]:
+    traits = f"{_S90}ForwardTraits<{_S90}{tile}, jaxflash::Math::kBFloat16, jaxflash::BandMask>"
+    name = f"{_S90}forward_kernel<{traits}, {_S90}ScaledScores>"
+    return "sm90/forward_kernel.cuh", name, "sm_90a"
+
+
+def _backward90(head_dim: int) -> tuple[str, str, str]:
+    tile = f"{_S90}BackwardTileFor<{head_dim}, {head_dim}>::Type"
+    traits = f"{_S90}BackwardTraits<{tile}, jaxflash::Math::kBFloat16>"
+    name = f"{_S90}backward_kernel<{traits}, jaxflash::BandMask, {_S90}ScaledLogits>"
+    return "sm90/backward_kernel.cuh", name, "sm_90a"
+
+
+def _forward80(head_dim: int) -> tuple[str, str, str]:
+    tile = f"{_S80}ForwardTiles<2, {head_dim}>::Large"
+    name = f"{_S80}forward_kernel<jaxflash::Math::kBFloat16, {head_dim}, {tile}>"
+    return "sm80/forward_kernel.cuh", name, "sm_80"
+
+
+def _backward80(head_dim: int) -> tuple[str, str, str]:
+    tile = f"{_S80}BackwardTiles<2, {head_dim}>::Large"
+    traits = f"{_S80}BackwardTraits<jaxflash::Math::kBFloat16, {head_dim}, {tile}>"
+    name = f"{_S80}backward_kernel<{traits}, jaxflash::BandMask, {_S80}ScaledScores>"
+    return "sm80/backward_kernel.cuh", name, "sm_80"
+
+
+@pytest.mark.parametrize(
+    ("header", "kernel", "architecture"),
+    [
+        _forward90("ForwardTileFor<64, 64>::Four"),
+        _forward90("ForwardTileFor<96, 96>::Long"),
+        _forward90("ForwardTileFor<128, 128>::Long"),
+        _forward90("ForwardTileFor<192, 128>::Long"),
+        _forward90("ForwardTileFor<192, 192>::Long"),
+        _forward90("ForwardTileFor<256, 256>::Long"),
+        *(_backward90(head_dim) for head_dim in (64, 128, 256)),
+        *(_forward80(head_dim) for head_dim in (64, 128, 256)),
+        *(_backward80(head_dim) for head_dim in (64, 128, 256)),
+    ],
+)
+def test_plain_tiles(header, kernel, architecture):
+    """The tiles that are compiled ahead of time, by the compiler that score functions get."""
+    source = f'#include "{header}"\n#include "{header.split("/")[0]}/tile_config.h"\n'
+    compiled = _compile(source, kernel, architecture)
+    assert compiled.spilled == 0, compiled
+    assert not compiled.serialised, compiled
+
+
+@pytest.mark.parametrize("program", ["SCALE", "SINK", "ALIBI", "SOFT_CAP"])
+@pytest.mark.parametrize("forward", [True, False], ids=["forward", "backward"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_programs_on_hopper(program, forward, head_dim):
+    compiled = _program(getattr(programs, program), forward=forward, head_dim=head_dim, **_H200)
+    direction = "forward" if forward else "backward"
+    # Tiles can be shared by head sizes: the name is that of the first.
+    assert compiled.name.startswith(f"sm90 {direction} bfloat16 ")
+    assert compiled.architecture == "sm_90a"
+    assert compiled.spilled <= 64, compiled
+    assert not compiled.serialised, compiled
+
+
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(96, 96), (192, 128), (192, 192)])
+def test_programs_on_hopper_of_other_head_sizes(head_dim, value_dim):
+    compiled = _program(
+        programs.SOFT_CAP, forward=True, head_dim=head_dim, value_dim=value_dim, **_H200
+    )
+    assert compiled.name.startswith("sm90 forward")
+    assert f"<{head_dim}, {value_dim}," in compiled.tile
+    assert not compiled.serialised
+    assert compiled.spilled <= 64, compiled
+
+
+@pytest.mark.parametrize(
+    ("gpu", "dtype", "highest_precision", "head_dim", "name", "architecture"),
+    [
+        (_H200, "float32", False, 64, "tf32 64", "sm_90"),
+        (_H200, "float32", True, 128, "float32 128", "sm_90"),
+        (_H200, "bfloat16", False, 20, "bfloat16 64", "sm_90"),  # rows that are not 16 bytes
+        (_A100, "bfloat16", False, 128, "bfloat16 128", "sm_80"),
+        (_RTX_4090, "bfloat16", False, 64, "bfloat16 64", "sm_89"),
+        (_RTX_5090, "float16", False, 64, "float16 64", "sm_120"),
+    ],
+)
+@pytest.mark.parametrize("forward", [True, False], ids=["forward", "backward"])
+def test_programs_elsewhere(forward, gpu, dtype, highest_precision, head_dim, name, architecture):
+    """The portable kernels: on other GPUs, and for what the Hopper kernels leave to them."""
+    compiled = _program(
+        programs.ALIBI, forward=forward, head_dim=head_dim, dtype=dtype,
+        highest_precision=highest_precision, **gpu,
+    )  # fmt: skip
+    assert compiled.name == f"sm80 {'forward' if forward else 'backward'} {name}"
+    assert compiled.architecture == architecture
+    assert dtype == "float32" or compiled.spilled == 0, compiled
+
+
+def test_tile_follows_the_slope():
+    """At head size 64 slopes need the registers that a tile of 128 rows takes."""
+    plain = _program(programs.ALIBI, forward=False, head_dim=64, **_H200)
+    slopes = _program(programs.SOFT_CAP, forward=False, head_dim=64, **_H200)
+    assert "BackwardTile<64, 64, 128, 128" in plain.tile
+    assert "BackwardTile<128, 128, 64, 128" in slopes.tile
+
+
+def test_spills_lead_to_the_next_tile():
+    source = programs.registers(24)
+    before = len(jaxflash._config.config().compiled)
+    chosen = _program(source, forward=True, head_dim=64, **_H200)
+    first, *others = jaxflash._config.config().compiled[before:]
+    assert first.spilled > 64, first
+    assert others
+    assert chosen in others
+    assert chosen.tile != first.tile
+    assert chosen.spilled < first.spilled
+
+
+# ---- Caches --------------------------------------------------------------------------------------
+
+
+def test_second_request_compiles_nothing():
+    value = _fresh()
+    _tiny(value)
+    count = len(_config.config().compiled)
+    _tiny(value)
+    assert len(_config.config().compiled) == count
+    _tiny(_fresh())
+    assert len(_config.config().compiled) == count + 1
+
+
+def test_threads_share_a_compilation():
+    """Of those that ask for the same kernel at once, one compiles it."""
+    values = [_fresh(), _fresh()]
+    count = len(_config.config().compiled)
+    start = threading.Barrier(8)
+    results = []
+
+    def ask(value):
+        start.wait()
+        results.append(_tiny(value))
+
+    threads = [threading.Thread(target=ask, args=(values[i % 2],)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 8
+    assert len(_config.config().compiled) == count + 2
+
+
+_IN_ANOTHER_PROCESS = """
+import json, sys
+from jaxflash import _ffi
+source, kernel, limit = json.load(sys.stdin)
+if limit is not None:
+    import resource
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+row = _ffi.extension.compile_kernel(source, kernel, "sm_90a")
+print(json.dumps(row))
+"""
+
+
+def _elsewhere(value: float, *, limit: int | None = None, **environment) -> _config.CompiledKernel:
+    """What another process gets; with `limit`, one that cannot write larger files."""
+    done = subprocess.run(
+        [sys.executable, "-c", _IN_ANOTHER_PROCESS], text=True, capture_output=True, check=False,
+        input=json.dumps([_TINY % value, "tiny", limit]), env=os.environ | environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return _config.CompiledKernel(*json.loads(done.stdout))
+
+
+def test_cache_on_disk_serves_other_processes(cache):
+    value = _fresh()
+    assert not _tiny(value).from_disk
+    (file,) = cache.iterdir()
+    again = _elsewhere(value)
+    assert again.from_disk
+    assert again.registers == _tiny(value).registers
+    assert list(cache.iterdir()) == [file]
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "changed", "other version", "folder"])
+def test_damaged_file_is_replaced(cache, damage):
+    value = _fresh()
+    _tiny(value)
+    (file,) = cache.iterdir()
+    sound = file.read_bytes()
+    if damage == "empty":
+        file.write_bytes(b"")
+    elif damage == "cut":
+        file.write_bytes(sound[:-1])
+    elif damage == "changed":
+        middle = len(sound) // 2
+        file.write_bytes(sound[:middle] + bytes([sound[middle] ^ 1]) + sound[middle + 1 :])
+    elif damage == "other version":
+        file.write_bytes(sound.replace(b"jaxflash kernel", b"jaxflash Kernel", 1))
+    else:
+        file.unlink()
+        file.mkdir()
+    assert not _elsewhere(value).from_disk
+    if damage == "folder":
+        return
+    assert len(file.read_bytes()) == len(sound)
+    assert _elsewhere(value).from_disk
+
+
+def test_file_of_another_kernel_is_not_taken(cache):
+    one, other = _fresh(), _fresh()
+    _tiny(one)
+    (first,) = cache.iterdir()
+    _tiny(other)
+    (second,) = set(cache.iterdir()) - {first}
+    second.write_bytes(first.read_bytes())
+    assert not _elsewhere(other).from_disk
+
+
+def test_unusable_folder_does_no_harm(cache, tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+    for folder in (file, file / "below", "/proc/jaxflash", ""):
+        assert not _elsewhere(_fresh(), JAXFLASH_CACHE_DIR=str(folder)).from_disk
+    assert not cache.exists()
+    assert file.read_text() == ""
+
+
+def test_full_disk_does_no_harm(cache):
+    value = _fresh()
+    assert not _elsewhere(value, limit=100).from_disk
+    assert list(cache.iterdir()) == []
+    assert not _elsewhere(value).from_disk
+    assert _elsewhere(value).from_disk
+
+
+def test_default_folder(monkeypatch, tmp_path):
+    monkeypatch.delenv("JAXFLASH_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert _extension.cache_folder() == str(tmp_path / "jaxflash")
+    monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert _extension.cache_folder() == str(tmp_path / ".cache" / "jaxflash")
+
+
+def test_kept_sources(monkeypatch, tmp_path):
+    folder = tmp_path / "sources"
+    monkeypatch.setenv("JAXFLASH_KEEP_SOURCES", str(folder))
+    source = _TINY % _fresh()
+    _compile(source, "tiny")
+    (file,) = folder.iterdir()
+    assert source in file.read_text()
+    assert "-arch=sm_90a" in file.read_text()
+
+
+# ---- What is told --------------------------------------------------------------------------------
+
+
+def test_show_config_tells_what_was_compiled(capsys, cache):
+    _program(programs.SCALE, forward=True, head_dim=64, **_H200)
+    jaxflash.show_config()
+    text = capsys.readouterr().out
+    version = _nvrtc.version()
+    assert version is not None
+    assert f"NVRTC     {version[0]}.{version[1]}" in text
+    assert str(cache) in text
+    assert "sm90 forward bfloat16 64 for sm_90a: " in text
+    assert "sm90::ForwardTile<64, 64, 4, 64, 8, 2, " in text
+
+
+def test_error_of_the_compiler():
+    with pytest.raises(RuntimeError, match=r"NVRTC .* could not compile.*undefined"):
+        _program("int x = undefined_name;", forward=True, head_dim=64, **_H200)
+
+
+def test_unknown_architecture():
+    with pytest.raises(RuntimeError, match="NVRTC"):
+        _compile("__global__ void tiny() {}", "tiny", "sm_31")
+
+
+def test_head_size_without_a_kernel():
+    with pytest.raises(RuntimeError, match="head sizes 512 and 512"):
+        _program(programs.SCALE, forward=True, head_dim=512, **_H200)
+
+
+def _python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("library", ["/nonexistent/libnvrtc.so.13", "libc.so.6", None])
+def test_without_a_compiler(library):
+    """Told in one sentence, with what to install; plain calls do not care."""
+    locations = [] if library is None else [(library, None)]
+    _python(f"""if True:
+        from jaxflash import _ffi, _nvrtc
+        _ffi.extension.set_compiler({locations!r}, "/nonexistent")
+        assert _nvrtc.version() is None
+        reason = _nvrtc.reason_against()
+        assert "pip install" in reason and "NVRTC" in reason, reason
+        try:
+            _ffi.extension.compile_kernel("", "x", "sm_90a")
+        except RuntimeError as error:
+            assert str(error) == reason, error
+        else:
+            raise AssertionError
+    """)
+
+
+def test_without_headers():
+    _python("""if True:
+        from jaxflash import _ffi, _nvrtc
+        _ffi.extension.set_compiler(
+            [(str(a), b and str(b)) for a, b in _nvrtc._locations()], "/nonexistent")
+        try:
+            _ffi.extension.compile_kernel("", "x", "sm_90a")
+        except RuntimeError as error:
+            assert "/nonexistent" in str(error), error
+        else:
+            raise AssertionError
+    """)
+
+
+# ---- Stages --------------------------------------------------------------------------------------
+
+_STAGES = """if True:
+    import jax, numpy as np
+    from jaxflash import _ffi
+    # The CPU runs instantiation as a GPU does; there is no GPU to compile for.
+    jax.devices()  # the CPU's registers kept handlers before kept types, the CUDA platform's after
+    type_id, type_info = _ffi.extension.program_state_type()
+    jax.ffi.register_ffi_type("state", dict(type_id=type_id, type_info=type_info), platform="cpu")
+    handlers = _ffi.extension.cuda_handlers()
+    for name in ("forward", "backward"):
+        jax.ffi.register_ffi_target(name, handlers[name], platform="cpu")
+    problem = dict(
+        scale=np.float32(1), left=np.int64(1), right=np.int64(1), bottom_right=np.bool_(False),
+        highest_precision=np.bool_(False), has_q_lengths=np.bool_(False),
+        has_kv_lengths=np.bool_(False))
+
+    def instantiate(name, **attributes):
+        attributes = dict(
+            problem=problem, program="", unit_slope=np.bool_(True), head_dim=np.int64(64),
+            value_dim=np.int64(64), dtype="bfloat16", capture_ranks=np.zeros(0, np.int64),
+        ) | attributes
+        if name == "backward":
+            attributes |= dict(has_dlse=np.bool_(False), deterministic=np.bool_(False))
+        x = jax.ShapeDtypeStruct((4,), "float32")
+        jax.jit(lambda x: jax.ffi.ffi_call(name, x)(x, **attributes)).lower(x).compile()
+
+    def refused(text, name="forward", **attributes):
+        try:
+            instantiate(name, **attributes)
+        except Exception as error:
+            assert text in str(error), error
+        else:
+            raise AssertionError(text)
+
+    program = "namespace jaxflash { struct Program {}; }"
+    for name in ("forward", "backward"):
+        instantiate(name)
+        instantiate(name, program=program, capture_ranks=np.array([0, 6], np.int64))
+        refused("at most 6 axes", name, program=program, capture_ranks=np.array([7], np.int64))
+        refused("at most 8 arrays", name, program=program, capture_ranks=np.zeros(9, np.int64))
+        refused("dtype", name, program=program, dtype="float64")
+"""
+
+
+def test_instantiation():
+    """What is wrong with a program's attributes is told when XLA compiles."""
+    if _extension.devices():
+        pytest.skip("there is a GPU to compile for, and the program is not a whole one")
+    _python(_STAGES)
