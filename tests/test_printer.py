@@ -290,6 +290,18 @@ def test_nan_passes_through_minimum_and_maximum(tmp_path):
     assert abs(logit[1] - 1.0) < 1e-6
 
 
+def test_dropout_is_the_last_capture():
+    program, _ = _traced(lambda s, b, h, q, kv: s + jnp.asarray(_SLOPES)[h])
+    for sink_dtype, number in ((None, 1), ("float32", 2)):
+        printed = _printer.print_cuda(
+            program, distance_is_difference=True, sink_dtype=sink_dtype, drops=True
+        )
+        assert "kDrops = true" in printed.source
+        (result,) = _body(printed, "dropout")
+        parameters = f"capture_data<uint32_t>(captures, {number}, problem, batch)"
+        assert result == f"return Dropout({parameters}, b, h);"
+
+
 def test_sink_is_a_capture_of_its_own():
     program, _ = _traced(lambda s, b, h, q, kv: s + jnp.asarray(_SLOPES)[h])
     printed = _printer.print_cuda(program, distance_is_difference=True, sink_dtype="bfloat16")

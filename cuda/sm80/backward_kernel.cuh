@@ -107,16 +107,6 @@ __device__ __forceinline__ int forget(int value) {
   return value;
 }
 
-// Zeros for the first `count` rows of a tile, by all threads of the block.
-template <int kThreads, class Tile>
-__device__ __forceinline__ void clear_rows(const Tile& tile, int count) {
-  const uint32_t zeros[4] = {};
-#pragma unroll 1
-  for (int i = threadIdx.x; i < min(count, Tile::kRows) * Tile::kChunks; i += kThreads) {
-    st_shared_128(tile.address(i / Tile::kChunks, i % Tile::kChunks * Tile::kChunk), zeros);
-  }
-}
-
 // From s^T and dp^T to p^T and ds^T, in place. `row` and `key` are those of the warp's first
 // element; lse and delta belong to the rows of the thread's accumulators. ds lacks the scale: it is
 // the same everywhere, so dk and dq get it at the end.
@@ -331,10 +321,10 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::Tile::kBlocksPerSm)
     const int blind_rows = work.rows.begin - first_row;
     const int blind_keys = work.seen_keys.begin - work.first_key;
     if (blind_rows > 0 || blind_keys > 0) {
-      clear_rows<kThreads>(q, blind_rows);
-      clear_rows<kThreads>(dout, blind_rows);
-      clear_rows<kThreads>(k, blind_keys);
-      clear_rows<kThreads>(v, blind_keys);
+      clear_rows<kThreads>(q, blind_rows, threadIdx.x);
+      clear_rows<kThreads>(dout, blind_rows, threadIdx.x);
+      clear_rows<kThreads>(k, blind_keys, threadIdx.x);
+      clear_rows<kThreads>(v, blind_keys, threadIdx.x);
       __syncthreads();
     }
     if (Tile::kStages == 2) load_next_rows(head, row_tile, stage ^ 1);

@@ -89,7 +89,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSM)
   const auto cut_rows = [&](int first_row, int count) {
     return Interval{first_row, min(first_row + count, mask.q_len())};
   };
-  Interval keys = mask.keys(cut_rows(work.first_row, Tile::kRows));
+  const Interval seen_keys = mask.keys(cut_rows(work.first_row, Tile::kRows));
+  Interval keys = seen_keys;
   if constexpr (Scores::kDrops) keys.begin = keys.begin / 16 * 16;
 
   // Keys at keys.end and beyond are zero: a probability of 0 does not silence a NaN.
@@ -155,6 +156,14 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSM)
     }
     stage = next_stage;
     if (!sees) continue;
+    if constexpr (Scores::kDrops) {
+      // Nobody sees the keys before: a probability of 0 does not silence a NaN. Every warp clears
+      // them, so that none has to wait for another.
+      if (first_key < seen_keys.begin) {
+        clear_rows<32>(v_smem, seen_keys.begin - first_key, lane_index());
+        __syncwarp();
+      }
+    }
 
     // The thread's first element, and all of them by their distance from it.
     const int s_lane = static_cast<int>(laneid());
