@@ -177,7 +177,7 @@ def test_indices_of_ragged_tiles_are_safe(compiled, name):
 def _body(printed, function="logit") -> list[str]:
     """The statements of a function of the struct."""
     lines = printed.source.splitlines()
-    begin = next(i for i, line in enumerate(lines) if f"static float {function}(" in line)
+    begin = next(i for i, line in enumerate(lines) if re.search(rf"static \w+ {function}\(", line))
     return [line.strip() for line in lines[begin + 1 : lines.index("  }", begin)]]
 
 
