@@ -1,14 +1,19 @@
-"""The dropout mask: which probabilities are kept, drawn by Philox4x32-10.
+"""The dropout mask: which probabilities are kept, drawn by Philox2x32-7 (Salmon et al. 2011).
 
 The mask is a function of (seed, batch, head, row, column) alone, so that every implementation,
-whatever its tiles, and every pass draws the same one:
+whatever its tiles, and every pass draws the same one. `cuda/common/dropout.cuh` is its other home.
 
-- key: the two words of the seed;
-- counter: (column // 8, row, query head, flat batch index), the batch axes counted row-major;
-- output word w in 0 ... 3 holds column 8 * (column // 8) + 2 * w in its low 16 bits and the column
-  after it in its high 16 bits;
-- a probability is kept where its 16 bits are at least ``threshold(rate)``, and then multiplied by
-  ``1 / (1 - threshold(rate) / 65536)``.
+- One call of the generator decides on four elements: two rows 8 apart and two columns 8 apart,
+  which lie in one thread of the kernels' fragments, whether their rows are queries or keys. The
+  number of a row or column in the counter is its own without the bit of 8.
+- Counter: (start_0 + number of the column, start_1 + number of the row). The two starts of a batch
+  element and head come from the generator itself: counter (head, batch), enciphered with the
+  first word of the seed as the key, then with the second.
+- Key: a constant, whose last round key is 0.
+- Word w of the two holds the columns with (column // 8) % 2 == w: rows with (row // 8) % 2 == 0 in
+  bits 0 to 14, the others in bits 16 to 30. Bits 15 and 31 go unused.
+- A probability is kept where its 15 bits are at least ``threshold(rate)``, and then multiplied by
+  ``kept_scale(rate)``.
 """
 
 from __future__ import annotations
@@ -17,35 +22,41 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_WEYL = (0x9E3779B9, 0xBB67AE85)
-_ROUNDS = 10
-COLUMNS_PER_COUNTER = 8
+_MULTIPLIER = 0xD256D193
+_WEYL = 0x9E3779B9
+_ROUNDS = 7
+_KEY = -(_ROUNDS - 1) * _WEYL % 2**32
+_LEVELS = 1 << 15  # rates are multiples of 2**-15
+_COLUMNS = 16  # of the calls that are next to each other
 
 
 def threshold(rate: float) -> int:
-    """Of the 65536 values of a 16-bit number, how many mean 'dropped'."""
-    return min(round(rate * 65536), 65535)
+    """Of 2**15 values, how many mean 'dropped': the nearest number, but not all of them."""
+    return min(round(rate * _LEVELS), _LEVELS - 1)
 
 
 def kept_scale(rate: float) -> float:
     """What a kept probability is multiplied by."""
-    return 65536 / (65536 - threshold(rate))
+    return _LEVELS / (_LEVELS - threshold(rate))
 
 
-def philox4x32(key, counter):
-    """Philox4x32-10: two key words and four counter words (uint32) to four random words.
+def kernel_parameters(seed, rate: float):
+    """(3,) uint32: the mask as the kernels are told of it. Another rate compiles nothing."""
+    return jnp.concatenate([seed, jnp.full((1,), threshold(rate), jnp.uint32)])
+
+
+def philox2x32(key, counter):
+    """Philox2x32-7: a key word and two counter words (uint32) to two random words.
 
     The words broadcast against each other.
     """
-    k0, k1 = key
-    c0, c1, c2, c3 = counter
+    # XLA's CPU compiler takes minutes for longer chains of rounds than one call.
+    c0, c1 = jax.lax.optimization_barrier(tuple(counter))
     for _ in range(_ROUNDS):
-        high0, low0 = _multiply(_MULTIPLIERS[0], c0)
-        high1, low1 = _multiply(_MULTIPLIERS[1], c2)
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-        k0, k1 = k0 + np.uint32(_WEYL[0]), k1 + np.uint32(_WEYL[1])
-    return c0, c1, c2, c3
+        high, low = _multiply(_MULTIPLIER, c0)
+        c0, c1 = high ^ c1 ^ key, low
+        key = key + np.uint32(_WEYL)
+    return c0, c1
 
 
 def _multiply(constant: int, x):
@@ -75,18 +86,27 @@ def keep(seed, rate: float, batch, head, row, first_column, num_columns: int):
         bool, the broadcast shape of batch, head and row with `num_columns` as its last axis.
     """
     rank = row.ndim
-    aligned = isinstance(first_column, int) and first_column % COLUMNS_PER_COUNTER == 0
-    # A first column inside a group of eight needs one more group.
-    groups = -(-num_columns // COLUMNS_PER_COUNTER) + (0 if aligned else 1)
+    aligned = isinstance(first_column, int) and first_column % _COLUMNS == 0
+    # A first column inside of a group needs one more.
+    groups = -(-num_columns // _COLUMNS) + (0 if aligned else 1)
     first_column = jnp.asarray(first_column, jnp.int32)
-    first_group, skipped = first_column // COLUMNS_PER_COUNTER, first_column % COLUMNS_PER_COUNTER
-    group = first_group + jax.lax.broadcasted_iota(
-        jnp.int32, (1,) * (rank - 1) + (groups,), rank - 1
+    first_group, skipped = first_column // _COLUMNS, first_column % _COLUMNS
+
+    key = [seed[i].reshape((1,) * rank) for i in range(2)]
+    batch, head, row = (x.astype(jnp.uint32) for x in (batch, head, row))
+    starts = philox2x32(key[1], philox2x32(key[0], (head, batch)))
+    calls = jax.lax.broadcasted_iota(
+        jnp.uint32, (1,) * (rank - 1) + (groups * _COLUMNS // 2,), rank - 1
     )
-    key = tuple(seed[i].reshape((1,) * rank) for i in range(2))
-    words = philox4x32(key, tuple(x.astype(jnp.uint32) for x in (group, row, head, batch)))
-    words = jnp.stack(words, axis=-1)
-    halves = jnp.stack((words & np.uint32(0xFFFF), words >> np.uint32(16)), axis=-1)
-    kept = halves >= np.uint32(threshold(rate))
-    kept = kept.reshape(*words.shape[: rank - 1], groups * COLUMNS_PER_COUNTER)
+    calls = calls + (first_group * (_COLUMNS // 2)).astype(jnp.uint32)
+    rows = row // np.uint32(16) * np.uint32(8) + row % np.uint32(8)
+    words = philox2x32(jnp.uint32(_KEY), (starts[0] + calls, starts[1] + rows))
+
+    upper_half = row // np.uint32(8) % np.uint32(2) * np.uint32(16)
+    numbers = [(word >> upper_half) & np.uint32(_LEVELS - 1) for word in words]
+    # Eight calls decide on eight columns and on the eight after them.
+    numbers = [x.reshape(*x.shape[:-1], groups, _COLUMNS // 2) for x in numbers]
+    numbers = jnp.stack(numbers, axis=-2)
+    kept = numbers >= np.uint32(threshold(rate))
+    kept = kept.reshape(*kept.shape[: rank - 1], groups * _COLUMNS)
     return jax.lax.dynamic_slice_in_dim(kept, skipped, num_columns, axis=rank - 1)

@@ -144,7 +144,7 @@ def forward(spec: AttentionSpec, program: KernelProgram | None, operands: Operan
         operands.key,
         operands.value,
         *_given(operands.query_seq_lengths, operands.key_value_seq_lengths),
-        *_program_operands(program, operands),
+        *_program_operands(spec, program, operands),
         *_given(*(ranges or ())),
     )
 
@@ -164,7 +164,7 @@ def backward(
         dout,
         lse,
         *_given(operands.query_seq_lengths, operands.key_value_seq_lengths, dlse),
-        *_program_operands(program, operands),
+        *_program_operands(spec, program, operands),
         *_given(*(ranges or ())),
     )
 
@@ -195,7 +195,9 @@ def _given(*optional) -> list[Any]:
     return [x for x in optional if x is not None]
 
 
-def _program_operands(program: KernelProgram | None, operands: Operands) -> tuple[Any, ...]:
+def _program_operands(
+    spec: AttentionSpec, program: KernelProgram | None, operands: Operands
+) -> tuple[Any, ...]:
     """What the kernels get after all else: the numbers by which the program knows batch elements
     and heads, which a shard or a mapped call cannot count itself, and the captures.
     """
@@ -210,7 +212,7 @@ def _program_operands(program: KernelProgram | None, operands: Operands) -> tupl
     axes = jax.typeof(operands.query).manual_axis_type.varying
     if axes:
         numbers = tuple(jax.lax.pcast(x, tuple(axes), to="varying") for x in numbers)
-    return *numbers, *_kernel_program.captures(operands)
+    return *numbers, *_kernel_program.captures(spec, operands)
 
 
 class _Lengths(tuple):

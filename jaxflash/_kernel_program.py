@@ -8,20 +8,20 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxflash import _printer, _scores
+from jaxflash import _dropout, _printer, _scores
 from jaxflash._printer import NotPrintable
 from jaxflash._spec import AttentionSpec, Operands
 
 
 @dataclasses.dataclass(frozen=True)
 class KernelProgram:
-    """A score program, and the sink, for the kernels.
+    """A score program, with sink and dropout, for the kernels.
 
     Attributes:
         source: the C++ struct `jaxflash::Program`.
         unit_slope: see `_printer.Printed`.
         exact_length: see there.
-        capture_ranks: how many axes each capture has, without batch axes; that of a sink is last.
+        capture_ranks: how many axes each of `captures` has, without batch axes.
     """
 
     source: str
@@ -36,42 +36,52 @@ def make(spec: AttentionSpec, operands: Operands) -> KernelProgram | None:
     Raises:
         NotPrintable: the text says why, naming the equation.
     """
-    if spec.program is None and operands.sink is None and operands.query_segment_ids is None:
+    drops = spec.dropout_rate > 0.0
+    has_ranges = operands.query_segment_ids is not None
+    if spec.program is None and operands.sink is None and not (drops or has_ranges):
         return None
     program = _identity() if spec.program is None else spec.program
     ranks = tuple(len(t.shape) for t in program.capture_types)
     if operands.sink is not None:
         ranks = (*ranks, 1)
+    if drops:
+        ranks = (*ranks, 1)
     if len(ranks) > _printer.MAX_CAPTURES:
         raise NotPrintable(
-            f"captures {len(ranks)} arrays, bias, slopes and sink among them; allowed are "
+            f"captures {len(ranks)} arrays, bias, slopes, sink and seed among them; allowed are "
             f"{_printer.MAX_CAPTURES}"
         )
     sink_dtype = None if operands.sink is None else operands.sink.dtype.name
     if sink_dtype not in (None, *_printer.CAPTURE_DTYPES):
         raise NotPrintable(f"has a sink of dtype {sink_dtype}")
     is_difference = not spec.bottom_right and operands.query_positions is None
-    printed = _printed(program, is_difference, sink_dtype)
+    printed = _printed(program, is_difference, sink_dtype, drops)
     if isinstance(printed, NotPrintable):
         raise printed
     return KernelProgram(printed.source, printed.unit_slope, printed.exact_length, ranks)
 
 
-def captures(operands: Operands) -> tuple[Any, ...]:
-    """The captures as the kernels get them, the sink last: (*#B, *own axes) each."""
-    if operands.sink is None:
-        return operands.captures
+def captures(spec: AttentionSpec, operands: Operands) -> tuple[Any, ...]:
+    """The captures as the kernels get them, then sink and dropout: (*#B, *own axes) each."""
+    more = []
+    if operands.sink is not None:
+        more.append(operands.sink)
+    if spec.dropout_rate > 0.0:
+        more.append(_dropout.kernel_parameters(operands.dropout_seed, spec.dropout_rate))
     ones = (1,) * (operands.query.ndim - 3)
-    return (*operands.captures, operands.sink.reshape(*ones, -1))
+    return *operands.captures, *(x.reshape(*ones, -1) for x in more)
 
 
 @functools.lru_cache(maxsize=256)
 def _printed(
-    program: _scores.Program, distance_is_difference: bool, sink_dtype: str | None
+    program: _scores.Program, distance_is_difference: bool, sink_dtype: str | None, drops: bool
 ) -> _printer.Printed | NotPrintable:
     try:
         return _printer.print_cuda(
-            program, distance_is_difference=distance_is_difference, sink_dtype=sink_dtype
+            program,
+            distance_is_difference=distance_is_difference,
+            sink_dtype=sink_dtype,
+            drops=drops,
         )
     except NotPrintable as reason:
         return reason
@@ -79,5 +89,5 @@ def _printed(
 
 @functools.cache
 def _identity() -> _scores.Program:
-    """The program of a call that only has a sink, or a mask that is compiled with a program."""
+    """Of a call with a sink, dropout or a mask of ranges alone."""
     return _scores.trace(lambda score, *_: score, (), jnp.float32)[0]

@@ -65,7 +65,11 @@ class Printed:
 
 
 def print_cuda(
-    program: Program, *, distance_is_difference: bool, sink_dtype: str | None = None
+    program: Program,
+    *,
+    distance_is_difference: bool,
+    sink_dtype: str | None = None,
+    drops: bool = False,
 ) -> Printed:
     """The struct `jaxflash::Program` for a score program.
 
@@ -73,6 +77,7 @@ def print_cuda(
         program: of float32 scores.
         distance_is_difference: whether `distance` is q - kv in this call.
         sink_dtype: of the sink's logits (heads), the capture after those of the program; or None.
+        drops: whether the last capture is `_dropout.kernel_parameters`.
 
     Raises:
         NotPrintable: the text says why, naming the equation.
@@ -82,15 +87,17 @@ def print_cuda(
     if logit.op == "select" and logit.args[2] is graph.constant(-math.inf):
         slope = graph.given(slope, logit.args[0])  # elsewhere nobody asks for it
     sink = None
+    captures = len(program.capture_types)
     if sink_dtype is not None:
         head = graph.input("h", "int32", 0)
-        sink = graph.load(len(program.capture_types), sink_dtype, (head,))
+        sink = graph.load(captures, sink_dtype, (head,))
+        captures += 1
         sink = graph.scaled(sink, _LOG2_E)
     logit = graph.scaled(logit, _LOG2_E)
     addend = graph.without_score(logit) if slope is graph.constant(1.0) else None
     writer = _Writer(graph, _Roots(logit, slope, addend, sink))
     return Printed(
-        writer.struct(),
+        writer.struct(captures if drops else None),
         unit_slope=addend is not None,
         exact_length=1 << 24 if graph.subtracts_positions else None,
     )
@@ -957,6 +964,8 @@ _SIGNATURES = {
     "logit_and_slope": "float logit_and_slope(const Head& head, const Row& row,"
     " const Column& column, int q, int kv, float distance, float s, float* slope)",
     "sink": "float sink(const Head& head)",
+    "dropout": "Dropout dropout(const Captures& captures, const Problem& problem, int64_t batch,"
+    " int b, int h)",
 }
 
 
@@ -993,13 +1002,15 @@ class _Writer:
                 self._need(root, "end" if root is self._sink else "element")
                 self._visit(root, seen)
 
-    def struct(self) -> str:
+    def struct(self, dropout: int | None) -> str:
+        """The text; `dropout` is the capture that says what is dropped."""
         members, sink = self._members, self._sink
         lines = ["namespace jaxflash {", "struct Program {"]
         for name, value in (
             ("kUnitSlope", self._addend is not None),
             ("kAdds", self._adds),
             ("kHasSink", sink is not None),
+            ("kDrops", dropout is not None),
         ):
             lines.append(f"  static constexpr bool {name} = {'true' if value else 'false'};")
         for place in _PLACES[:3]:
@@ -1034,6 +1045,9 @@ class _Writer:
             )
         if sink is not None:
             lines += self._function("sink", "end", [], self._text(sink, "end"))
+        if dropout is not None:
+            parameters = f"capture_data<uint32_t>(captures, {dropout}, problem, batch)"
+            lines += self._function("dropout", "end", [], f"Dropout({parameters}, b, h)")
         return "\n".join([*lines, "};", "}  // namespace jaxflash", ""])
 
     def _function(self, name: str, place: str, roots, result: str, *last: str) -> list[str]:

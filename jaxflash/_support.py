@@ -66,7 +66,7 @@ FEATURES = (
         "`score_mod` and gradients of what it captures",
         lambda s, o: s.changes_scores_by("score_mod"),
     ),
-    Feature("`dropout_rate`", lambda s, o: s.dropout_rate > 0.0),
+    _score("`dropout_rate`", lambda s, o: s.dropout_rate > 0.0),
     _score("`varlen_attention` (packed)", lambda s, o: o.query_positions is not None),
 )
 
@@ -123,7 +123,8 @@ def _reasons_against_program(spec: AttentionSpec, operands: Operands) -> tuple[s
     try:
         program = _kernel_program.make(spec, operands)
     except NotPrintable as reason:
-        changed_by = spec.program.parts if spec.program is not None else ("sink",)
+        changed_by = [*spec.program.parts] if spec.program is not None else []
+        changed_by += ["sink"] if operands.sink is not None and not changed_by else []
         return (f"{' with '.join(changed_by)} {reason}",)
     if program is None:
         return ()

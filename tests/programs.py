@@ -9,6 +9,7 @@ struct Program {{
   static constexpr bool kUnitSlope = {unit_slope};
   static constexpr bool kAdds = {adds};
   static constexpr bool kHasSink = {has_sink};
+  static constexpr bool kDrops = {drops};
   struct Head {{
     float scale;
     float value;
@@ -44,6 +45,7 @@ struct Program {{
     return logit(head, row, column, q, kv, distance, s);
   }}
   __device__ __forceinline__ static float sink(const Head& head) {{ return head.value; }}
+  {dropout}
 }};
 }}
 """
@@ -54,7 +56,7 @@ _ADDS = "s * head.scale + addend(head, row, column, q, kv, distance)"
 def _program(**parts) -> str:
     parts = dict(
         unit_slope="true", adds="true", has_sink="false", head_value="0.f", row_members="",
-        row="", addend="0.f", logit=_ADDS, slope="",
+        row="", addend="0.f", logit=_ADDS, slope="", drops="false", dropout="",
     ) | parts  # fmt: skip
     return _PROGRAM.format(**parts)
 
@@ -74,6 +76,22 @@ SOFT_CAP = _program(
     head_value="problem.scale / 50.f",
     logit="50.f * kLog2E * tanh_approx(s * head.value)",
     slope="const float t = tanh_approx(s * head.value); *slope = 1.f - t * t;",
+)
+_DROPS = dict(
+    drops="true",
+    dropout="""\
+__device__ __forceinline__ static Dropout dropout(const Captures& captures, const Problem& problem,
+                                                    int64_t batch, int b, int h) {
+    return Dropout(capture_data<uint32_t>(captures, 0, problem, batch), b, h);
+  }""",
+)
+DROPOUT = _program(adds="false", **_DROPS)
+SOFT_CAP_DROPOUT = _program(
+    unit_slope="false",
+    head_value="problem.scale / 50.f",
+    logit="50.f * kLog2E * tanh_approx(s * head.value)",
+    slope="const float t = tanh_approx(s * head.value); *slope = 1.f - t * t;",
+    **_DROPS,
 )
 
 

@@ -177,7 +177,7 @@ def test_indices_of_ragged_tiles_are_safe(compiled, name):
 def _body(printed, function="logit") -> list[str]:
     """The statements of a function of the struct."""
     lines = printed.source.splitlines()
-    begin = next(i for i, line in enumerate(lines) if f"static float {function}(" in line)
+    begin = next(i for i, line in enumerate(lines) if re.search(rf"static \w+ {function}\(", line))
     return [line.strip() for line in lines[begin + 1 : lines.index("  }", begin)]]
 
 
@@ -288,6 +288,18 @@ def test_nan_passes_through_minimum_and_maximum(tmp_path):
     alone, logit, _, _ = _Compiled([printed.source], tmp_path)(0, captures, indices, s)
     assert np.isnan([alone[0], logit[0]]).all()
     assert abs(logit[1] - 1.0) < 1e-6
+
+
+def test_dropout_is_the_last_capture():
+    program, _ = _traced(lambda s, b, h, q, kv: s + jnp.asarray(_SLOPES)[h])
+    for sink_dtype, number in ((None, 1), ("float32", 2)):
+        printed = _printer.print_cuda(
+            program, distance_is_difference=True, sink_dtype=sink_dtype, drops=True
+        )
+        assert "kDrops = true" in printed.source
+        (result,) = _body(printed, "dropout")
+        parameters = f"capture_data<uint32_t>(captures, {number}, problem, batch)"
+        assert result == f"return Dropout({parameters}, b, h);"
 
 
 def test_sink_is_a_capture_of_its_own():

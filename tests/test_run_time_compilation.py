@@ -145,7 +145,7 @@ def test_plain_tiles(header, kernel, architecture):
     assert not compiled.serialised, compiled
 
 
-@pytest.mark.parametrize("program", ["SCALE", "SINK", "ALIBI", "SOFT_CAP"])
+@pytest.mark.parametrize("program", ["SCALE", "SINK", "ALIBI", "SOFT_CAP", "DROPOUT"])
 @pytest.mark.parametrize("forward", [True, False], ids=["forward", "backward"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_programs_on_hopper(program, forward, head_dim):

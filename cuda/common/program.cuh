@@ -10,12 +10,14 @@
 //   bool kUnitSlope                                slope is 1 everywhere, and not asked for
 //   float addend(head, row, column, q, kv, distance)   with kUnitSlope: logit - scale * s, in log 2
 //   bool kAdds                                     the addend is not 0 everywhere
+//   Dropout dropout(captures, problem, batch, b, h)    with kDrops: which probabilities are kept
 //
 // `b` and `h` are the numbers that the program means, `batch` counts the elements of this call.
 // `distance` is the query's position minus the key's. Any q and kv are safe: loads are clamped.
 #pragma once
 
 #include "common/approx.cuh"
+#include "common/dropout.cuh"
 #include "common/element.cuh"
 #include "common/integers.h"
 #include "problem.h"

@@ -108,16 +108,6 @@ __device__ __forceinline__ int forget(int value) {
   return value;
 }
 
-// Zeros for the first `count` rows of a tile, by all threads of the block.
-template <int kThreads, class Tile>
-__device__ __forceinline__ void clear_rows(const Tile& tile, int count) {
-  const uint32_t zeros[4] = {};
-#pragma unroll 1
-  for (int i = threadIdx.x; i < min(count, Tile::kRows) * Tile::kChunks; i += kThreads) {
-    st_shared_128(tile.address(i / Tile::kChunks, i % Tile::kChunks * Tile::kChunk), zeros);
-  }
-}
-
 // From s^T and dp^T to p^T and ds^T, in place. `row` and `key` are those of the warp's first
 // element; lse and delta belong to the rows of the thread's accumulators. ds lacks the scale: it is
 // the same everywhere, so dk and dq get it at the end.
@@ -128,10 +118,23 @@ __device__ __forceinline__ void differentiate(float (&s)[kKeyTiles][kBlocks][4],
                                               int row, int key, bool full) {
   const int first_row = row + lane_index() % 4 * 2, first_key = key + lane_index() / 4;
   scores.begin_tile(first_row, first_key);
+  // Probabilities make up for the dropped ones, as in sm90/backward_scores.cuh.
+  float share = 1.f, log2_share = 0.f;
+  Kept<Scores::kDrops, false, 8 * kBlocks> kept[kKeyTiles];
+  if constexpr (Scores::kDrops) {
+    share = scores.share();
+    log2_share = log2_approx(share);
+#pragma unroll
+    for (int m = 0; m < kKeyTiles; ++m) scores.draw(kept[m], 0, 16 * m);
+  }
 #pragma unroll
   for (int n = 0; n < kBlocks; ++n) {
-    const float2 lse_pair = *reinterpret_cast<const float2*>(lse + 8 * n);
-    const float2 delta_pair = *reinterpret_cast<const float2*>(delta + 8 * n);
+    float2 lse_pair = *reinterpret_cast<const float2*>(lse + 8 * n);
+    float2 delta_pair = *reinterpret_cast<const float2*>(delta + 8 * n);
+    if constexpr (Scores::kDrops) {
+      lse_pair = {lse_pair.x + log2_share, lse_pair.y + log2_share};
+      delta_pair = {delta_pair.x * share, delta_pair.y * share};
+    }
 #pragma unroll
     for (int m = 0; m < kKeyTiles; ++m) {
 #pragma unroll
@@ -145,8 +148,9 @@ __device__ __forceinline__ void differentiate(float (&s)[kKeyTiles][kBlocks][4],
         }
         const float p = exp2_approx(logit - (i % 2 == 0 ? lse_pair.x : lse_pair.y));
         const float weight = Scores::kUnitSlope ? p : p * slope;
-        s[m][n][i] = p;
-        dp[m][n][i] = weight * (dp[m][n][i] - (i % 2 == 0 ? delta_pair.x : delta_pair.y));
+        s[m][n][i] = kept[m].of(4 * n + i, p);
+        dp[m][n][i] = weight * (kept[m].of(4 * n + i, dp[m][n][i]) -
+                                (i % 2 == 0 ? delta_pair.x : delta_pair.y));
       }
     }
   }
@@ -318,10 +322,10 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::Tile::kBlocksPerSm)
     const int blind_rows = work.rows.begin - first_row;
     const int blind_keys = work.seen_keys.begin - work.first_key;
     if (blind_rows > 0 || blind_keys > 0) {
-      clear_rows<kThreads>(q, blind_rows);
-      clear_rows<kThreads>(dout, blind_rows);
-      clear_rows<kThreads>(k, blind_keys);
-      clear_rows<kThreads>(v, blind_keys);
+      clear_rows<kThreads>(q, blind_rows, threadIdx.x);
+      clear_rows<kThreads>(dout, blind_rows, threadIdx.x);
+      clear_rows<kThreads>(k, blind_keys, threadIdx.x);
+      clear_rows<kThreads>(v, blind_keys, threadIdx.x);
       __syncthreads();
     }
     if (Tile::kStages == 2) load_next_rows(head, row_tile, stage ^ 1);

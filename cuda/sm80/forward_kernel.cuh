@@ -90,7 +90,9 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSM)
   const auto cut_rows = [&](int first_row, int count) {
     return Interval{first_row, min(first_row + count, mask.q_len())};
   };
-  const Interval keys = mask.keys(cut_rows(work.first_row, Tile::kRows));
+  const Interval seen_keys = mask.keys(cut_rows(work.first_row, Tile::kRows));
+  Interval keys = seen_keys;
+  if constexpr (Scores::kDrops) keys.begin = keys.begin / 16 * 16;
 
   // Keys at keys.end and beyond are zero: a probability of 0 does not silence a NaN.
   const auto load_k = [&](int stage, int first_key) {
@@ -155,6 +157,14 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSM)
     }
     stage = next_stage;
     if (!sees) continue;
+    if constexpr (Scores::kDrops) {
+      // Nobody sees the keys before: a probability of 0 does not silence a NaN. Every warp clears
+      // them, so that none has to wait for another.
+      if (first_key < seen_keys.begin) {
+        clear_rows<32>(v_smem, seen_keys.begin - first_key, lane_index());
+        __syncwarp();
+      }
+    }
 
     // The thread's first element, and all of them by their distance from it.
     const int s_lane = static_cast<int>(laneid());
@@ -193,6 +203,16 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSM)
         for (int n = part / 8; n < (part + kPart) / 8; ++n) {
           softmax.exponentials(s[m][n], m, factor);
         }
+        Kept<Scores::kDrops, true, kPart> kept;
+        scores.draw(kept, 16 * m, part);
+#pragma unroll
+        for (int n = 0; n < kPart / 8; ++n) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            float& p = s[m][part / 8 + n][i];
+            p = kept.of(4 * n + i, p);
+          }
+        }
       }
       gemm<kMath, kPart / kK>(
           o, [&](int m, int k) { return a_from_accumulators<kMath>(&s[m][(part + k * kK) / 8]); },
@@ -218,6 +238,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSM)
       } else {
         inverse[r] = 1.f / sum;
       }
+      if constexpr (Scores::kDrops) inverse[r] /= scores.share();
       if (lane_index() % 4 == 0 && row < problem.q_len) {
         params.lse[(done.batch * problem.q_len + row) * problem.q_heads + done.head] =
             empty[r] ? -INFINITY : softmax.lse(sum, m, r);

@@ -12,6 +12,7 @@ class ScaledScores {
  public:
   static constexpr bool kUnitSlope = true;
   static constexpr bool kHasSink = false;
+  static constexpr bool kDrops = false;
 
   __device__ __forceinline__ explicit ScaledScores(const Problem& problem)
       : scale_log2_(problem.scale * kLog2E) {}
@@ -20,6 +21,7 @@ class ScaledScores {
   __device__ __forceinline__ void begin_head(const Captures&, const Problem&, const Mask&,
                                              int64_t /*batch*/, int /*head*/) {}
   __device__ __forceinline__ void begin_tile(int /*row*/, int /*key*/) {}
+  __device__ __forceinline__ void draw(KeepAll&, int /*row*/, int /*key*/) const {}
 
   // A positive factor is left to the exponential, and the products need no rewriting: otherwise 0.
   __device__ __forceinline__ float factor() const { return scale_log2_ > 0.f ? scale_log2_ : 0.f; }
@@ -37,14 +39,16 @@ class ProgramScores {
  public:
   static constexpr bool kUnitSlope = Program::kUnitSlope;
   static constexpr bool kHasSink = Program::kHasSink;
+  static constexpr bool kDrops = Program::kDrops;
 
   __device__ __forceinline__ explicit ProgramScores(const Problem&) {}
 
   template <class Mask>
   __device__ __forceinline__ void begin_head(const Captures& captures, const Problem& problem,
                                              const Mask& mask, int64_t batch, int head) {
-    head_ = Program::head(captures, problem, batch, batch_number(captures, problem, batch),
-                          head_number(captures, head));
+    const int b = batch_number(captures, problem, batch), h = head_number(captures, head);
+    head_ = Program::head(captures, problem, batch, b, h);
+    if constexpr (kDrops) dropout_ = Program::dropout(captures, problem, batch, b, h);
     diagonal_ = problem.band.bottom_right ? mask.kv_len() - mask.q_len() : 0;
   }
   __device__ __forceinline__ void begin_tile(int row, int key) {
@@ -66,11 +70,23 @@ class ProgramScores {
   }
   __device__ __forceinline__ float sink() const { return Program::sink(head_); }
 
+  // Which elements of a fragment are kept. Tiles start at multiples of 16.
+  template <class Bits>
+  __device__ __forceinline__ void draw(Bits& kept, int row, int key) const {
+    if constexpr (kDrops) {
+      const int q = row_ + row, kv = key_ + key;
+      dropout_.draw(kept, Bits::kRowsAreQueries ? q : kv, Bits::kRowsAreQueries ? kv : q);
+    }
+  }
+  // The share that is kept.
+  __device__ __forceinline__ float share() const { return dropout_.share(); }
+
  private:
   typename Program::Head head_;
   int diagonal_;  // from a row number to its position among the keys
   int row_, key_;
-  float distance_;  // between the positions of these two
+  float distance_;   // between the positions of these two
+  Dropout dropout_;  // with kDrops
 };
 
 }  // namespace jaxflash::sm80

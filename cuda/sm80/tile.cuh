@@ -371,6 +371,16 @@ __device__ __forceinline__ void load_tile_async(const Tile& tile,
                             rows_are_aligned(gmem, row_stride, cols));
 }
 
+// Zeros for the first `count` rows of a tile, by kThreads threads.
+template <int kThreads, class Tile>
+__device__ __forceinline__ void clear_rows(const Tile& tile, int count, int thread) {
+  const uint32_t zeros[4] = {};
+#pragma unroll 1
+  for (int i = thread; i < min(count, Tile::kRows) * Tile::kChunks; i += kThreads) {
+    st_shared_128(tile.address(i / Tile::kChunks, i % Tile::kChunks * Tile::kChunk), zeros);
+  }
+}
+
 // Writes the first kRows rows of the tile to rows first_row ... of the array at `gmem`, except for
 // rows at `end_row` and beyond and columns at `cols` and beyond.
 template <int kThreads, int kRows, class Tile>

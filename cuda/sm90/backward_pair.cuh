@@ -143,8 +143,10 @@ struct PairConsumers {
         float x[kRows / 2];  // s or dp
         uint32_t packed[kRows / 4];
 
+        if ((kValues || Score::kDrops) && row == block.first_row) {
+          score.begin_head(args, block, head, first_key);
+        }
         if (kValues) {
-          if (row == block.first_row) score.begin_head(args, block, head, first_key);
           steps.wait_q();
         } else {
           steps.wait_dout();
@@ -164,25 +166,35 @@ struct PairConsumers {
           wait_dq_keys();
         }
         issue_dq();
+        // ptxas would move a wait or a barrier above what is computed before it; a store of what
+        // depends on all of it cannot follow.
+        const auto pin = [&](uint32_t value) {
+          store_shared_volatile(shared_address(&smem.pin[kGroup * 128 + late_thread()]),
+                                static_cast<uint16_t>(value));
+        };
+        Kept<Score::kDrops, false, kRows> kept;
+        if constexpr (Score::kDrops) {
+          score.draw(kept, row, first_key);
+          pin(kept.all());
+        }
         wgmma_wait<1>();
         hold(x);
         if constexpr (kValues) {
           if constexpr (Score::kWeightsAreProbabilities) {
             score.weigh(x, values, from, block, common_rows, row, first_key);
           } else {
-            score.template weigh<kMath>(x, packed, values, from, block, common_rows, row,
+            score.template weigh<kMath>(x, packed, kept, values, from, block, common_rows, row,
                                         first_key);
           }
-          // ptxas would move the barrier above the exponentials; a store of what depends on all of
-          // them cannot follow it.
           uint32_t all = 0;
 #pragma unroll
           for (int i = 0; i < kRows / 4; ++i) {
-            if (Score::kWeightsAreProbabilities) packed[i] = pack<kMath>(x[2 * i], x[2 * i + 1]);
+            if (Score::kWeightsAreProbabilities) {
+              packed[i] = pack<kMath>(kept.of(2 * i, x[2 * i]), kept.of(2 * i + 1, x[2 * i + 1]));
+            }
             all ^= packed[i];
           }
-          store_shared_volatile(shared_address(&smem.pin[late_thread()]),
-                                static_cast<uint16_t>(all));
+          pin(all);
           // dq that lay in p's buffer has left, unless there was none in the last step.
           if (done != 1) named_barrier_sync(kDqEmpty, 128 + 32);
           const uint32_t target = handed_p(smem);
@@ -201,7 +213,10 @@ struct PairConsumers {
           for (int i = 0; i < kRows / 8; ++i) {
             float p[4];
             load_shared_f32x4(source + i * kHandedBytes, p);
-            const auto ds = [&](int j) { return p[j] * (x[4 * i + j] - values.of(4 * i + j)); };
+            const auto ds = [&](int j) {
+              const int k = 4 * i + j;
+              return p[j] * (kept.of(k, x[k]) - score.share_of(values.of(k)));
+            };
             packed[2 * i] = pack<kMath>(ds(0), ds(1));
             packed[2 * i + 1] = pack<kMath>(ds(2), ds(3));
           }

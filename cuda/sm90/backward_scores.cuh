@@ -2,7 +2,9 @@
 // thread has two keys, and queries along the columns.
 //
 // A policy turns a tile of s^T into the weights of ds^T = weight * (dp^T - delta): the probability
-// times the slope of its logit.
+// times the slope of its logit. With dropout probabilities, and so weights, are multiplied by what
+// makes up for the dropped ones; then dv takes those that are kept, and
+// ds^T = weight * (kept dp^T - share * delta).
 #pragma once
 
 #include "common/program.cuh"
@@ -14,6 +16,7 @@ namespace jaxflash::sm90 {
 class ScaledLogits {
  public:
   static constexpr bool kWeightsAreProbabilities = true;
+  static constexpr bool kDrops = false;
 
   __device__ __forceinline__ explicit ScaledLogits(const BackwardArgs& args)
       : scale_log2_(args.scale_log2) {}
@@ -21,6 +24,8 @@ class ScaledLogits {
   template <class Block>
   __device__ __forceinline__ void begin_head(const BackwardArgs&, const Block&, int /*head*/,
                                              int /*key*/) {}
+  __device__ __forceinline__ void draw(KeepAll&, int /*row*/, int /*key*/) const {}
+  __device__ __forceinline__ float share_of(float delta) const { return delta; }
 
   // lse as for_columns takes it; `row` and `key` of the warpgroup's first element. `common_rows`
   // see all of its keys: other tiles are masked.
@@ -67,6 +72,7 @@ template <class Program>
 class ProgramLogits {
  public:
   static constexpr bool kWeightsAreProbabilities = Program::kUnitSlope;
+  static constexpr bool kDrops = Program::kDrops;
 
   __device__ __forceinline__ explicit ProgramLogits(const BackwardArgs& args)
       : scale_log2_(args.scale_log2) {}
@@ -75,14 +81,31 @@ class ProgramLogits {
   template <class Block>
   __device__ __forceinline__ void begin_head(const BackwardArgs& args, const Block& block, int head,
                                              int key) {
-    head_ = Program::head(args.captures, args.problem, block.batch,
-                          batch_number(args.captures, args.problem, block.batch),
-                          head_number(args.captures, block.first_head() + head));
+    const int b = batch_number(args.captures, args.problem, block.batch);
+    const int h = head_number(args.captures, block.first_head() + head);
+    head_ = Program::head(args.captures, args.problem, block.batch, b, h);
+    if constexpr (kDrops) {
+      dropout_ = Program::dropout(args.captures, args.problem, block.batch, b, h);
+      share_ = dropout_.share();
+      log2_share_ = log2_approx(share_);
+    }
     const int own_key = key + Fragment::row(late_thread());
     for (int lower = 0; lower < 2; ++lower) {
       columns_[lower] = Program::column(head_, own_key + 8 * lower);
     }
     diagonal_ = args.problem.band.bottom_right ? block.mask.kv_len() - block.mask.q_len() : 0;
+  }
+
+  // Which of a tile's elements are kept.
+  template <class Bits>
+  __device__ __forceinline__ void draw(Bits& kept, int row, int key) const {
+    const int thread = late_thread();
+    if constexpr (kDrops) {
+      dropout_.draw(kept, key + Fragment::row(thread), row + Fragment::column(thread));
+    }
+  }
+  __device__ __forceinline__ float share_of(float delta) const {
+    return kDrops ? delta * share_ : delta;
   }
 
   // As of ScaledLogits, where weights are probabilities.
@@ -95,19 +118,19 @@ class ProgramLogits {
              [&](int i, float p, float) { s[i] = p; });
   }
 
-  // Otherwise probabilities are kept packed, beside the weights in place of s.
-  template <Math kMath, int kElements, class Block>
+  // Otherwise probabilities are packed, those that are kept, beside the weights in place of s.
+  template <Math kMath, int kElements, class Bits, class Block>
   __device__ __forceinline__ void weigh(float (&s)[kElements], uint32_t (&packed)[kElements / 2],
-                                        const ColumnValues& first_lse, const float* lse,
-                                        const Block& block, Interval common_rows, int row,
-                                        int key) const {
+                                        const Bits& kept, const ColumnValues& first_lse,
+                                        const float* lse, const Block& block, Interval common_rows,
+                                        int row, int key) const {
     float even = 0.f;
     evaluate(first_lse, lse, s, block, common_rows, row, key, [&](int i, float p, float slope) {
       s[i] = p * slope;
       if (i % 2 == 0) {
-        even = p;
+        even = kept.of(i, p);
       } else {
-        packed[i / 2] = pack<kMath>(even, p);
+        packed[i / 2] = pack<kMath>(even, kept.of(i, p));
       }
     });
   }
@@ -126,6 +149,7 @@ class ProgramLogits {
                                static_cast<float>(first_row + diagonal_ - first_key - 8)};
     // What exp2 takes. What does not depend on the score is added up before it is there.
     const auto relative = [&](int i, float lse_of_row, float& slope) {
+      if constexpr (kDrops) lse_of_row += log2_share_;
       const int lower = Fragment::lower(i);
       const int column = Fragment::column_of(i);
       const int q = first_row + column;
@@ -171,6 +195,10 @@ class ProgramLogits {
   typename Program::Head head_;
   typename Program::Column columns_[2];
   int diagonal_;  // from a row number to its position among the keys
+  // With kDrops:
+  Dropout dropout_;
+  float share_;  // that is kept
+  float log2_share_;
 };
 
 }  // namespace jaxflash::sm90

@@ -140,6 +140,7 @@ struct SingleConsumers {
         float s[kRows / 2];
         float dp[kRows / 2];
         uint32_t p[kRows / 4];
+        Kept<Score::kDrops, false, kRows> kept;
         const float* const lse = &smem.lse[steps.q_stage()][column];
         ColumnValues first_lse;
         first_lse.load(lse);
@@ -150,29 +151,38 @@ struct SingleConsumers {
         discard(dp);
         issue_scores<kMath, Tile::kValueDim, Traits::kKeyPanelBytes, Traits::kRowPanelBytes, kRows>(
             dp, v_rows, dout_base + steps.dout_offset());
+        // ptxas would move a wait above what is computed beside the product; a store of what
+        // depends on all of it cannot follow the wait.
+        const auto pin = [&](uint32_t value) {
+          store_shared_volatile(shared_address(&smem.pin[group * 128 + late_thread()]),
+                                static_cast<uint16_t>(value));
+        };
+        if constexpr (Score::kDrops) {
+          score.draw(kept, row, own_key);
+          pin(kept.all());
+        }
         wgmma_wait<1>();
         hold(s);
-        // ptxas would move the wait above the exponentials; a store of what depends on all of them
-        // cannot follow it.
         uint32_t all = 0;
         if constexpr (Score::kWeightsAreProbabilities) {
           score.weigh(s, first_lse, lse, block, common_rows, row, own_key);
         } else {
           static_assert(kEarlyPack, "p is packed before s becomes its weights");
-          score.template weigh<kMath>(s, p, first_lse, lse, block, common_rows, row, own_key);
+          score.template weigh<kMath>(s, p, kept, first_lse, lse, block, common_rows, row, own_key);
         }
         if (kEarlyPack) {
 #pragma unroll
           for (int i = 0; i < kRows / 4; ++i) {
-            if (Score::kWeightsAreProbabilities) p[i] = pack<kMath>(s[2 * i], s[2 * i + 1]);
+            if (Score::kWeightsAreProbabilities) {
+              p[i] = pack<kMath>(kept.of(2 * i, s[2 * i]), kept.of(2 * i + 1, s[2 * i + 1]));
+            }
             all ^= p[i];
           }
         } else {
 #pragma unroll
           for (int i = 0; i < kRows / 2; ++i) all ^= __float_as_uint(s[i]);
         }
-        store_shared_volatile(shared_address(&smem.pin[group * 128 + late_thread()]),
-                              static_cast<uint16_t>(all));
+        pin(all);
         wgmma_wait<0>();
         hold(dp);
         const float* const delta = &smem.delta[steps.dout_stage()][column];
@@ -180,10 +190,10 @@ struct SingleConsumers {
         first_delta.load(delta);
         if (steps.last()) arrive_warp(smem.v_empty[keys.stage]);
         for_columns<kRows / 2>(first_delta, delta, [&](int i, float delta_of_row) {
-          dp[i] = s[i] * (dp[i] - delta_of_row);
+          dp[i] = s[i] * (kept.of(i, dp[i]) - score.share_of(delta_of_row));
           if (i % 2 == 0) return;
           ds[i / 2] = pack<kMath>(dp[i - 1], dp[i]);
-          if (!kEarlyPack) p[i / 2] = pack<kMath>(s[i - 1], s[i]);
+          if (!kEarlyPack) p[i / 2] = pack<kMath>(kept.of(i - 1, s[i - 1]), kept.of(i, s[i]));
         });
         // Two buffers: whoever passes the barrier below knows that both warpgroups are through with
         // the step before, so that a buffer is free again one step later.

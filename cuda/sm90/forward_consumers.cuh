@@ -239,6 +239,7 @@ struct ForwardConsumers {
       };
 
       uint32_t p[kKeys / 4];
+      Kept<Scores::kDrops, true, kKeys> kept;
       float o[Tile::kValueDim / 2];
       OnlineSoftmax<kKeys / 2, Traits::kMath> softmax;
       float sum[2] = {0.f, 0.f};  // over a whole row; stays 0 where it sees no key
@@ -261,9 +262,9 @@ struct ForwardConsumers {
         // Packed at once, unless P V is still reading the p of the tile before: then s becomes p.
         const auto emit = [&](int i, float (&e)[kKeys / 2]) {
           if (Tile::kOverlap != Overlap::kNone) {
-            s[i] = e[i];
+            s[i] = kept.of(i, e[i]);
           } else if (i % 2 == 1) {
-            p[i / 2] = pack<Traits::kMath>(e[i - 1], e[i]);
+            p[i / 2] = pack<Traits::kMath>(kept.of(i - 1, e[i - 1]), kept.of(i, e[i]));
           }
         };
         constexpr bool kSpeculates = Tile::kOverlap == Overlap::kNone;
@@ -291,6 +292,13 @@ struct ForwardConsumers {
           return advance(scores);
         }
       };
+      // Beside a product, above whose wait ptxas cannot move what is stored.
+      const auto draw = [&] {
+        if constexpr (Scores::kDrops) {
+          scores.draw(kept, tile * kKeys + Fragment::column(thread));
+          store_shared_volatile(pin, kept.all());
+        }
+      };
       const auto rescale_output = [&] {
 #pragma unroll
         for (int i = 0; i < Tile::kValueDim / 2; ++i) {
@@ -302,6 +310,7 @@ struct ForwardConsumers {
         release_k();
         if (tile == own.begin) release_q();
         scores.begin_rows(args, plan.mask, plan.batch, unit.head, {position(0), position(1)});
+        draw();
         normalize();  // o is still 0
         if (Tile::kOverlap != Overlap::kNone) pack_tile();
         bool landed = false;
@@ -315,6 +324,7 @@ struct ForwardConsumers {
             issue_values(o, p, v_tile());
             issue_scores(s, q, k_tile());
             pass_turn(group);
+            draw();
             wgmma_wait<0>();
             hold(s);
             hold(o);
@@ -327,6 +337,7 @@ struct ForwardConsumers {
             issue_values(o, p, v_tile());
             pass_turn(group);
             landed = next_landed();
+            draw();
             wgmma_wait<1>();
             hold(s);
             release_k();
@@ -353,6 +364,7 @@ struct ForwardConsumers {
           if constexpr (Scores::kHasSink) {
             if (sum[r] != 0.f) inverse[r] = softmax.add_sink(scores.sink(), sum[r], r);
           }
+          if constexpr (Scores::kDrops) inverse[r] *= scores.kept_scale();
         }
         has_empty_rows = __any_sync(~0u, sum[0] == 0.f || sum[1] == 0.f);
         // Four warps through with the last scores may overwrite Q with the output.

@@ -15,6 +15,7 @@ class ScaledScores {
  public:
   static constexpr bool kRewrites = false;
   static constexpr bool kHasSink = false;
+  static constexpr bool kDrops = false;
 
   __device__ __forceinline__ explicit ScaledScores(const ForwardArgs& args)
       : scale_log2_(args.scale_log2) {}
@@ -23,6 +24,7 @@ class ScaledScores {
   __device__ __forceinline__ void begin_rows(const ForwardArgs&, const Mask&, int /*batch*/,
                                              int /*head*/, const RowPositions&) {}
   __device__ __forceinline__ void begin_keys(int /*key*/) {}
+  __device__ __forceinline__ void draw(KeepAll&, int /*key*/) const {}
 
   __device__ __forceinline__ float factor() const { return scale_log2_; }
   __device__ __forceinline__ float relative(int /*i*/, float s, float offset) const {
@@ -39,6 +41,7 @@ class ProgramScores {
  public:
   static constexpr bool kRewrites = Program::kAdds;
   static constexpr bool kHasSink = Program::kHasSink;
+  static constexpr bool kDrops = Program::kDrops;
 
   __device__ __forceinline__ explicit ProgramScores(const ForwardArgs& args)
       : scale_log2_(args.scale_log2) {}
@@ -47,9 +50,10 @@ class ProgramScores {
   __device__ __forceinline__ void begin_rows(const ForwardArgs& args, const Mask& mask, int batch,
                                              int head, const RowPositions& rows) {
     const int last_head = args.problem.q_heads - 1;  // units behind the last one compute nothing
-    head_ = Program::head(args.captures, args.problem, batch,
-                          batch_number(args.captures, args.problem, batch),
-                          head_number(args.captures, min(head, last_head)));
+    const int b = batch_number(args.captures, args.problem, batch);
+    const int h = head_number(args.captures, min(head, last_head));
+    head_ = Program::head(args.captures, args.problem, batch, b, h);
+    if constexpr (kDrops) dropout_ = Program::dropout(args.captures, args.problem, batch, b, h);
     for (int r = 0; r < 2; ++r) {
       rows_[r] = Program::row(head_, rows.of[r]);
       row_[r] = rows.of[r];
@@ -62,6 +66,14 @@ class ProgramScores {
     key_ = key;
     for (int r = 0; r < 2; ++r) distance_[r] = static_cast<float>(row_[r] + diagonal_ - key);
   }
+
+  // Which of a tile's elements are kept; begin_keys() need not have come.
+  template <class Bits>
+  __device__ __forceinline__ void draw(Bits& kept, int key) const {
+    if constexpr (kDrops) dropout_.draw(kept, row_[0], key);
+  }
+  // What the output is multiplied with for what is dropped.
+  __device__ __forceinline__ float kept_scale() const { return rcp_approx(dropout_.share()); }
 
   // Where nothing is added.
   __device__ __forceinline__ float factor() const { return scale_log2_; }
@@ -116,6 +128,7 @@ class ProgramScores {
   int diagonal_;  // from a row number to its position among the keys
   int key_;
   float distance_[2];  // of a row's position from the first key
+  Dropout dropout_;    // with kDrops
 };
 
 }  // namespace jaxflash::sm90

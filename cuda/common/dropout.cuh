@@ -1,0 +1,123 @@
+// Dropout: which probabilities are kept. jaxflash/_dropout.py defines the same bits.
+//
+// The generator is Philox2x32-7 (Salmon et al. 2011). A call decides on four elements: two queries
+// 8 apart and two keys 8 apart. An accumulator fragment holds such elements in one thread, whether
+// its rows are queries or keys.
+#pragma once
+
+#include "common/conditional.h"
+#include "common/integers.h"
+
+namespace jaxflash {
+
+struct PhiloxCounter {
+  uint32_t c0;
+  uint32_t c1;
+};
+
+inline constexpr uint32_t kPhiloxWeyl = 0x9e3779b9u;
+
+__device__ __forceinline__ PhiloxCounter philox2x32(PhiloxCounter x, uint32_t key) {
+#pragma unroll
+  for (int round = 0; round < 7; ++round) {
+    const uint64_t product = uint64_t{0xd256d193u} * x.c0;
+    x = {static_cast<uint32_t>(product >> 32) ^ x.c1 ^ key, static_cast<uint32_t>(product)};
+    key += kPhiloxWeyl;
+  }
+  return x;
+}
+
+// Of the fragment's elements of a thread, in columns of kColumns: a bit each. Element i is one of
+// two rows 8 apart, (i / 2) % 2, in the columns i / 4 * 8 + i % 2.
+template <bool kRowsAreQueries_, int kColumns_>
+struct KeepBits {
+  static constexpr bool kRowsAreQueries = kRowsAreQueries_;
+  static constexpr int kColumns = kColumns_;
+  static constexpr int kCalls = kColumns / 8;  // of 16 columns, every second one
+  static_assert(kColumns % 16 == 0, "a call's elements are 8 columns apart");
+  uint32_t words[(kCalls + 7) / 8];
+
+  // A call gives two words, for two keys, of two bits, for two queries: 15 and 31. Eight calls
+  // share a word here, each moved to a place of its own.
+  __device__ __forceinline__ static constexpr int place(int call, int high_key) {
+    return call % 8 * 2 + high_key;
+  }
+  __device__ __forceinline__ float of(int i, float x) const {
+    const int lower = i / 2 % 2, right = i / 4 % 2;
+    const int high_query = kRowsAreQueries ? lower : right;
+    const int high_key = kRowsAreQueries ? right : lower;
+    const int call = i / 8 * 2 + i % 2;
+    const int bit = 15 + 16 * high_query - place(call, high_key);
+    return (words[call / 8] >> bit & 1) != 0 ? x : 0.f;
+  }
+  // Depends on all bits.
+  __device__ __forceinline__ uint32_t all() const {
+    uint32_t x = 0;
+#pragma unroll
+    for (const uint32_t word : words) x ^= word;
+    return x;
+  }
+};
+
+// Without dropout.
+struct KeepAll {
+  __device__ __forceinline__ float of(int /*i*/, float x) const { return x; }
+};
+
+// The bits of one batch element and head.
+class Dropout {
+ public:
+  Dropout() = default;
+  // `parameters`: two words of the seed, and how many of 32768 are dropped. `b` and `h`: numbers.
+  __device__ __forceinline__ Dropout(const uint32_t* parameters, int b, int h)
+      : start_(philox2x32(
+            philox2x32({static_cast<uint32_t>(h), static_cast<uint32_t>(b)}, __ldg(parameters)),
+            __ldg(parameters + 1))),
+        thresholds_(__ldg(parameters + 2) * 0x10001u) {}
+
+  // `row` and `column` of the thread's first element, in fragments that start at multiples of 16.
+  template <bool kRowsAreQueries, int kColumns>
+  __device__ __forceinline__ void draw(KeepBits<kRowsAreQueries, kColumns>& bits, int row,
+                                       int column) const {
+    using Bits = KeepBits<kRowsAreQueries, kColumns>;
+    const uint32_t rows = place(row) + (kRowsAreQueries ? start_.c1 : start_.c0);
+    const uint32_t columns = place(column) + (kRowsAreQueries ? start_.c0 : start_.c1);
+#pragma unroll
+    for (uint32_t& word : bits.words) word = 0;
+#pragma unroll
+    for (int call = 0; call < Bits::kCalls; ++call) {
+      const uint32_t there = columns + call / 2 * 8 + call % 2;
+      // The key of the last round is 0, which leaves its XOR an operand for the OR below.
+      const PhiloxCounter x = kRowsAreQueries ? philox2x32({there, rows}, 0u - 6 * kPhiloxWeyl)
+                                              : philox2x32({rows, there}, 0u - 6 * kPhiloxWeyl);
+#pragma unroll
+      for (int high_key = 0; high_key < 2; ++high_key) {
+        // Both halves at once: the upper bit survives where the other 15 are no less than the
+        // threshold.
+        const uint32_t kept = ((high_key == 0 ? x.c0 : x.c1) | 0x80008000u) - thresholds_;
+        const int moved = Bits::place(call, high_key);
+        bits.words[call / 8] |= kept >> moved & 0x80008000u >> moved;
+      }
+    }
+  }
+  __device__ __forceinline__ void draw(KeepAll&, int, int) const {}
+
+  // The share of probabilities that are kept.
+  __device__ __forceinline__ float share() const {
+    return 1.f - static_cast<float>(thresholds_ & 0xffffu) * 0x1p-15f;
+  }
+
+ private:
+  // A number of queries or keys without its bit of 8.
+  __device__ __forceinline__ static uint32_t place(int position) {
+    return position / 16u * 8 + position % 8u;
+  }
+
+  PhiloxCounter start_;  // c0 counts keys, c1 queries
+  uint32_t thresholds_;  // in both halves
+};
+
+template <bool kDrops, bool kRowsAreQueries, int kColumns>
+using Kept = Conditional<kDrops, KeepBits<kRowsAreQueries, kColumns>, KeepAll>;
+
+}  // namespace jaxflash
