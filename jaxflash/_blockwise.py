@@ -194,9 +194,7 @@ def backward(
     if "query" in wanted:
         gradients["query"] = ungrouped(sums.query * spec.scale)
     if "sink" in wanted:
-        sink = sink_of(operands, dtype)
-        # The sink's value is 0, so its dP is 0.
-        gradients["sink"] = _sum_to(-jnp.exp(sink - lse_all) * delta, sink.shape)
+        gradients["sink"] = sink_gradient(operands, out, lse, dout, dlse)
     given = operands.named()
     return operands.holding(
         {
@@ -204,6 +202,17 @@ def backward(
             for name in wanted
         }
     )
+
+
+def sink_gradient(operands: Operands, out, lse, dout, dlse):
+    """Of the call that gave out and lse; dlse may be None. The sink's value is 0, so its dP is 0."""
+    alive = lse != -jnp.inf
+    delta = jnp.sum(dout.astype(lse.dtype) * out.astype(lse.dtype), axis=-1)
+    if dlse is not None:
+        delta = delta - dlse.astype(lse.dtype)
+    p = jnp.exp(operands.sink.astype(lse.dtype) - jnp.where(alive, lse, jnp.inf))
+    gradient = -jnp.sum(jnp.where(alive, p * delta, 0.0), axis=tuple(range(lse.ndim - 1)))
+    return _shaped_as(operands.sink, gradient).astype(operands.sink.dtype)
 
 
 def tangent(spec: AttentionSpec, operands: Operands, out, lse, tangents: dict[str, Any]):

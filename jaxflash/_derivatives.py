@@ -103,10 +103,13 @@ def _backward(
             program = _kernel_program.make(spec, operands)
             dqkv = _ffi.backward(spec, program, operands, out, lse, dout, dlse)
             gradients.update(zip(("query", "key", "value"), dqkv, strict=True))
-        # Of captured arrays and the sink: a pass of its own, if anybody asks.
-        others = frozenset(wanted) - _OF_KERNELS
-        if others:
-            rest = _blockwise.backward(spec, operands, out, lse, dout, dlse, others)
+        if "sink" in wanted:
+            gradients["sink"] = _blockwise.sink_gradient(operands, out, lse, dout, dlse)
+        # Of captured arrays: a pass of its own, if anybody asks.
+        captures = frozenset(wanted) - _OF_KERNELS - {"sink"}
+        if captures:
+            announced = _ffi.announced(operands, _support.warn_of_slow_gradients)
+            rest = _blockwise.backward(spec, announced, out, lse, dout, dlse, captures)
             gradients.update(rest.named())
         return operands.holding({name: gradients[name] for name in wanted})
 

@@ -36,14 +36,18 @@ class Feature:
     name: str
     used: Callable[[AttentionSpec, Operands], bool] | None = None
     in_programs: bool = False  # the kernels have it as a part of score programs
+    but: str = ""  # what of it they leave to the blockwise path
 
     @property
     def in_kernels(self) -> bool:
         return self.used is None or (self.in_programs and KERNELS_RUN_PROGRAMS)
 
 
-def _score(name: str, used: Callable[[AttentionSpec, Operands], bool]) -> Feature:
-    return Feature(name, used, in_programs=True)
+def _score(name: str, used: Callable[[AttentionSpec, Operands], bool], but: str = "") -> Feature:
+    return Feature(name, used, in_programs=True, but=but)
+
+
+_GRADIENT_APART = ", but its gradient"
 
 
 FEATURES = (
@@ -56,15 +60,20 @@ FEATURES = (
     Feature("value head size other than the query's"),
     Feature("`return_residual` (lse) and its gradient"),
     Feature("`deterministic_backward`"),
-    _score("`bias` and its gradient", lambda s, o: s.changes_scores_by("bias")),
+    _score("`bias` and its gradient", lambda s, o: s.changes_scores_by("bias"), _GRADIENT_APART),
     Feature("`mask`", lambda s, o: o.mask is not None),
     _score("`segment_ids`", lambda s, o: o.query_segment_ids is not None),
     _score("`logits_soft_cap`", lambda s, o: s.changes_scores_by("logits_soft_cap")),
     _score("`sink` and its gradient", lambda s, o: o.sink is not None),
-    _score("`alibi_slopes` and their gradient", lambda s, o: s.changes_scores_by("alibi_slopes")),
+    _score(
+        "`alibi_slopes` and their gradient",
+        lambda s, o: s.changes_scores_by("alibi_slopes"),
+        _GRADIENT_APART,
+    ),
     _score(
         "`score_mod` and gradients of what it captures",
         lambda s, o: s.changes_scores_by("score_mod"),
+        _GRADIENT_APART,
     ),
     _score("`dropout_rate`", lambda s, o: s.dropout_rate > 0.0),
     _score("`varlen_attention` (packed)", lambda s, o: o.query_positions is not None),
@@ -157,16 +166,28 @@ _warned: set[str] = set()
 
 def warn_of_slow_path(reasons: tuple[str, ...]) -> None:
     """A `SlowPathWarning` of those reasons that had none yet."""
+    _warn(
+        "this call runs on the blockwise path, many times slower on a GPU than the CUDA kernels: "
+        "{}. implementation='xla' asks for it without this warning",
+        reasons,
+    )
+
+
+def warn_of_slow_gradients() -> None:
+    """Once, a `SlowPathWarning` of gradients that the kernels do not compute."""
+    _warn(
+        "{} are computed by the blockwise path, many times slower on a GPU than the CUDA kernels, "
+        "which compute the rest; jax.lax.stop_gradient leaves them out",
+        ("gradients of captured arrays (bias, slopes and what score_mod reads)",),
+    )
+
+
+def _warn(text: str, reasons: tuple[str, ...]) -> None:
     new = [reason for reason in reasons if reason not in _warned]
     if not new:
         return
-    warnings.warn(
-        "jaxflash: this call runs on the blockwise path, many times slower on a GPU than the CUDA "
-        f"kernels: {'; '.join(new)}. implementation='xla' asks for it without this warning "
-        "(jaxflash.SlowPathWarning)",
-        SlowPathWarning,
-        stacklevel=2,
-    )
+    message = f"jaxflash: {text.format('; '.join(new))} (jaxflash.SlowPathWarning)"
+    warnings.warn(message, SlowPathWarning, stacklevel=3)
     _warned.update(new)
 
 
@@ -203,6 +224,6 @@ def _largest_head_size(math: str) -> int:
 def table() -> str:
     """The support table of docs/arguments.md, in Markdown."""
     rows = ["| feature | CUDA kernels | blockwise path (`xla`) |", "|---|---|---|"]
-    rows += [f"| {f.name} | {'yes' if f.in_kernels else 'no'} | yes |" for f in FEATURES]
+    rows += [f"| {f.name} | {f'yes{f.but}' if f.in_kernels else 'no'} | yes |" for f in FEATURES]
     rows += [f"| {name} | {on_kernels} | yes |" for name, on_kernels in TRANSFORMS]
     return "\n".join(rows)
