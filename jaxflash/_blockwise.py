@@ -205,7 +205,7 @@ def backward(
 
 
 def sink_gradient(operands: Operands, out, lse, dout, dlse):
-    """Of the call that gave out and lse; dlse may be None. The sink's value is 0, so its dP is 0."""
+    """Of the call that gave out and lse; dlse may be None. Its value is 0, and so its dP."""
     alive = lse != -jnp.inf
     delta = jnp.sum(dout.astype(lse.dtype) * out.astype(lse.dtype), axis=-1)
     if dlse is not None:
