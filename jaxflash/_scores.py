@@ -106,7 +106,8 @@ def compose(
     if score_mod is not None:
         program, closed_over = _with_score_mod(built_in, types, score_mod, dtype)
     elif built_in.parts:
-        program, closed_over = _built_in_program(built_in, types, dtype), ()
+        mesh = jax.sharding.get_abstract_mesh()  # see `_text`
+        program, closed_over = _built_in_program(built_in, types, dtype, mesh), ()
     else:
         return spec, operands
     captures = [_reshaped(x, (*batch, *sizes)) for x, batch, sizes in own]
@@ -160,10 +161,11 @@ class _BuiltIn:
 
 # Programs of built-in features depend on types alone: an eager call traces nothing.
 @functools.lru_cache(maxsize=256)
-def _built_in_program(built_in: _BuiltIn, types, dtype) -> Program:
+def _built_in_program(built_in: _BuiltIn, types, dtype, mesh) -> Program:
     def function(score, b, h, q, kv, distance, *captures):
         return built_in(score, h, q, kv, distance, *captures)
 
+    del mesh
     program, _ = trace(function, types, dtype)
     return dataclasses.replace(program, parts=built_in.parts)
 
@@ -262,7 +264,9 @@ _unique = itertools.count()
 
 def _text(closed: core.ClosedJaxpr) -> str:
     """Equal for programs of equal value and derivative."""
-    text = str(closed)
+    # Types name their mesh, and a program cannot be evaluated with another one.
+    mesh = jax.sharding.get_abstract_mesh()
+    text = f"{closed}\n{mesh}" if mesh.shape else str(closed)
     if not re.search("|".join(_CUSTOM_DERIVATIVES) + "|0x[0-9a-f]{6}", text):
         return text
     # Rules of custom derivatives are objects, new ones for every trace. What they do counts.
@@ -272,7 +276,7 @@ def _text(closed: core.ClosedJaxpr) -> str:
         derivatives = _differentiated(closed, floats)
     except (TypeError, ValueError, NotImplementedError):  # it has no reverse mode
         return f"{text}\n{next(_unique)}"
-    text = str(derivatives)
+    text = f"{derivatives}\n{mesh}" if mesh.shape else str(derivatives)
     for constant in derivatives.consts:
         text += f"\n{np.asarray(constant).tobytes().hex()}"
     # An address says nothing about what lies there.

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.extend import core
+from jax.sharding import PartitionSpec
 
 from jaxflash import _scores
 from jaxflash._scores import ARGUMENTS, Program, View
@@ -464,13 +465,31 @@ def _over_tile(function: Callable, arrays: Sequence[Any]):
     if not arrays:
         return function()
     rank = arrays[0].ndim
+    arrays = _sharded_alike(arrays)
     mapped = [axis for axis in range(rank) if any(x.shape[axis] != 1 for x in arrays)]
     for axis in reversed(mapped):
-        in_axes = [0 if x.shape[axis] != 1 else None for x in arrays]
-        function = jax.vmap(function, in_axes)
+        function = jax.vmap(function, [0 if x.shape[axis] != 1 else None for x in arrays])
     squeezed = [
         jax.lax.squeeze(x, [axis for axis in range(rank) if x.shape[axis] == 1]) for x in arrays
     ]
     return jax.lax.expand_dims(
         function(*squeezed), [axis for axis in range(rank) if axis not in mapped]
     )
+
+
+def _sharded_alike(arrays: Sequence[Any]) -> list[Any]:
+    """Where shardings are part of types, `jax.vmap` wants one for an axis: that of an array which
+    is split there."""
+    rank = arrays[0].ndim
+    specs = [(*(s := jax.typeof(x).sharding.spec), *(None,) * (rank - len(s))) for x in arrays]
+    split = [next((s[axis] for s in specs if s[axis]), None) for axis in range(rank)]
+    if not any(split):
+        return list(arrays)
+    wanted = [
+        tuple(part if size != 1 else None for part, size in zip(split, x.shape, strict=True))
+        for x in arrays
+    ]
+    return [
+        x if spec == want else jax.sharding.reshard(x, PartitionSpec(*want))
+        for x, spec, want in zip(arrays, specs, wanted, strict=True)
+    ]
