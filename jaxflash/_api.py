@@ -172,7 +172,8 @@ def dot_product_attention(
         bounds is clamped, as always in JAX. A logit of -inf has probability 0 and derivatives 0.
         It is traced once and known by what it computes: equal functions compile once.
       dropout_rate: probability, in [0, 1), with which a softmax probability is dropped; the others
-        are scaled up. The mask depends on (key, batch, head, row, column) alone.
+        are scaled up. Rounded to a multiple of 2**-15 below 1. The mask depends on (key, batch,
+        head, row, column) alone.
       dropout_rng: PRNG key for the dropout.
       precision: of the products of float32 inputs: DEFAULT rounds operands to TF32 on GPUs, HIGH
         and HIGHEST are accurate to float32; None follows ``jax_default_matmul_precision``. Of a

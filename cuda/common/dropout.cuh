@@ -99,6 +99,8 @@ class Dropout {
         bits.words[call / 8] |= kept >> moved & 0x80008000u >> moved;
       }
     }
+#pragma unroll
+    for (uint32_t& word : bits.words) asm("" : "+r"(word));  // or the calls' words stay apart
   }
   __device__ __forceinline__ void draw(KeepAll&, int, int) const {}
 

@@ -10,7 +10,8 @@
 //   bool kUnitSlope                                slope is 1 everywhere, and not asked for
 //   float addend(head, row, column, q, kv, distance)   with kUnitSlope: logit - scale * s, in log 2
 //   bool kAdds                                     the addend is not 0 everywhere
-//   Dropout dropout(captures, problem, batch, b, h)    with kDrops: which probabilities are kept
+//   bool kDrops                                    the weights stage: probabilities are dropped
+//   Dropout dropout(captures, problem, batch, b, h)    with kDrops: those of which bits
 //
 // `b` and `h` are the numbers that the program means, `batch` counts the elements of this call.
 // `distance` is the query's position minus the key's. Any q and kv are safe: loads are clamped.
