@@ -17,12 +17,7 @@ from score_mods import SCORE_MODS, Sizes
 
 # Arguments that the CUDA kernels do not take yet: under implementation="cuda" such a row must raise
 # NotImplementedError with each of these names, under None it takes the blockwise path.
-NOT_IN_KERNELS = frozenset(
-    {
-        *("bias", "logits_soft_cap", "sink", "alibi_slopes", "score_mod"),
-        *("mask", "segment_ids", "dropout_rate"),
-    }
-)
+NOT_IN_KERNELS = frozenset({"mask"})
 KERNEL_DTYPES = ("float16", "bfloat16", "float32")
 KERNEL_MAX_HEAD_SIZE = 256
 
@@ -138,6 +133,8 @@ class AttentionCase:
         missing = [
             name for name, used in used.items() if used is not None and name in NOT_IN_KERNELS
         ]
+        if self.segments is not None and self.deterministic_backward:
+            missing.append("deterministic_backward")
         if self.dtype not in KERNEL_DTYPES:
             missing.append(self.dtype)
         if max(self.head_dim, self.value_size) > KERNEL_MAX_HEAD_SIZE:
