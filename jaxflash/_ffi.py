@@ -54,7 +54,7 @@ def _register() -> None:
         _nvrtc.register()
         handlers = extension.cuda_handlers()
         type_id, type_info = extension.program_state_type()
-        state = {"type_id": type_id, "type_info": type_info}
+        state: Any = {"type_id": type_id, "type_info": type_info}
         jax.ffi.register_ffi_type(_STATE_TYPE, state, platform="CUDA")
     for target, pass_name in ((FORWARD_TARGET, "forward"), (BACKWARD_TARGET, "backward")):
         # On other platforms the target exists to say that it needs CUDA.

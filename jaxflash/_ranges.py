@@ -7,6 +7,7 @@ Everything is linear in the lengths; the layout is that of `Ranges` in cuda/prob
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -36,22 +37,20 @@ def of_call(spec: AttentionSpec, operands: Operands) -> Ranges | None:
     (causal, window) is part of the intervals."""
     if operands.query_segment_ids is None:
         return None
-    for_one = _of_segments
-    arguments = [operands.query_segment_ids, operands.key_segment_ids]
-    if operands.query_boundaries is not None:
-        arguments += [
+    arrays = [operands.query_segment_ids, operands.key_segment_ids]
+    if operands.query_boundaries is None:
+        for_one = _of_segments
+    else:
+        for_one = functools.partial(_of_packed, spec)
+        arrays += [
             operands.query_positions,
             operands.key_positions,
             operands.query_boundaries,
             operands.key_boundaries,
         ]
-
-        def for_one(*arrays):
-            return _of_packed(spec, *arrays)
-
     for _ in range(operands.query_segment_ids.ndim - 1):
         for_one = jax.vmap(for_one)
-    return for_one(*arguments)
+    return for_one(*arrays)
 
 
 def _of_segments(query_ids, key_ids) -> Ranges:

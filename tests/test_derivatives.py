@@ -541,7 +541,7 @@ def test_export():
 # ---- What reverse mode runs ----------------------------------------------------------------------
 
 
-def _calls(compiled) -> tuple[int, int]:
+def _calls(compiled) -> tuple[int, ...]:
     """Custom calls of the (forward, backward) kernels in a compiled program."""
     text = compiled.as_text()
     targets = (_ffi.FORWARD_TARGET, _ffi.BACKWARD_TARGET)

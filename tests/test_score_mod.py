@@ -283,7 +283,7 @@ def test_gradients_are_finite_where_the_logit_is_minus_infinity():
 
 def _on_kernels(q, k, v, bias, table, sink):
     """The call on the path of the kernels, whatever they cover."""
-    options = {**_api._DEFAULTS, "sink": sink, "logits_soft_cap": 30.0}
+    options = {**_api.DEFAULTS, "sink": sink, "logits_soft_cap": 30.0}
     del options["score_mod"]
     spec, operands = _spec.make(q, k, v, bias, None, **options)
     spec, operands = _scores.compose(
@@ -347,7 +347,7 @@ def test_shards_know_their_numbers():
 def test_programs_for_the_kernels_do_not_depend_on_lengths():
     def source(q_len, kv_len):
         q, k = jnp.zeros((1, q_len, 8, 64)), jnp.zeros((1, kv_len, 4, 64))
-        options = {**_api._DEFAULTS, "alibi_slopes": jnp.zeros(8), "is_causal": True}
+        options = {**_api.DEFAULTS, "alibi_slopes": jnp.zeros(8), "is_causal": True}
         del options["score_mod"]
         spec, operands = _spec.make(q, k, k, jnp.zeros((8, q_len, kv_len)), None, **options)
         program = _kernel_program.make(*_scores.compose(spec, operands, None))
