@@ -204,7 +204,8 @@ def dot_product_attention(
     bias, sink and alibi_slopes, of the output and the lse, in linear memory. On the kernels' path
     the forward pass and gradients run kernels; tangents and derivatives of gradients are computed
     blockwise. Masked-out keys never reach the result or a derivative, NaN or infinity in them or
-    in their tangents included, if no row of the call sees them.
+    in their tangents included, if no row of the call sees them; with segments on the kernels, if
+    they stand before the first or after the last key that a row sees.
 
     Examples:
       Causal attention of eight query heads over two key heads, and its gradient::
