@@ -340,8 +340,17 @@ def test_smallest_variant_that_fits(pass_name, dtype):
 _SPEC = dict(
     scale=np.float32(1), left=np.int64(1 << 30), right=np.int64(1 << 30),
     bottom_right=np.bool_(False), highest_precision=np.bool_(False),
-    has_q_lengths=np.bool_(False), has_kv_lengths=np.bool_(False),
+    has_q_lengths=np.bool_(False), has_kv_lengths=np.bool_(False), mask=np.int64(0),
 )  # fmt: skip
+
+
+def _plain(query, value) -> dict:
+    """The attributes of a call without a score program."""
+    return dict(
+        program="", unit_slope=np.bool_(True), head_dim=np.int64(query.shape[-1]),
+        value_dim=np.int64(value.shape[-1]), dtype=query.dtype.name,
+        capture_ranks=np.array((), np.int64),
+    )  # fmt: skip
 
 
 def _forward_call(query, key, value, out=None, lse=None, workspace=0, **attributes):
@@ -354,7 +363,7 @@ def _forward_call(query, key, value, out=None, lse=None, workspace=0, **attribut
         jax.ShapeDtypeStruct((workspace,), jnp.uint8),
     )
     call = jax.ffi.ffi_call(_ffi.FORWARD_TARGET, results)
-    return call(query, key, value, problem={**_SPEC, **attributes})
+    return call(query, key, value, problem={**_SPEC, **attributes}, **_plain(query, value))
 
 
 _GOOD = jax.ShapeDtypeStruct((2, 16, 4, 32), jnp.bfloat16)
@@ -399,7 +408,11 @@ def _backward_call(arrays, results, workspace=1 << 24, has_dlse=False):
     def run(*arrays):
         call = jax.ffi.ffi_call(_ffi.BACKWARD_TARGET, results)
         return call(
-            *arrays, problem=_SPEC, has_dlse=np.bool_(has_dlse), deterministic=np.bool_(False)
+            *arrays,
+            problem=_SPEC,
+            **_plain(arrays[0], arrays[2]),
+            has_dlse=np.bool_(has_dlse),
+            deterministic=np.bool_(False),
         )
 
     return jax.block_until_ready(run(*arrays))

@@ -432,7 +432,7 @@ _STAGES = """if True:
     problem = dict(
         scale=np.float32(1), left=np.int64(1), right=np.int64(1), bottom_right=np.bool_(False),
         highest_precision=np.bool_(False), has_q_lengths=np.bool_(False),
-        has_kv_lengths=np.bool_(False))
+        has_kv_lengths=np.bool_(False), mask=np.int64(0))
 
     def instantiate(name, **attributes):
         attributes = dict(
