@@ -12,12 +12,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
-from jax.extend import core
 
-from jaxflash._scores import ARGUMENTS, Program, View
+from jaxflash._scores import ARGUMENTS, Program, View, is_literal
+
+if TYPE_CHECKING:
+    from jax.extend import core
 
 # What a node depends on, beyond batch element and head.
 _ROW, _COLUMN, _DISTANCE, _SCORE = 1, 2, 4, 8
@@ -684,7 +686,7 @@ class _Builder:
 
     def _scalar(self, atom, eqn) -> _Node:
         graph = self._graph
-        if isinstance(atom, core.Literal):
+        if is_literal(atom):
             if np.size(atom.val) != 1:
                 _refuse(eqn, "works on a constant array")
             aval: Any = atom.aval
@@ -848,7 +850,7 @@ class _Builder:
 
 
 def _is_variable(atoms) -> bool:
-    return bool(atoms) and not isinstance(atoms[0], core.Literal)
+    return bool(atoms) and not is_literal(atoms[0])
 
 
 def _refuse(eqn, why: str) -> NoReturn:

@@ -18,14 +18,16 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
 
 from jaxflash._spec import AttentionSpec, Operands, ScoreMod, checked_score_mod
+
+if TYPE_CHECKING:
+    from jax.extend import core  # takes as long to import as the rest of the package
 
 # Arguments of a program; its captures follow them.
 ARGUMENTS = ("score", "b", "h", "q", "kv", "distance")
@@ -41,6 +43,11 @@ _CALLS = {
 }
 # Those with a derivative of their own, which stays with them until they have been differentiated.
 _CUSTOM_DERIVATIVES = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
+
+
+def is_literal(atom) -> TypeGuard[core.Literal]:
+    """Whether an operand of an equation is a constant, and no variable."""
+    return hasattr(atom, "val")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,12 +255,14 @@ def evaluate(eqns, values: dict[core.Var, Any], calls: dict[str, str] | None = N
 
 
 def _read(values: dict[core.Var, Any], atom):
-    return atom.val if isinstance(atom, core.Literal) else values[atom]
+    return atom.val if is_literal(atom) else values[atom]
 
 
 def _differentiated(closed: core.ClosedJaxpr, positions: tuple[int, ...]) -> core.ClosedJaxpr:
     """The value and its derivatives by the arguments at some positions, every call inlined."""
-    function = core.jaxpr_as_fun(closed)
+    from jax.extend.core import jaxpr_as_fun  # not with the package: see above
+
+    function = jaxpr_as_fun(closed)
     both = jax.value_and_grad(lambda *arguments: function(*arguments)[0], argnums=positions)
     flat = _traced(lambda *arguments: jax.tree.leaves(both(*arguments)), closed.in_avals)
     return _inlined(flat, {**_CALLS, **_CUSTOM_DERIVATIVES})

@@ -13,15 +13,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core
 from jax.sharding import PartitionSpec
 
 from jaxflash import _scores
-from jaxflash._scores import ARGUMENTS, Program, View
+from jaxflash._scores import ARGUMENTS, Program, View, is_literal
+
+if TYPE_CHECKING:
+    from jax.extend import core
 
 
 class Sizes(NamedTuple):
@@ -236,7 +238,7 @@ class _Split:
     def _find_loads(self) -> list[_Load]:
         views = {v: View.whole(i, v.aval.shape) for i, v in enumerate(self.captures)}
         for eqn in self._eqns:
-            view = None if isinstance(eqn.invars[0], core.Literal) else views.get(eqn.invars[0])
+            view = None if is_literal(eqn.invars[0]) else views.get(eqn.invars[0])
             view = None if view is None else view.after(eqn, eqn.invars[1:])
             if view is not None:
                 views[eqn.outvars[0]] = view
@@ -254,19 +256,19 @@ class _Split:
 
     def _needed(self, results: Iterable[Any], stops: set) -> tuple[list[Any], set]:
         """(equations, the variables they start from) of some results, none of it before `stops`."""
-        wanted = {v for v in results if isinstance(v, core.Var)}
+        wanted = {v for v in results if not is_literal(v)}
         eqns = []
         for eqn in reversed(self._eqns):
             if any(v in wanted and v not in stops for v in eqn.outvars):
                 eqns.append(eqn)
-                wanted |= {v for v in eqn.invars if isinstance(v, core.Var)}
+                wanted |= {v for v in eqn.invars if not is_literal(v)}
         return eqns[::-1], {v for v in wanted if v in stops or v not in self._source}
 
     def _find_linear(self) -> bool:
         """Whether no derivative of the value depends on what has one."""
         moving = {*self.floats, *(self.captures[i] for i in self.whole)}
         for eqn in self._value_eqns:
-            moved = [not isinstance(v, core.Literal) and v in moving for v in eqn.invars]
+            moved = [not is_literal(v) and v in moving for v in eqn.invars]
             if not any(moved):
                 continue
             name = eqn.primitive.name
@@ -279,7 +281,7 @@ class _Split:
     def base(self, atom, size):
         """The variable that an index comes from, without what makes negative ones count from the
         end of an axis: `i < 0 ? i + size : i`."""
-        chosen = self._source.get(atom) if isinstance(atom, core.Var) else None
+        chosen = self._source.get(atom) if not is_literal(atom) else None
         if chosen is None or chosen.primitive.name != "select_n" or len(chosen.invars) != 3:
             return atom
         condition, i, moved = chosen.invars
@@ -289,15 +291,15 @@ class _Split:
 
     def _is(self, atom, primitive: str, x, number) -> bool:
         """Whether it is an operation of a variable and a literal."""
-        eqn = self._source.get(atom) if isinstance(atom, core.Var) else None
+        eqn = self._source.get(atom) if not is_literal(atom) else None
         if eqn is None or eqn.primitive.name != primitive:
             return False
         left, right = eqn.invars
-        return left is x and isinstance(right, core.Literal) and right.val == number
+        return left is x and is_literal(right) and right.val == number
 
     def index_over_tile(self, atom, integers: dict[Any, Any]):
         """An index of a load, as an array of a tile in the smallest shape."""
-        if not isinstance(atom, core.Var):
+        if is_literal(atom):
             return jnp.asarray(getattr(atom, "val", atom), jnp.int32)
         eqns, leaves = self._needed([atom], set(integers))
         ordered = [v for v in integers if v in leaves]
@@ -322,7 +324,7 @@ class _Split:
         values.update(zip((self.captures[i] for i in self.whole), whole, strict=True))
         _scores.evaluate(self._value_eqns, values)
         result = self._result
-        return result.val if isinstance(result, core.Literal) else values[result]
+        return result.val if is_literal(result) else values[result]
 
     def _cast(self, values: dict[Any, Any]) -> dict[Any, Any]:
         """The values as the program has them, of what was read in the dtype of the tiles."""
@@ -427,9 +429,10 @@ def _slicing(program: _Split, load: _Load, sizes: Sizes) -> _Slicing | None:
     for number, (atom, size) in enumerate(zip(load.index, shape, strict=True)):
         index: Any = program.base(atom, size)
         fixed.append(0)
-        if not isinstance(index, core.Var):
+        if is_literal(index):
             axes.append(None)
-            fixed[-1] = int(getattr(index, "val", index))
+            value: Any = index.val
+            fixed[-1] = int(value)
         elif index is h and size == sizes.kv_heads * sizes.group:
             axes += [batch_rank, batch_rank + 1]
             fixed.append(0)
