@@ -210,7 +210,8 @@ def sink_gradient(operands: Operands, out, lse, dout, dlse):
     delta = jnp.sum(dout.astype(lse.dtype) * out.astype(lse.dtype), axis=-1)
     if dlse is not None:
         delta = delta - dlse.astype(lse.dtype)
-    p = jnp.exp(operands.sink.astype(lse.dtype) - jnp.where(alive, lse, jnp.inf))
+    sink = operands.sink.astype(lse.dtype).reshape((1,) * (lse.ndim - 1) + (-1,))
+    p = jnp.exp(sink - jnp.where(alive, lse, jnp.inf))
     gradient = -jnp.sum(jnp.where(alive, p * delta, 0.0), axis=tuple(range(lse.ndim - 1)))
     return _shaped_as(operands.sink, gradient).astype(operands.sink.dtype)
 
