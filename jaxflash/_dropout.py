@@ -50,12 +50,16 @@ def philox2x32(key, counter):
 
     The words broadcast against each other.
     """
-    # XLA's CPU compiler takes minutes for longer chains of rounds than one call.
-    c0, c1 = jax.lax.optimization_barrier(tuple(counter))
-    for _ in range(_ROUNDS):
+    shape = jnp.broadcast_shapes(*(x.shape for x in (key, *counter)))
+    key, c0, c1 = (jnp.broadcast_to(x, shape) for x in (key, *counter))
+
+    def cipher_round(_, state):
+        key, c0, c1 = state
         high, low = _multiply(_MULTIPLIER, c0)
-        c0, c1 = high ^ c1 ^ key, low
-        key = key + np.uint32(_WEYL)
+        return key + np.uint32(_WEYL), high ^ c1 ^ key, low
+
+    # A loop: of a chain, XLA's CPU compiler repeats each round for each use of it, for minutes.
+    _, c0, c1 = jax.lax.fori_loop(0, _ROUNDS, cipher_round, (key, c0, c1))
     return c0, c1
 
 

@@ -48,7 +48,9 @@ def test_is_the_numpy_loop(case):
 
 def _jax_nn_takes(case):
     return (
-        case.missing_in_kernels in ((), ("bias",), ("mask",))
+        case.missing_in_kernels in ((), ("mask",))
+        and not any((case.segments, case.logits_soft_cap, case.sink, case.alibi, case.score_mod))
+        and not case.dropout_rate
         and not (case.gpu_only or case.bias_hides or case.poison or case.visible_nan)
         and case.causal_alignment == "top_left"
         and case.value_dim is None
