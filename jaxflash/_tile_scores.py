@@ -238,6 +238,8 @@ class _Split:
     def _find_loads(self) -> list[_Load]:
         views = {v: View.whole(i, v.aval.shape) for i, v in enumerate(self.captures)}
         for eqn in self._eqns:
+            if not eqn.invars:  # a size that is symbolic
+                continue
             view = None if is_literal(eqn.invars[0]) else views.get(eqn.invars[0])
             view = None if view is None else view.after(eqn, eqn.invars[1:])
             if view is not None:
