@@ -68,10 +68,10 @@ def _of_segments(query_ids, key_ids) -> Ranges:
 def _matches(ids, others):
     """Of each id the interval of `others` that holds its equals, (n, 2), and whether all in it are
     such."""
-    order = jnp.argsort(others, stable=True)
+    order = jnp.argsort(others, stable=True).astype(jnp.int32)
     ordered = others[order]
     first, end = (
-        jnp.searchsorted(ordered, ids, side=side, method="scan_unrolled")
+        jnp.searchsorted(ordered, ids, side=side, method="scan_unrolled").astype(jnp.int32)
         for side in ("left", "right")
     )
     last = others.shape[0] - 1
