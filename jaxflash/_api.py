@@ -297,14 +297,20 @@ def supported(
             "key, value, bias, mask, implementation and return_residual it takes "
             f"{', '.join(DEFAULTS)}"
         )
+    return (
+        *_support.reasons_against_kernels(*described(query, key, value, bias, mask, **kwargs)),
+        *_support.reasons_against_machine(),
+    )
+
+
+def described(
+    query, key, value, bias=None, mask=None, **kwargs
+) -> tuple[_spec.AttentionSpec, _spec.Operands]:
+    """What a call with these arguments of `dot_product_attention` amounts to."""
     arguments = {**DEFAULTS, **kwargs}
     score_mod = arguments.pop("score_mod")
     spec, operands = _spec.make(query, key, value, bias, mask, **arguments)
-    spec, operands = _scores.compose(spec, operands, score_mod)
-    return (
-        *_support.reasons_against_kernels(spec, operands),
-        *_support.reasons_against_machine(),
-    )
+    return _scores.compose(spec, operands, score_mod)
 
 
 DEFAULTS = {

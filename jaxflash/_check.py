@@ -141,8 +141,7 @@ class Call:
     @property
     def _described(self) -> tuple[_spec.AttentionSpec, _spec.Operands]:
         qkv = [jax.ShapeDtypeStruct(shape, self.dtype) for shape in self.qkv_shapes]
-        options = {"bias": None, "mask": None, **_api.DEFAULTS, **self.arrays(), **self.static}
-        return _spec.make(*qkv, **options)
+        return _api.described(*qkv, **self.arrays(), **self.static)
 
     def check(self) -> tuple[str, ...]:
         """Reasons why the kernels do not take the call; ValueError if nothing can."""
