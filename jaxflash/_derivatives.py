@@ -54,7 +54,7 @@ def attention(spec: AttentionSpec, path: Path, operands: Operands):
     # jax 0.10 does not take NumPy arrays for residuals, which they may be under vmap; a copy costs
     # nothing in a compiled program.
     operands = _with_scaled_query(jax.tree.map(jnp.copy, operands))
-    results: Any = _attention(spec, path, _sharding.alike(operands))
+    results: Any = _attention(spec, path, _sharding.alike(spec, operands))
     return _sharding.as_of_query(operands.query, *results)
 
 

@@ -50,6 +50,11 @@ def is_literal(atom) -> TypeGuard[core.Literal]:
     return hasattr(atom, "val")
 
 
+def constant(index) -> Any:
+    """The number that an entry of `View.index` is, None if it is a variable."""
+    return index.val if is_literal(index) else index if isinstance(index, int) else None
+
+
 @dataclasses.dataclass(frozen=True)
 class Program:
     """A traced score program. Equal programs are equal values, whichever functions they came from.
@@ -59,11 +64,14 @@ class Program:
         jaxpr: of `ARGUMENTS` and the captures, without constants. Calls are inlined, but for those
             with derivatives of their own.
         parts: the arguments of the call that it is made of.
+        axes: of the first captures, those of built-in features, what indexes each of their axes:
+            N query heads, T rows, S columns.
     """
 
     text: str
     jaxpr: core.ClosedJaxpr = dataclasses.field(compare=False, repr=False)
     parts: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+    axes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
     @property
     def capture_types(self) -> tuple[Any, ...]:
@@ -91,11 +99,15 @@ def compose(
     Returns:
         A spec with `program` instead of `logits_soft_cap`, and operands with `captures` instead of
         `bias` and `alibi_slopes`. Each capture is (*#B, *its shape in the program), # meaning "or
-        1": the batch axes of the call come first.
+        1": the batch axes of the call come first. A call without logits has no program.
 
     Raises:
         ValueError: score_mod is not a function from scalars to a floating scalar.
     """
+    if 0 in (*operands.query.shape[-3:-1], operands.key.shape[-3]):
+        # Nothing could be indexed in axes of size 0.
+        spec = dataclasses.replace(spec, logits_soft_cap=None)
+        return spec, operands._replace(bias=None, alibi_slopes=None)
     batch_rank = len(operands.query.shape) - 3
     dtype = jnp.float64 if operands.query.dtype == jnp.float64 else jnp.float32
     built_in, own = _BuiltIn(None, False, spec.logits_soft_cap), []
@@ -153,6 +165,12 @@ class _BuiltIn:
         }
         return tuple(name for name, is_used in used.items() if is_used)
 
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """See `Program`."""
+        bias = () if self.bias_axes is None else ("".join("NTS"[i] for i in self.bias_axes),)
+        return (*bias, "N") if self.slopes else bias
+
     def __call__(self, score, h, q, kv, distance, *captures):
         rest = iter(captures)
         if self.bias_axes is not None:
@@ -174,7 +192,7 @@ def _built_in_program(built_in: _BuiltIn, types, dtype, mesh) -> Program:
 
     del mesh
     program, _ = trace(function, types, dtype)
-    return dataclasses.replace(program, parts=built_in.parts)
+    return dataclasses.replace(program, parts=built_in.parts, axes=built_in.axes)
 
 
 def _with_score_mod(built_in: _BuiltIn, types, score_mod: ScoreMod, dtype):
@@ -186,7 +204,8 @@ def _with_score_mod(built_in: _BuiltIn, types, score_mod: ScoreMod, dtype):
         return score_mod(score, b, h, q, kv).astype(dtype)
 
     program, captures = trace(function, types, dtype)
-    program = dataclasses.replace(program, parts=(*built_in.parts, "score_mod"))
+    parts = (*built_in.parts, "score_mod")
+    program = dataclasses.replace(program, parts=parts, axes=built_in.axes)
     return program, captures[len(types) :]
 
 
@@ -298,7 +317,8 @@ class View:
 
     capture: int
     shape: tuple[int, ...]  # of the capture
-    index: tuple[Any, ...]  # for each axis of the capture; None while it is whole
+    # For each axis of the capture an int, a literal or a variable; None while it is whole.
+    index: tuple[Any, ...]
     axes: tuple[int | None, ...]  # for each axis of the view, that of the capture; None: of size 1
     casts: tuple[Any, ...] = ()  # dtypes it is converted to, one after the other
 

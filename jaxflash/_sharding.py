@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, reshard
 
-from jaxflash._spec import Operands
+from jaxflash._spec import AttentionSpec, Operands
 
 # The trailing axes of each operand, after its batch axes: T, S lengths, N query heads, K key/value
 # heads, H, h head sizes.
@@ -34,9 +34,9 @@ _TRAILING = {
 }
 
 
-def alike(operands: Operands) -> Operands:
+def alike(spec: AttentionSpec, operands: Operands) -> Operands:
     """Operands of which each is split as the query is, and that vary over the same mesh axes."""
-    return _varying_alike(_split_alike(operands))
+    return _varying_alike(_split_alike(operands, spec.program.axes if spec.program else ()))
 
 
 def as_of_query(query, out, lse):
@@ -70,9 +70,13 @@ class _Split(NamedTuple):
     key_repeats: int  # how often each key head stands in the split key and value
 
 
-def _split_alike(operands: Operands) -> Operands:
+def _split_alike(operands: Operands, capture_axes: tuple[str, ...]) -> Operands:
     """On an explicit mesh, operands split over batch and heads as query, key and value are, and
     whole along everything else: a loop over tiles slices the lengths.
+
+    Args:
+        operands: of the call.
+        capture_axes: trailing axes of the first captures. Of others only the batch axes are known.
     """
     if not any(any(_parts(x)) for x in jax.tree.leaves(operands)):
         return operands
@@ -83,17 +87,20 @@ def _split_alike(operands: Operands) -> Operands:
             value=_repeated_heads(operands.value, split.key_repeats),
         )
 
+    trailing_axes = {**_TRAILING}
+    for number, x in enumerate(operands.captures):
+        unknown = "_" * (x.ndim - (operands.query.ndim - 3))
+        known = capture_axes[number : number + 1]
+        trailing_axes[f"captures[{number}]"] = known[0] if known else unknown
+
     def part_of(axis: str, size: int):
         return split.heads if axis in "NK" and size != 1 else None
 
     def place(name, x):
-        # Of captures only the batch axes are known.
-        num_batch = operands.query.ndim - 3 if name.startswith("captures") else None
-        trailing = _TRAILING.get(name, "" if num_batch is None else "_" * (x.ndim - num_batch))
-        if num_batch is None:
-            if name not in _TRAILING:
-                return x
-            num_batch = x.ndim - len(trailing)
+        if name not in trailing_axes:
+            return x
+        trailing = trailing_axes[name]
+        num_batch = x.ndim - len(trailing)
         batch = split.batch if num_batch else ()
         parts = [
             *(None if size == 1 else part for size, part in zip(x.shape, batch, strict=False)),

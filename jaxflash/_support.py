@@ -156,8 +156,13 @@ class SlowPathWarning(UserWarning):
     program is compiled.
 
     ``implementation="xla"`` says that a call is meant to be there, `supported` tells the reasons
-    beforehand, and ``warnings.filterwarnings("ignore", category=jaxflash.SlowPathWarning)``
-    silences all of them.
+    beforehand.
+
+    Examples:
+
+        >>> import warnings
+        >>> import jaxflash
+        >>> warnings.filterwarnings("ignore", category=jaxflash.SlowPathWarning)
     """
 
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxflash import _scores
-from jaxflash._scores import ARGUMENTS, Program, View, is_literal
+from jaxflash._scores import ARGUMENTS, Program, View, constant, is_literal
 
 if TYPE_CHECKING:
     from jax.extend import core
@@ -188,7 +188,7 @@ class _Load(NamedTuple):
     """One element of a capture."""
 
     capture: int
-    index: tuple[Any, ...]  # an int, a literal or a variable of the program for each axis
+    index: tuple[Any, ...]  # as a `View` has it
     casts: tuple[Any, ...]  # dtypes that it is converted to, one after the other
     result: core.Var
 
@@ -258,7 +258,7 @@ class _Split:
 
     def _needed(self, results: Iterable[Any], stops: set) -> tuple[list[Any], set]:
         """(equations, the variables they start from) of some results, none of it before `stops`."""
-        wanted = {v for v in results if not is_literal(v)}
+        wanted = {v for v in results if constant(v) is None}
         eqns = []
         for eqn in reversed(self._eqns):
             if any(v in wanted and v not in stops for v in eqn.outvars):
@@ -301,8 +301,8 @@ class _Split:
 
     def index_over_tile(self, atom, integers: dict[Any, Any]):
         """An index of a load, as an array of a tile in the smallest shape."""
-        if is_literal(atom):
-            return jnp.asarray(getattr(atom, "val", atom), jnp.int32)
+        if constant(atom) is not None:
+            return jnp.asarray(constant(atom), jnp.int32)
         eqns, leaves = self._needed([atom], set(integers))
         ordered = [v for v in integers if v in leaves]
 
@@ -431,10 +431,9 @@ def _slicing(program: _Split, load: _Load, sizes: Sizes) -> _Slicing | None:
     for number, (atom, size) in enumerate(zip(load.index, shape, strict=True)):
         index: Any = program.base(atom, size)
         fixed.append(0)
-        if is_literal(index):
+        if constant(index) is not None:
             axes.append(None)
-            value: Any = index.val
-            fixed[-1] = int(value)
+            fixed[-1] = int(constant(index))
         elif index is h and size == sizes.kv_heads * sizes.group:
             axes += [batch_rank, batch_rank + 1]
             fixed.append(0)

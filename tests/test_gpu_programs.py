@@ -3,8 +3,6 @@
 import itertools
 import os
 import pathlib
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +10,7 @@ import numpy as np
 import pytest
 
 import programs
+from another_process import run_python
 from jaxflash import _config, _ffi, _nvrtc, reference
 
 pytestmark = pytest.mark.gpu
@@ -237,13 +236,8 @@ def test_captured_from_the_first_call_on(tmp_path):
             f"--xla_gpu_enable_command_buffer={commands} --xla_gpu_graph_min_graph_size=1 "
             f"--xla_dump_to={folder} --xla_dump_hlo_as_text"
         )
-        done = subprocess.run(
-            [sys.executable, "-c", _REPLAY.format(tests=str(pathlib.Path(__file__).parent))],
-            capture_output=True, text=True, check=False,
-            env={**os.environ, "XLA_FLAGS": flags, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        digests.add(done.stdout.strip())
+        code = _REPLAY.format(tests=str(pathlib.Path(__file__).parent))
+        digests.add(run_python(code, XLA_FLAGS=flags, XLA_PYTHON_CLIENT_PREALLOCATE="false"))
         if commands:
             texts = [p.read_text(errors="replace") for p in folder.rglob("*step*") if p.is_file()]
             assert any("kCommandBuffer" in t or "command_buffer" in t for t in texts)

@@ -4,10 +4,7 @@ errors."""
 import concurrent.futures
 import functools
 import itertools
-import os
 import pathlib
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +13,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxflash
+from another_process import run_python
 from busy_stream import matrix_products
 from cases import CASES
 from check import assert_same_bits, jitted
@@ -71,13 +69,9 @@ def _replay(tmp_path, commands: str, scheduling: str) -> tuple[str, str]:
         f"--xla_dump_to={folder} --xla_dump_hlo_as_text"
     )
     code = _REPLAY.format(tests=str(pathlib.Path(__file__).parent))
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False,
-        env={**os.environ, "XLA_FLAGS": flags, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    digest = run_python(code, XLA_FLAGS=flags, XLA_PYTHON_CLIENT_PREALLOCATE="false")
     texts = [path.read_text(errors="replace") for path in folder.rglob("*steps*") if path.is_file()]
-    return done.stdout.strip(), "\n".join(texts)
+    return digest, "\n".join(texts)
 
 
 def test_captured_and_replayed_gives_the_same_bits(tmp_path):

@@ -14,18 +14,10 @@ import types
 import pytest
 
 import jaxflash
+from another_process import run_python
 from jaxflash import _ffi, _support
 
 _ROOT = pathlib.Path(__file__).parents[1]
-
-
-def _python(code: str) -> str:
-    # -P: started in a checkout, Python would import its source folder, not what is installed.
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_sources_alone_say_what_to_do(tmp_path):
@@ -91,14 +83,14 @@ def test_example_finds_its_module(name, how, tmp_path):
 
 
 def test_import_starts_no_backend():
-    _python(
+    run_python(
         "import jaxflash; from jax._src import xla_bridge; "
         "assert not xla_bridge.backends_are_initialized()"
     )
 
 
 def test_supported_and_show_config_start_no_backend():
-    _python(
+    run_python(
         "import jax, jaxflash; q = jax.ShapeDtypeStruct((1, 8, 2, 64), 'bfloat16')\n"
         "jaxflash.supported(q, q, q); jaxflash.show_config()\n"
         "from jax._src import xla_bridge; assert not xla_bridge.backends_are_initialized()"
@@ -107,7 +99,7 @@ def test_supported_and_show_config_start_no_backend():
 
 def test_import_needs_no_gpu():
     """Nor a driver that answers."""
-    _python("import os; os.environ['CUDA_VISIBLE_DEVICES'] = ''; import jaxflash")
+    run_python("import os; os.environ['CUDA_VISIBLE_DEVICES'] = ''; import jaxflash")
 
 
 def test_import_time():
@@ -116,7 +108,7 @@ def test_import_time():
         "import time, jax; start = time.perf_counter(); import jaxflash; "
         "print(time.perf_counter() - start)"
     )
-    times = [float(_python(code)) for _ in range(5)]
+    times = [float(run_python(code)) for _ in range(5)]
     # The smallest: on a busy machine the others measure the machine.
     assert min(times) < 0.1, f"median {statistics.median(times):.3f} s, all {times}"
 

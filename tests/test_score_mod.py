@@ -337,7 +337,8 @@ def test_shards_know_their_numbers():
         jax.device_put(x, NamedSharding(mesh, spec))
         for x, spec in zip(_kernel_arguments(), specs, strict=True)
     ]
-    text = jax.jit(_on_kernels).lower(*arguments).compile().as_text()
+    traced = jax.jit(_on_kernels).trace(*arguments)
+    text = traced.lower(lowering_platforms=("cuda",)).compile().as_text()
     (forward,) = [x for x in _custom_calls(text, '"jaxflash_forward_v2"') if "custom-call" in x]
     layouts = forward.split("operand_layout_constraints=")[1]
     assert "s32[2]{0}, s32[2]{0}, f32[2,16,16]{2,1,0}, f32[1,8,15]{2,1,0}, f32[1,8]" in layouts
