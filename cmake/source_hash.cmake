@@ -3,7 +3,7 @@
 file(GLOB_RECURSE files RELATIVE ${PROJECT_SOURCE_DIR} CONFIGURE_DEPENDS
   ${PROJECT_SOURCE_DIR}/cuda/*.h ${PROJECT_SOURCE_DIR}/cuda/*.cuh ${PROJECT_SOURCE_DIR}/cuda/*.cc
   ${PROJECT_SOURCE_DIR}/cuda/*.cu ${PROJECT_SOURCE_DIR}/cuda/*.in)
-list(FILTER files EXCLUDE REGEX "/ffi\\.cc$")  # of the extension itself
+list(FILTER files EXCLUDE REGEX "^cuda/ffi/")  # of the extension itself
 list(SORT files)
 set(hashes "")
 foreach(file IN LISTS files)

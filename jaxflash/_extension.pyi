@@ -1,4 +1,4 @@
-"""The module built from cuda/ffi.cc."""
+"""The module built from cuda/ffi."""
 
 from typing_extensions import CapsuleType
 

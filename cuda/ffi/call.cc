@@ -1,0 +1,195 @@
+#include "ffi/call.h"
+
+#include <algorithm>
+
+namespace jaxflash {
+
+int32_t clamp_side(int64_t side) {
+  return static_cast<int32_t>(std::min<int64_t>(std::max<int64_t>(side, -kMaxLength), kUnlimited));
+}
+
+std::optional<MaskKind> mask_of(int64_t kind) {
+  if (kind < 0 || kind > static_cast<int64_t>(MaskKind::kSegments)) return std::nullopt;
+  return static_cast<MaskKind>(kind);
+}
+
+void set_sizes(int64_t q_len, int64_t kv_len, int64_t q_heads, int64_t kv_heads, int64_t head_dim,
+               int64_t value_dim, Problem* problem) {
+  problem->q_len = static_cast<int32_t>(q_len);
+  problem->kv_len = static_cast<int32_t>(kv_len);
+  problem->q_heads = static_cast<int32_t>(q_heads);
+  problem->kv_heads = static_cast<int32_t>(kv_heads);
+  problem->head_dim = static_cast<int32_t>(head_dim);
+  problem->value_dim = static_cast<int32_t>(value_dim);
+}
+
+ffi::Error describe(const Attributes& attributes, ffi::AnyBuffer q, ffi::AnyBuffer k,
+                    ffi::AnyBuffer v, Shape out, ffi::RemainingArgs optional, Problem* problem) {
+  const Shape q_shape{q.dimensions()}, k_shape{k.dimensions()}, v_shape{v.dimensions()};
+  const size_t rank = out.dims.size();
+  if (rank < 3 || q_shape.dims.size() != rank || k_shape.dims.size() != rank ||
+      v_shape.dims.size() != rank) {
+    return invalid("q, k, v and out must have one rank, at least 3");
+  }
+  if (!batch_fits(q_shape, out) || !batch_fits(k_shape, out) || !batch_fits(v_shape, out)) {
+    return invalid("each batch axis of q, k and v must be that of the result or 1");
+  }
+  if (q_shape.length() != out.length() || q_shape.heads() != out.heads() ||
+      k_shape.length() != v_shape.length() || k_shape.heads() != v_shape.heads() ||
+      q_shape.dim() != k_shape.dim() || v_shape.dim() != out.dim()) {
+    return invalid("the shapes of q, k, v and the result do not fit together");
+  }
+  if (k_shape.heads() == 0 || q_shape.heads() % k_shape.heads() != 0) {
+    return invalid("query heads must be a multiple of key heads");
+  }
+  if (q_shape.length() > kMaxLength || k_shape.length() > kMaxLength) {
+    return invalid("sequences are limited to 2^30 positions");
+  }
+  const std::optional<Math> math = math_of(q.element_type(), attributes.highest_precision);
+  if (!math || k.element_type() != q.element_type() || v.element_type() != q.element_type()) {
+    return invalid("q, k and v must share one dtype of float16, bfloat16, float32");
+  }
+  problem->math = *math;
+  set_sizes(q_shape.length(), k_shape.length(), q_shape.heads(), k_shape.heads(), q_shape.dim(),
+            v_shape.dim(), problem);
+  problem->scale = attributes.scale;
+  problem->band.left = clamp_side(attributes.left);
+  problem->band.right = clamp_side(attributes.right);
+  problem->band.bottom_right = attributes.bottom_right;
+  if (!mask_of(attributes.mask)) return invalid("unknown kind of mask");
+
+  size_t next = 0;
+  const int64_t batch = batch_count(out);
+  auto lengths = [&](bool given, const int32_t** data) {
+    if (!given) return true;
+    auto buffer = optional.get<ffi::Buffer<ffi::S32>>(next++);
+    if (!buffer.has_value() || static_cast<int64_t>(buffer->element_count()) != batch) return false;
+    *data = buffer->typed_data();
+    return true;
+  };
+  if (!lengths(attributes.has_q_lengths, &problem->band.q_lengths) ||
+      !lengths(attributes.has_kv_lengths, &problem->band.kv_lengths)) {
+    return invalid("sequence lengths must be int32, one per sequence of the batch");
+  }
+  return ffi::Error::Success();
+}
+
+namespace {
+
+// Arrays of Ranges.
+size_t number_of_ranges(MaskKind mask) {
+  return mask == MaskKind::kBand ? 0 : mask == MaskKind::kRanges ? 5 : 7;
+}
+
+// Fills them in from the operands, of which they are the last. All have full batch axes.
+ffi::Error take_ranges(MaskKind mask, int64_t batch, ffi::RemainingArgs optional,
+                       Problem* problem) {
+  const size_t count = number_of_ranges(mask);
+  if (count == 0) return ffi::Error::Success();
+  const auto blocks = [](int64_t length) { return (length + kRangeBlock - 1) / kRangeBlock; };
+  Ranges& ranges = problem->ranges;
+  const struct {
+    const int32_t** data;
+    int64_t size;
+  } arrays[7] = {{&ranges.keys_of_row, 2 * problem->q_len},
+                 {&ranges.rows_of_key, 2 * problem->kv_len},
+                 {&ranges.row_blocks, 4 * blocks(problem->q_len)},
+                 {&ranges.key_blocks, 4 * blocks(problem->kv_len)},
+                 {&ranges.seen_keys, 2},
+                 {&ranges.q_ids, problem->q_len},
+                 {&ranges.kv_ids, problem->kv_len}};
+  if (optional.size() < count) return invalid("ranges are missing");
+  for (size_t i = 0; i < count; ++i) {
+    auto buffer = optional.get<ffi::Buffer<ffi::S32>>(optional.size() - count + i);
+    if (!buffer.has_value() ||
+        static_cast<int64_t>(buffer->element_count()) != batch * arrays[i].size) {
+      return invalid("ranges must be int32, of the sizes of the call");
+    }
+    *arrays[i].data = buffer->typed_data();
+  }
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+ffi::Error ProgramOperands::take(const ProgramAttributes& program, MaskKind mask, Shape full,
+                                 ffi::RemainingArgs optional, size_t first, Problem* problem) {
+  if (program.source.empty()) {
+    if (mask != MaskKind::kBand) return invalid("ranges need a score program");
+    return ffi::Error::Success();
+  }
+  present_ = true;
+  ranks_ = program.capture_ranks;
+  const size_t batch_rank = full.batch_rank();
+  auto numbers = optional.get<ffi::Buffer<ffi::S32>>(first);
+  auto heads = optional.get<ffi::Buffer<ffi::S32>>(first + 1);
+  if (!numbers.has_value() || numbers->dimensions().size() != batch_rank ||
+      !batch_fits({numbers->dimensions()}, full)) {
+    return invalid("the numbers of a program's batch elements must be int32, of the batch axes");
+  }
+  if (!heads.has_value() || heads->dimensions().size() != 1 ||
+      heads->dimensions()[0] != full.heads()) {
+    return invalid("the numbers of a program's heads must be int32, one for each query head");
+  }
+  batch_numbers_ = *numbers;
+  head_numbers_ = *heads;
+  if (ranks_.size() > kMaxCaptures ||
+      optional.size() != first + 2 + ranks_.size() + number_of_ranges(mask)) {
+    return invalid("the number of captured arrays is not that of capture_ranks");
+  }
+  for (size_t i = 0; i < ranks_.size(); ++i) {
+    auto buffer = optional.get<ffi::AnyBuffer>(first + 2 + i);
+    if (!buffer.has_value()) return invalid("a captured array is not a buffer");
+    const auto dims = buffer->dimensions();
+    if (ranks_[i] < 0 || ranks_[i] > kMaxCaptureRank ||
+        dims.size() != batch_rank + static_cast<size_t>(ranks_[i]) || !batch_fits({dims}, full)) {
+      return invalid("a captured array must have the batch axes (or 1s) and its own ones");
+    }
+    for (size_t axis = batch_rank; axis < dims.size(); ++axis) {
+      if (dims[axis] < 1 || dims[axis] > INT32_MAX) {
+        return invalid("axes of captured arrays have 1 to 2^31 - 1 elements");
+      }
+    }
+    switch (buffer->element_type()) {
+      case ffi::DataType::F32:
+      case ffi::DataType::BF16:
+      case ffi::DataType::F16:
+      case ffi::DataType::S32:
+      case ffi::DataType::U32:
+      case ffi::DataType::PRED:
+        break;
+      default:
+        return invalid("captured arrays are float32, bfloat16, float16, int32, uint32 or bool");
+    }
+    captures_.push_back(*buffer);
+  }
+  return take_ranges(mask, batch_count(full), optional, problem);
+}
+
+void ProgramOperands::add_shapes(std::vector<Shape>* shapes) const {
+  if (!present_) return;
+  shapes->push_back({batch_numbers_->dimensions()});
+  for (const ffi::AnyBuffer& capture : captures_) shapes->push_back({capture.dimensions()});
+}
+
+Captures ProgramOperands::describe(size_t batch_rank, const BatchAxes& axes) const {
+  Captures result = {};
+  if (!present_) return result;
+  result.batch_numbers = batch_numbers_->typed_data();
+  axes.strides({batch_numbers_->dimensions()}, 1, result.batch_numbers_stride);
+  result.head_numbers = head_numbers_->typed_data();
+  for (size_t i = 0; i < captures_.size(); ++i) {
+    Capture& capture = result.of[i];
+    const auto dims = captures_[i].dimensions();
+    capture.data = captures_[i].untyped_data();
+    int64_t size = 1;
+    for (size_t axis = batch_rank; axis < dims.size(); ++axis) {
+      capture.extent[axis - batch_rank] = static_cast<int32_t>(dims[axis]);
+      size *= dims[axis];
+    }
+    axes.strides({dims}, size, capture.batch_stride);
+  }
+  return result;
+}
+
+}  // namespace jaxflash

@@ -1,0 +1,78 @@
+// A call: its attributes and operands, checked and brought into the structs of attention.h.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string_view>
+#include <vector>
+
+#include "ffi/arrays.h"
+
+namespace jaxflash {
+
+// What both passes are told, as one dictionary attribute.
+struct Attributes {
+  float scale;
+  int64_t left;   // kUnlimited and above: no limit
+  int64_t right;  // likewise
+  bool bottom_right;
+  bool highest_precision;
+  bool has_q_lengths;  // the optional operands follow in this order
+  bool has_kv_lengths;
+  int64_t mask;  // MaskKind
+};
+
+// What both passes are told of the score program, attributes of their own.
+struct ProgramAttributes {
+  std::string_view source;  // empty: a plain call, and the others are not looked at
+  bool unit_slope;
+  int64_t head_dim;
+  int64_t value_dim;
+  std::string_view dtype;
+  ffi::Span<const int64_t> capture_ranks;  // axes of each captured array beside the batch axes
+};
+
+// The smallest and the largest mean what lies beyond them.
+int32_t clamp_side(int64_t side);
+
+std::optional<MaskKind> mask_of(int64_t kind);
+
+void set_sizes(int64_t q_len, int64_t kv_len, int64_t q_heads, int64_t kv_heads, int64_t head_dim,
+               int64_t value_dim, Problem* problem);
+
+// Checks q, k, v against the output, whose batch axes are of full extent, and fills the problem.
+ffi::Error describe(const Attributes& attributes, ffi::AnyBuffer q, ffi::AnyBuffer k,
+                    ffi::AnyBuffer v, Shape out, ffi::RemainingArgs optional, Problem* problem);
+
+// A program's operands, from the one of that index on: numbers of batch elements and heads, then
+// the captured arrays, whose leading axes are the batch axes or 1.
+class ProgramOperands {
+ public:
+  // Reads the shapes, and fills in the ranges that follow.
+  ffi::Error take(const ProgramAttributes& program, MaskKind mask, Shape full,
+                  ffi::RemainingArgs optional, size_t first, Problem* problem);
+
+  // For BatchAxes.
+  void add_shapes(std::vector<Shape>* shapes) const;
+
+  Captures describe(size_t batch_rank, const BatchAxes& axes) const;
+
+ private:
+  bool present_ = false;
+  ffi::Span<const int64_t> ranks_;
+  std::optional<ffi::Buffer<ffi::S32>> batch_numbers_, head_numbers_;
+  std::vector<ffi::AnyBuffer> captures_;
+};
+
+}  // namespace jaxflash
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jaxflash::Attributes, xla::ffi::StructMember<float>("scale"),
+                                      xla::ffi::StructMember<int64_t>("left"),
+                                      xla::ffi::StructMember<int64_t>("right"),
+                                      xla::ffi::StructMember<bool>("bottom_right"),
+                                      xla::ffi::StructMember<bool>("highest_precision"),
+                                      xla::ffi::StructMember<bool>("has_q_lengths"),
+                                      xla::ffi::StructMember<bool>("has_kv_lengths"),
+                                      xla::ffi::StructMember<int64_t>("mask"));

@@ -1,0 +1,301 @@
+#include "ffi/handlers.h"
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "ffi/call.h"
+
+namespace jaxflash {
+namespace {
+
+#ifdef JAXFLASH_WITH_KERNELS
+
+// What lives as long as an executable, for each of its calls.
+struct ProgramState {
+  static ffi::TypeId id;
+
+  ProgramState() = default;
+  ProgramState(const ProgramState&) = delete;
+  ~ProgramState() {
+    if (kernels != nullptr) jaxflash_delete_program(kernels);
+  }
+
+  ScoreKernels* kernels = nullptr;  // nullptr: a plain call
+};
+ffi::TypeId ProgramState::id = {};
+
+// While XLA compiles.
+ffi::ErrorOr<std::unique_ptr<ProgramState>> instantiate(bool forward, const Attributes& attributes,
+                                                        const ProgramAttributes& program) {
+  auto state = std::make_unique<ProgramState>();
+  if (program.source.empty()) return state;
+  const std::optional<Math> math = math_of(program.dtype, attributes.highest_precision);
+  if (!math) return ffi::Unexpected(invalid("unknown dtype of a score program"));
+  if (program.capture_ranks.size() > kMaxCaptures) {
+    return ffi::Unexpected(invalid("a score program may capture at most 8 arrays"));
+  }
+  for (const int64_t rank : program.capture_ranks) {
+    if (rank < 0 || rank > kMaxCaptureRank) {
+      return ffi::Unexpected(invalid("captured arrays have at most 6 axes"));
+    }
+  }
+  const std::string source(program.source);
+  ProgramDescription description = {};
+  description.forward = forward;
+  description.source = source.c_str();
+  description.unit_slope = program.unit_slope;
+  description.math = *math;
+  description.head_dim = static_cast<int32_t>(program.head_dim);
+  description.value_dim = static_cast<int32_t>(program.value_dim);
+  description.scale = attributes.scale;
+  const std::optional<MaskKind> mask = mask_of(attributes.mask);
+  if (!mask) return ffi::Unexpected(invalid("unknown kind of mask"));
+  description.mask = *mask;
+  description.one_sided = (attributes.left >= kUnlimited) != (attributes.right >= kUnlimited);
+  const Status status = jaxflash_create_program(&description, &state->kernels);
+  if (!status.ok()) return ffi::Unexpected(to_error(status));
+  return state;
+}
+
+// Before the first execution on a device, and outside of any capture.
+ffi::Error initialize(ProgramState* state) {
+  if (state->kernels == nullptr) return ffi::Error::Success();
+  return to_error(jaxflash_load_program(state->kernels));
+}
+
+ffi::ErrorOr<std::unique_ptr<ProgramState>> instantiate_forward(
+    Attributes attributes, std::string_view source, bool unit_slope, int64_t head_dim,
+    int64_t value_dim, std::string_view dtype, ffi::Span<const int64_t> capture_ranks) {
+  return instantiate(true, attributes,
+                     {source, unit_slope, head_dim, value_dim, dtype, capture_ranks});
+}
+
+ffi::ErrorOr<std::unique_ptr<ProgramState>> instantiate_backward(
+    Attributes attributes, std::string_view source, bool unit_slope, int64_t head_dim,
+    int64_t value_dim, std::string_view dtype, ffi::Span<const int64_t> capture_ranks,
+    bool /*has_dlse*/, bool /*deterministic*/) {
+  return instantiate(false, attributes,
+                     {source, unit_slope, head_dim, value_dim, dtype, capture_ranks});
+}
+
+ffi::Error forward(CUstream_st* stream, ProgramState* state, Attributes attributes,
+                   std::string_view source, bool unit_slope, int64_t head_dim, int64_t value_dim,
+                   std::string_view dtype, ffi::Span<const int64_t> capture_ranks, ffi::AnyBuffer q,
+                   ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::RemainingArgs optional,
+                   ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::Buffer<ffi::F32>> lse,
+                   ffi::Result<ffi::Buffer<ffi::U8>> workspace) {
+  const Shape full{out->dimensions()};
+  ForwardParams params = {};
+  if (ffi::Error error = describe(attributes, q, k, v, full, optional, &params.problem);
+      error.failure()) {
+    return error;
+  }
+  if (out->element_type() != q.element_type() || !is_per_row(lse->dimensions(), full)) {
+    return invalid("out must have the dtype of q, and lse the shape of out without its last axis");
+  }
+  const Shape q_shape{q.dimensions()}, k_shape{k.dimensions()}, v_shape{v.dimensions()};
+  ProgramOperands program;
+  const auto mask = static_cast<MaskKind>(attributes.mask);
+  if (ffi::Error error = program.take(
+          {source, unit_slope, head_dim, value_dim, dtype, capture_ranks}, mask, full, optional,
+          attributes.has_q_lengths + attributes.has_kv_lengths, &params.problem);
+      error.failure()) {
+    return error;
+  }
+  std::vector<Shape> shapes = {q_shape, k_shape, v_shape};
+  program.add_shapes(&shapes);
+  const BatchAxes axes(full, shapes);
+  if (!axes.fits()) return invalid("too many batch axes that broadcast differently");
+  axes.describe(&params.problem);
+  params.program = state->kernels;
+  params.captures = program.describe(full.batch_rank(), axes);
+  params.q = axes.tensor(q.untyped_data(), q_shape);
+  params.k = axes.tensor(k.untyped_data(), k_shape);
+  params.v = axes.tensor(v.untyped_data(), v_shape);
+  params.out = axes.tensor(out->untyped_data(), full);
+  params.lse = lse->typed_data();
+  params.workspace = workspace->untyped_data();
+  if (workspace->size_bytes() < jaxflash_forward_workspace_bytes(&params.problem)) {
+    return invalid("the forward workspace is too small");
+  }
+  return to_error(jaxflash_forward(&params, stream));
+}
+
+ffi::Error backward(CUstream_st* stream, ProgramState* state, Attributes attributes,
+                    std::string_view source, bool unit_slope, int64_t head_dim, int64_t value_dim,
+                    std::string_view dtype, ffi::Span<const int64_t> capture_ranks, bool has_dlse,
+                    bool deterministic, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
+                    ffi::AnyBuffer out, ffi::AnyBuffer dout, ffi::Buffer<ffi::F32> lse,
+                    ffi::RemainingArgs optional, ffi::Result<ffi::AnyBuffer> dq,
+                    ffi::Result<ffi::AnyBuffer> dk, ffi::Result<ffi::AnyBuffer> dv,
+                    ffi::Result<ffi::Buffer<ffi::U8>> workspace) {
+  // Values of the value's head size, but full batch extents, which the query gradient has.
+  const Shape out_shape{out.dimensions()}, dout_shape{dout.dimensions()};
+  const Shape dq_shape{dq->dimensions()}, dk_shape{dk->dimensions()}, dv_shape{dv->dimensions()};
+  BackwardParams params = {};
+  const Shape q_shape{q.dimensions()}, k_shape{k.dimensions()}, v_shape{v.dimensions()};
+  std::vector<int64_t> full_dims(dq_shape.dims.begin(), dq_shape.dims.end());
+  if (full_dims.empty() || v_shape.dims.size() == 0) return invalid("arrays must have rank >= 3");
+  full_dims.back() = v_shape.dims[v_shape.dims.size() - 1];
+  const Shape full{ffi::Span<const int64_t>(full_dims.data(), full_dims.size())};
+  if (ffi::Error error = describe(attributes, q, k, v, full, optional, &params.problem);
+      error.failure()) {
+    return error;
+  }
+  const int64_t value_size = full.dim();
+  for (const ffi::AnyBuffer& x : {out, dout, *dq, *dk, *dv}) {
+    if (x.element_type() != q.element_type()) return invalid("all arrays must have one dtype");
+  }
+  if (!is_array(out_shape, full, full.length(), full.heads(), value_size, true) ||
+      !is_array(dout_shape, full, full.length(), full.heads(), value_size, true)) {
+    return invalid("out and dout must have the shape of dq with the head size of v");
+  }
+  if (!is_array(dq_shape, full, full.length(), full.heads(), q_shape.dim(), false) ||
+      !is_array(dk_shape, full, k_shape.length(), k_shape.heads(), k_shape.dim(), false) ||
+      !is_array(dv_shape, full, v_shape.length(), v_shape.heads(), value_size, false)) {
+    return invalid("dq, dk and dv must have the shapes of q, k and v and the full batch");
+  }
+  if (!is_per_row(lse.dimensions(), full)) {
+    return invalid("lse must have the shape of dq without its last axis");
+  }
+  const size_t lengths = attributes.has_q_lengths + attributes.has_kv_lengths;
+  ProgramOperands program;
+  const auto mask = static_cast<MaskKind>(attributes.mask);
+  if (ffi::Error error =
+          program.take({source, unit_slope, head_dim, value_dim, dtype, capture_ranks}, mask, full,
+                       optional, lengths + has_dlse, &params.problem);
+      error.failure()) {
+    return error;
+  }
+  // Row tiles between the first and the last that see a key tile may not see it, and a turn that
+  // nobody takes would be waited for.
+  if (mask != MaskKind::kBand && deterministic) {
+    return invalid("deterministic_backward does not go with segments and packed sequences");
+  }
+  std::vector<Shape> shapes = {q_shape, k_shape, v_shape, out_shape, dout_shape};
+  program.add_shapes(&shapes);
+  const BatchAxes axes(full, shapes);
+  if (!axes.fits()) return invalid("too many batch axes that broadcast differently");
+  axes.describe(&params.problem);
+  params.program = state->kernels;
+  params.captures = program.describe(full.batch_rank(), axes);
+  params.q = axes.tensor(q.untyped_data(), q_shape);
+  params.k = axes.tensor(k.untyped_data(), k_shape);
+  params.v = axes.tensor(v.untyped_data(), v_shape);
+  params.out = axes.tensor(out.untyped_data(), out_shape);
+  params.dout = axes.tensor(dout.untyped_data(), dout_shape);
+  params.lse = lse.typed_data();
+  if (has_dlse) {
+    auto dlse = optional.get<ffi::Buffer<ffi::F32>>(lengths);
+    if (!dlse.has_value() || !is_per_row(dlse->dimensions(), full)) {
+      return invalid("dlse must be float32 of the shape of lse");
+    }
+    params.dlse = dlse->typed_data();
+  }
+  params.dq = axes.tensor(dq->untyped_data(), dq_shape);
+  params.dk = axes.tensor(dk->untyped_data(), dk_shape);
+  params.dv = axes.tensor(dv->untyped_data(), dv_shape);
+  params.workspace = workspace->untyped_data();
+  params.deterministic = deterministic;
+  if (workspace->size_bytes() < jaxflash_backward_workspace_bytes(&params.problem)) {
+    return invalid("the backward workspace is too small");
+  }
+  return to_error(jaxflash_backward(&params, stream));
+}
+
+// What all handlers of both passes bind after their contexts, in the order of their parameters.
+template <class Binding>
+auto with_attributes(Binding&& binding) {
+  return std::forward<Binding>(binding)
+      .template Attr<Attributes>("problem")
+      .template Attr<std::string_view>("program")
+      .template Attr<bool>("unit_slope")
+      .template Attr<int64_t>("head_dim")
+      .template Attr<int64_t>("value_dim")
+      .template Attr<std::string_view>("dtype")
+      .template Attr<ffi::Span<const int64_t>>("capture_ranks");
+}
+
+template <class Binding>
+auto with_backward_attributes(Binding&& binding) {
+  return with_attributes(std::forward<Binding>(binding))
+      .template Attr<bool>("has_dlse")
+      .template Attr<bool>("deterministic");
+}
+
+XLA_FFI_DEFINE_HANDLER(kInstantiateForward, instantiate_forward,
+                       with_attributes(ffi::Ffi::BindInstantiate()));
+
+XLA_FFI_DEFINE_HANDLER(kInstantiateBackward, instantiate_backward,
+                       with_backward_attributes(ffi::Ffi::BindInstantiate()));
+
+XLA_FFI_DEFINE_HANDLER(kInitialize, initialize,
+                       ffi::Ffi::BindInitialize().Ctx<ffi::State<ProgramState>>());
+
+XLA_FFI_DEFINE_HANDLER(kForward, forward,
+                       with_attributes(ffi::Ffi::Bind()
+                                           .Ctx<ffi::PlatformStream<CUstream_st*>>()
+                                           .Ctx<ffi::State<ProgramState>>())
+                           .Arg<ffi::AnyBuffer>()  // q (*B, T, N, H), each batch axis full or 1
+                           .Arg<ffi::AnyBuffer>()  // k (*B, S, K, H), likewise
+                           .Arg<ffi::AnyBuffer>()  // v (*B, S, K, h), likewise
+                           .RemainingArgs()        // q_lengths (*B), kv_lengths (*B), where given;
+                                                   // of a program: numbers of batch elements (*B)
+                                                   // and heads (N), captures (*B, ...)
+                           .Ret<ffi::AnyBuffer>()  // out (*B, T, N, h)
+                           .Ret<ffi::Buffer<ffi::F32>>()  // lse (*B, T, N)
+                           .Ret<ffi::Buffer<ffi::U8>>(),  // workspace
+                       {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER(kBackward, backward,
+                       with_backward_attributes(ffi::Ffi::Bind()
+                                                    .Ctx<ffi::PlatformStream<CUstream_st*>>()
+                                                    .Ctx<ffi::State<ProgramState>>())
+                           .Arg<ffi::AnyBuffer>()         // q (*B, T, N, H), batch axes full or 1
+                           .Arg<ffi::AnyBuffer>()         // k (*B, S, K, H), likewise
+                           .Arg<ffi::AnyBuffer>()         // v (*B, S, K, h), likewise
+                           .Arg<ffi::AnyBuffer>()         // out (*B, T, N, h), likewise
+                           .Arg<ffi::AnyBuffer>()         // dout (*B, T, N, h), likewise
+                           .Arg<ffi::Buffer<ffi::F32>>()  // lse (*B, T, N)
+                           .RemainingArgs()               // lengths as above, dlse (*B, T, N),
+                                                          // a program's as above
+                           .Ret<ffi::AnyBuffer>()         // dq (*B, T, N, H)
+                           .Ret<ffi::AnyBuffer>()         // dk (*B, S, K, H)
+                           .Ret<ffi::AnyBuffer>()         // dv (*B, S, K, h)
+                           .Ret<ffi::Buffer<ffi::U8>>(),  // workspace
+                       {ffi::Traits::kCmdBufferCompatible});
+
+#endif  // JAXFLASH_WITH_KERNELS
+
+ffi::Error wrong_platform(ffi::RemainingArgs, ffi::RemainingRets) {
+  return ffi::Error(ffi::ErrorCode::kUnimplemented,
+                    "jaxflash: implementation='cuda' needs an NVIDIA GPU and JAX's CUDA platform; "
+                    "this computation runs on another one. Use implementation='xla' or None");
+}
+
+XLA_FFI_DEFINE_HANDLER(kWrongPlatform, wrong_platform,
+                       ffi::Ffi::Bind().RemainingArgs().RemainingRets());
+
+}  // namespace
+
+#ifdef JAXFLASH_WITH_KERNELS
+
+Handlers forward_handlers() { return {kInstantiateForward, kInitialize, kForward}; }
+
+Handlers backward_handlers() { return {kInstantiateBackward, kInitialize, kBackward}; }
+
+StateType program_state_type() {
+  static ffi::TypeInfo info = ffi::MakeTypeInfo<ProgramState>();
+  return {&ProgramState::id, &info};
+}
+
+#endif  // JAXFLASH_WITH_KERNELS
+
+XLA_FFI_Handler* wrong_platform_handler() { return kWrongPlatform; }
+
+}  // namespace jaxflash

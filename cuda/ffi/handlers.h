@@ -1,0 +1,34 @@
+// The custom calls: handlers for `jax.ffi.register_ffi_target`.
+
+#pragma once
+
+#include "xla/ffi/api/ffi.h"
+
+namespace jaxflash {
+
+// Of one pass, by stage of an executable's life.
+struct Handlers {
+  XLA_FFI_Handler* instantiate;
+  XLA_FFI_Handler* initialize;
+  XLA_FFI_Handler* execute;
+};
+
+#ifdef JAXFLASH_WITH_KERNELS
+
+Handlers forward_handlers();
+Handlers backward_handlers();
+
+// Of the state that instantiation makes, for `jax.ffi.register_ffi_type`.
+struct StateType {
+  xla::ffi::TypeId* id;
+  xla::ffi::TypeInfo* info;
+};
+StateType program_state_type();
+
+#endif  // JAXFLASH_WITH_KERNELS
+
+// Stands in for the kernels on platforms that have none, so that asking for them there is an error
+// with a text rather than an unknown custom call.
+XLA_FFI_Handler* wrong_platform_handler();
+
+}  // namespace jaxflash

@@ -1,0 +1,300 @@
+// The Python module: the custom calls' handlers, and what the kernel library says of itself.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "ffi/call.h"
+#include "ffi/handlers.h"
+
+namespace jaxflash {
+
+namespace nb = nanobind;
+
+namespace {
+
+nb::capsule capsule(XLA_FFI_Handler* handler) {
+  return nb::capsule(reinterpret_cast<void*>(handler));
+}
+
+#ifdef JAXFLASH_WITH_KERNELS
+
+nb::dict by_stage(const Handlers& handlers) {
+  nb::dict result;
+  result["instantiate"] = capsule(handlers.instantiate);
+  result["initialize"] = capsule(handlers.initialize);
+  result["execute"] = capsule(handlers.execute);
+  return result;
+}
+
+// As `jaxflash._config.CompiledKernel`.
+using ReportRow =
+    std::tuple<std::string, std::string, std::string, int32_t, int32_t, bool, double, bool>;
+
+ReportRow row_of(const KernelReport& report) {
+  return {report.label,   report.tile,       report.architecture, report.registers,
+          report.spilled, report.serialised, report.seconds,      report.from_disk};
+}
+
+// Family, query/key and value head size.
+using VariantKey = std::tuple<std::string, int32_t, int32_t>;
+
+// The variant that dispatch picks for dense, aligned arrays.
+std::optional<VariantKey> variant_for(bool forward, const std::string& dtype,
+                                      bool highest_precision, const std::vector<int64_t>& q,
+                                      const std::vector<int64_t>& k,
+                                      const std::vector<int64_t>& v) {
+  const auto shape = [](const std::vector<int64_t>& dims) {
+    return Shape{ffi::Span<const int64_t>(dims.data(), dims.size())};
+  };
+  const Shape q_shape = shape(q), k_shape = shape(k), v_shape = shape(v);
+  if (q.size() < 3 || k.size() != q.size() || v.size() != q.size()) return std::nullopt;
+  std::vector<int64_t> out = q;
+  out.back() = v.back();
+  const Shape out_shape = shape(out);
+  const BatchAxes axes(out_shape, {q_shape, k_shape, v_shape});
+
+  Problem problem = {};
+  const std::optional<Math> math = math_of(dtype, highest_precision);
+  if (!math) return std::nullopt;
+  problem.math = *math;
+  set_sizes(q_shape.length(), k_shape.length(), q_shape.heads(), k_shape.heads(), q_shape.dim(),
+            v_shape.dim(), &problem);
+  problem.scale = 1.f;
+  problem.band.left = problem.band.right = kUnlimited;
+  axes.describe(&problem);
+
+  const Tensor q_tensor = axes.tensor(nullptr, q_shape), k_tensor = axes.tensor(nullptr, k_shape);
+  const Tensor v_tensor = axes.tensor(nullptr, v_shape);
+  const Tensor out_tensor = axes.tensor(nullptr, out_shape);
+  const Variant* variant = nullptr;
+  if (forward) {
+    ForwardParams params = {};
+    params.problem = problem;
+    params.q = q_tensor, params.k = k_tensor, params.v = v_tensor, params.out = out_tensor;
+    variant = jaxflash_forward_variant(&params);
+  } else {
+    BackwardParams params = {};
+    params.problem = problem;
+    params.q = params.dq = q_tensor;
+    params.k = params.dk = k_tensor;
+    params.v = params.dv = v_tensor;
+    params.out = params.dout = out_tensor;
+    variant = jaxflash_backward_variant(&params);
+  }
+  if (variant == nullptr) return std::nullopt;
+  return std::make_tuple(std::string(variant->family), variant->head_dim, variant->value_dim);
+}
+
+#endif  // JAXFLASH_WITH_KERNELS
+
+}  // namespace
+
+NB_MODULE(_extension, m) {
+  m.doc() = "FFI handlers of the jaxflash kernels, and what the kernel library was built with.";
+  m.attr("ffi_api_version") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
+  m.def(
+      "wrong_platform_handler", [] { return capsule(wrong_platform_handler()); },
+      "Handler that reports a platform without kernels.");
+
+#ifdef JAXFLASH_WITH_KERNELS
+  if (const std::string hash = jaxflash_source_hash(); hash != JAXFLASH_SOURCE_HASH) {
+    throw nb::import_error(("jaxflash: libjaxflash_cuda.so was built from other sources (hash " +
+                            hash +
+                            ") than the extension beside it (" JAXFLASH_SOURCE_HASH
+                            "); install the package again, with JAXFLASH_PREBUILT_KERNELS unset or "
+                            "naming a library of the same sources")
+                               .c_str());
+  }
+  m.attr("kernels") = true;
+  m.def(
+      "cuda_handlers",
+      [] {
+        nb::dict handlers;
+        handlers["forward"] = by_stage(forward_handlers());
+        handlers["backward"] = by_stage(backward_handlers());
+        return handlers;
+      },
+      "Handlers for the CUDA platform, by pass and stage.");
+  m.def(
+      "program_state_type",
+      [] {
+        const StateType type = program_state_type();
+        return nb::make_tuple(nb::capsule(static_cast<void*>(type.id)),
+                              nb::capsule(static_cast<void*>(type.info)));
+      },
+      "(type id, type info) of the state that a call keeps, for jax.ffi.register_ffi_type.");
+  m.def(
+      "set_compiler",
+      [](const std::vector<std::pair<std::string, std::optional<std::string>>>& locations,
+         const std::string& headers) {
+        std::vector<CompilerLocation> list;
+        for (const auto& [library, builtins] : locations) {
+          list.push_back({library.c_str(), builtins ? builtins->c_str() : nullptr});
+        }
+        jaxflash_set_compiler(list.data(), static_cast<int32_t>(list.size()), headers.c_str());
+      },
+      nb::arg("locations"), nb::arg("headers"),
+      "Where to look for NVRTC, best first: (library, its builtins or None); and the folder of the "
+      "kernels' headers.");
+  m.def(
+      "compiler",
+      []() -> std::pair<std::optional<std::pair<int32_t, int32_t>>, std::string> {
+        int32_t major = 0, minor = 0;
+        const char* library = nullptr;
+        const nb::gil_scoped_release unlocked;
+        const Status status = jaxflash_compiler(&major, &minor, &library);
+        if (!status.ok()) return {std::nullopt, status.message};
+        return {std::make_pair(major, minor), library};
+      },
+      "(version, path) of NVRTC, loaded if need be; (None, what is wrong) without one.");
+  m.def(
+      "compile_program",
+      [](bool forward, const std::string& source, bool unit_slope, const std::string& dtype,
+         bool highest_precision, int32_t head_dim, int32_t value_dim, float scale, int32_t arch,
+         int32_t shared_memory, int64_t mask) {
+        const auto math = math_of(dtype, highest_precision);
+        if (!math) throw nb::value_error("dtype must be float16, bfloat16 or float32");
+        const auto kind = mask_of(mask);
+        if (!kind) throw nb::value_error("mask must be a MaskKind, 0 to 2");
+        ProgramDescription description = {};
+        description.forward = forward;
+        description.source = source.c_str();
+        description.unit_slope = unit_slope;
+        description.math = *math;
+        description.head_dim = head_dim;
+        description.value_dim = value_dim;
+        description.scale = scale;
+        description.mask = *kind;
+        KernelReport report;
+        Status status;
+        {
+          const nb::gil_scoped_release unlocked;
+          status = jaxflash_compile_program(&description, arch, shared_memory, &report);
+        }
+        if (!status.ok()) throw std::runtime_error(status.message);
+        return row_of(report);
+      },
+      nb::kw_only(), nb::arg("forward"), nb::arg("source"), nb::arg("unit_slope"), nb::arg("dtype"),
+      nb::arg("highest_precision"), nb::arg("head_dim"), nb::arg("value_dim"), nb::arg("scale"),
+      nb::arg("arch"), nb::arg("shared_memory"), nb::arg("mask") = 0,
+      "Compiles a score program as for a GPU of compute capability `arch` / 10 whose blocks may "
+      "have that many bytes of shared memory; needs no GPU. Returns a row of kernel_reports().");
+  m.def(
+      "compile_kernel",
+      [](const std::string& source, const std::string& kernel, const std::string& architecture) {
+        KernelReport report;
+        Status status;
+        {
+          const nb::gil_scoped_release unlocked;
+          status = jaxflash_compile_kernel(source.c_str(), kernel.c_str(), architecture.c_str(),
+                                           &report);
+        }
+        if (!status.ok()) throw std::runtime_error(status.message);
+        return row_of(report);
+      },
+      nb::arg("source"), nb::arg("kernel"), nb::arg("architecture"),
+      "Compiles a kernel of a source that may include the kernels' headers.");
+  m.def(
+      "kernel_reports",
+      [] {
+        std::vector<KernelReport> reports(256);
+        int32_t count = jaxflash_kernel_reports(reports.data(), 256);
+        while (count > static_cast<int32_t>(reports.size())) {
+          reports.resize(count);
+          count = jaxflash_kernel_reports(reports.data(), count);
+        }
+        reports.resize(count);
+        std::vector<ReportRow> rows;
+        for (const KernelReport& report : reports) rows.push_back(row_of(report));
+        return rows;
+      },
+      "What this process has compiled: (kernel, tile, architecture, registers, "
+      "bytes spilled, serialised, seconds, from disk).");
+  m.def(
+      "cache_folder",
+      [] {
+        std::string path(4096, '\0');
+        path.resize(std::min<size_t>(path.size() - 1, jaxflash_cache_folder(path.data(), 4096)));
+        return path;
+      },
+      "Folder of the cache on disk; empty if there is none.");
+  m.def(
+      "forward_workspace_bytes",
+      [](const std::string& dtype, int64_t batch, int64_t q_len, int64_t kv_len, int64_t q_heads,
+         int64_t kv_heads, int64_t head_dim, int64_t value_dim, int64_t left, int64_t right) {
+        Problem problem = {};
+        problem.math = math_of(dtype, false).value_or(Math::kTF32);
+        problem.num_batch_axes = 1;
+        problem.batch_extent[0] = batch;
+        set_sizes(q_len, kv_len, q_heads, kv_heads, head_dim, value_dim, &problem);
+        problem.band.left = clamp_side(left);
+        problem.band.right = clamp_side(right);
+        return jaxflash_forward_workspace_bytes(&problem);
+      },
+      nb::kw_only(), nb::arg("dtype"), nb::arg("batch"), nb::arg("q_len"), nb::arg("kv_len"),
+      nb::arg("q_heads"), nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("value_dim"),
+      nb::arg("left"), nb::arg("right"),
+      "Bytes of workspace that the forward pass of one problem needs; no more for more sequences.");
+  m.def(
+      "backward_workspace_bytes",
+      [](int64_t batch, int64_t q_len, int64_t kv_len, int64_t q_heads, int64_t kv_heads,
+         int64_t head_dim, int64_t value_dim) {
+        Problem problem = {};
+        problem.num_batch_axes = 1;
+        problem.batch_extent[0] = batch;
+        set_sizes(q_len, kv_len, q_heads, kv_heads, head_dim, value_dim, &problem);
+        return jaxflash_backward_workspace_bytes(&problem);
+      },
+      nb::kw_only(), nb::arg("batch"), nb::arg("q_len"), nb::arg("kv_len"), nb::arg("q_heads"),
+      nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("value_dim"),
+      "Bytes of workspace that the backward pass of one problem needs.");
+  m.def("build_info", [] { return std::string(jaxflash_build_info()); });
+  m.def("variants", [] {
+    const Variant* variants = nullptr;
+    const int32_t count = jaxflash_variants(&variants);
+    std::vector<std::tuple<std::string, std::string, std::string, int32_t, int32_t>> rows;
+    for (int32_t i = 0; i < count; ++i) {
+      rows.emplace_back(variants[i].family, variants[i].pass, variants[i].math,
+                        variants[i].head_dim, variants[i].value_dim);
+    }
+    return rows;
+  });
+  m.def(
+      "variant",
+      [](const std::string& pass, const std::string& dtype, bool highest_precision,
+         const std::vector<int64_t>& q, const std::vector<int64_t>& k,
+         const std::vector<int64_t>& v) -> std::optional<VariantKey> {
+        return variant_for(pass == "forward", dtype, highest_precision, q, k, v);
+      },
+      nb::kw_only(), nb::arg("pass_name"), nb::arg("dtype"), nb::arg("highest_precision"),
+      nb::arg("q"), nb::arg("k"), nb::arg("v"),
+      "(family, head size, value head size) of the variant that the current GPU runs for "
+      "q (*B, T, N, H), k (*B, S, K, H), v (*B, S, K, h), densely stored; None if it runs none.");
+  m.def("devices", [] {
+    Device devices[64];
+    const int32_t count = jaxflash_devices(devices, 64);
+    std::vector<std::tuple<std::string, int32_t, int32_t, int32_t>> rows;
+    for (int32_t i = 0; i < count; ++i) {
+      rows.emplace_back(devices[i].name, devices[i].major, devices[i].minor,
+                        devices[i].shared_memory_per_block);
+    }
+    return rows;
+  });
+#else
+  m.attr("kernels") = false;
+#endif
+}
+
+}  // namespace jaxflash

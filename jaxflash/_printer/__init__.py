@@ -1,0 +1,86 @@
+"""Prints a score program as the CUDA struct that the kernels are compiled with.
+
+The value of the program and its derivative become one graph of scalar expressions (`builder`,
+`graph`), log2(e) of the result among their coefficients, and the graph becomes text (`writer`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from jaxflash._printer.builder import (
+    CAPTURE_DTYPES,
+    LOG2_E,
+    MAX_CAPTURE_RANK,
+    MAX_CAPTURES,
+    Builder,
+    NotPrintable,
+)
+from jaxflash._printer.graph import Graph
+from jaxflash._printer.writer import Roots, Writer
+from jaxflash._scores import Program
+
+__all__ = [
+    "CAPTURE_DTYPES",
+    "MAX_CAPTURES",
+    "MAX_CAPTURE_RANK",
+    "NotPrintable",
+    "Printed",
+    "print_cuda",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Printed:
+    """A program for the kernels.
+
+    Attributes:
+        source: the C++ struct.
+        unit_slope: the logit is the score plus what does not depend on it (-inf included).
+        exact_length: number of rows and columns up to which differences of their numbers are
+            computed exactly, or None without a limit.
+    """
+
+    source: str
+    unit_slope: bool
+    exact_length: int | None
+
+
+def print_cuda(
+    program: Program,
+    *,
+    distance_is_difference: bool,
+    sink_dtype: str | None = None,
+    drops: bool = False,
+) -> Printed:
+    """The struct `jaxflash::Program` for a score program.
+
+    Args:
+        program: of float32 scores.
+        distance_is_difference: whether `distance` is q - kv in this call.
+        sink_dtype: of the sink's logits (heads), the capture after those of the program; or None.
+        drops: whether the last capture is `_dropout.kernel_parameters`.
+
+    Raises:
+        NotPrintable: the text says why, naming the equation.
+    """
+    graph = Graph(distance_is_difference)
+    logit, slope = Builder(graph).build(program)
+    if logit.op == "select" and logit.args[2] is graph.constant(-math.inf):
+        slope = graph.given(slope, logit.args[0])  # elsewhere nobody asks for it
+    sink = None
+    captures = len(program.capture_types)
+    if sink_dtype is not None:
+        head = graph.input("h", "int32", 0)
+        sink = graph.load(captures, sink_dtype, (head,))
+        captures += 1
+        sink = graph.scaled(sink, LOG2_E)
+    logit = graph.scaled(logit, LOG2_E)
+    addend = graph.without_score(logit) if slope is graph.constant(1.0) else None
+    writer = Writer(graph, Roots(logit, slope, addend, sink))
+    return Printed(
+        writer.struct(captures if drops else None),
+        unit_slope=addend is not None,
+        exact_length=1 << 24 if graph.subtracts_positions else None,
+    )

@@ -1,0 +1,306 @@
+"""From the equations of a program to the graph."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+
+from jaxflash._printer.formats import COMPUTED, INTEGER_FORMATS, STORED, WITH_SUFFIX
+from jaxflash._printer.graph import COLUMN, COMPARE, DISTANCE, FLOATS, ROW, SCORE, Graph, Node
+from jaxflash._scores import ARGUMENTS, Program, View, is_literal
+
+if TYPE_CHECKING:
+    from jax.extend import core
+
+MAX_CAPTURES, MAX_CAPTURE_RANK = 8, 6
+CAPTURE_DTYPES = tuple(STORED)
+
+LOG2_E = math.log2(math.e)
+_LN_2 = math.log(2.0)
+_INTEGERS = ("int32", "uint32")
+# Each is one entry of `FLOAT_FORMATS`.
+_SAME = ("exp2", "tanh", "erf_inv", "pow", "atan2", *WITH_SUFFIX)
+_PASSED_ON = ("stop_gradient", "copy", "copy_p", "pvary", "optimization_barrier")
+
+
+class NotPrintable(Exception):
+    """Why a program cannot run in a kernel."""
+
+
+class Builder:
+    """Turns the equations of a program into nodes."""
+
+    def __init__(self, graph: Graph):
+        self._graph = graph
+        self._values: dict[core.Var, Node | View] = {}
+        self._capture_dtypes: list[str] = []
+
+    def build(self, program: Program) -> tuple[Node, Node]:
+        """(logit, d logit / d score)."""
+        self._check_captures(program)
+        try:
+            closed = program.value_and_slope()
+        except (TypeError, ValueError, NotImplementedError) as error:
+            # What has no derivative has an equation that is refused, most likely.
+            self._results(program.jaxpr, program)
+            raise NotPrintable(f"has no derivative in reverse mode: {error}") from error
+        if closed.consts:
+            raise NotPrintable("has arrays inside a function with a derivative of its own")
+        if closed.effects:
+            raise NotPrintable(f"has side effects: {', '.join(map(str, closed.effects))}")
+        logit, slope = self._results(closed, program)
+        return logit, slope
+
+    def _results(self, closed: core.ClosedJaxpr, program: Program) -> list[Node]:
+        """Nodes of the results of a jaxpr of the program's arguments."""
+        graph, jaxpr = self._graph, closed.jaxpr
+        scale = graph.input("scale", "float32", 0)
+        product = graph.input("score", "float32", SCORE)
+        arguments = (
+            graph.multiply(product, scale),
+            graph.input("b", "int32", 0),
+            graph.input("h", "int32", 0),
+            graph.input("q", "int32", ROW),
+            graph.input("kv", "int32", COLUMN),
+            graph.input("distance", "int32", DISTANCE),
+        )
+        self._values.update(zip(jaxpr.invars, arguments, strict=False))
+        captures = zip(jaxpr.invars[len(ARGUMENTS) :], program.capture_types, strict=True)
+        for number, (variable, capture) in enumerate(captures):
+            self._values[variable] = View.whole(number, capture.shape)
+            self._capture_dtypes.append(str(capture.dtype))
+        for eqn in jaxpr.eqns:
+            self._values.update(zip(eqn.outvars, self._equation(eqn), strict=True))
+        return [self._scalar(atom, None) for atom in jaxpr.outvars]
+
+    @staticmethod
+    def _check_captures(program: Program) -> None:
+        for capture in program.capture_types:
+            if str(capture.dtype) not in CAPTURE_DTYPES:
+                raise NotPrintable(
+                    f"captures an array of dtype {capture.dtype}; allowed are "
+                    f"{', '.join(CAPTURE_DTYPES)}"
+                )
+            if len(capture.shape) > MAX_CAPTURE_RANK:
+                raise NotPrintable(
+                    f"captures an array of {len(capture.shape)} axes; allowed are "
+                    f"{MAX_CAPTURE_RANK}"
+                )
+            if any(size >= 2**31 for size in capture.shape):
+                raise NotPrintable(f"captures an array with an axis of 2**31: {capture.shape}")
+
+    def _equation(self, eqn) -> list[Node | View]:
+        name = eqn.primitive.name
+        first = self._values.get(eqn.invars[0]) if _is_variable(eqn.invars[:1]) else None
+        if isinstance(first, View) and first.axes:
+            view = first.after(eqn, eqn.invars[1:])
+            if view is None:
+                _refuse(eqn, "is not the choice of single elements of a captured array")
+            index = tuple(
+                i if i is None or isinstance(i, Node) else self._index(i, eqn) for i in view.index
+            )
+            return [dataclasses.replace(view, index=index)]
+        if len(eqn.outvars) != 1:
+            _refuse(eqn, "has no counterpart in CUDA")
+        out = eqn.outvars[0].aval
+        if out.shape != () and name not in ("reshape", "broadcast_in_dim", "squeeze"):
+            _refuse(eqn, "works on arrays")
+        if math.prod(out.shape) != 1:
+            _refuse(eqn, "makes an array")
+        args = [self._scalar(atom, eqn) for atom in eqn.invars]
+        narrow = str(out.dtype) in FLOATS and (name == "select_n" or name in _PASSED_ON)
+        if str(out.dtype) not in COMPUTED and not narrow:
+            _refuse(eqn, f"computes in {out.dtype}; allowed are {', '.join(COMPUTED)}")
+        result = self._operation(eqn, name, str(out.dtype), args)
+        if result is None:
+            _refuse(eqn, "has no counterpart in CUDA")
+        return [result]
+
+    def _index(self, atom, eqn) -> Node:
+        if isinstance(atom, int):
+            return self._graph.constant(atom, "int32")
+        node = self._scalar(atom, eqn)
+        if node.deps & SCORE:
+            _refuse(eqn, "has an index that depends on the score")
+        if node.dtype == "uint32":
+            largest = self._graph.constant(2**31 - 1, "uint32")
+            node = self._graph.integer("min", node, largest)
+            return self._graph.node("to_int", (node,), "int32")
+        return node
+
+    def _scalar(self, atom, eqn) -> Node:
+        graph = self._graph
+        if is_literal(atom):
+            if np.size(atom.val) != 1:
+                _refuse(eqn, "works on a constant array")
+            aval: Any = atom.aval
+            dtype = str(aval.dtype)
+            if dtype not in COMPUTED and dtype not in FLOATS:
+                _refuse(eqn, f"has an operand of dtype {dtype}")
+            return graph.constant(
+                np.asarray(atom.val).reshape(()).item(),
+                "float32" if dtype in FLOATS else dtype,
+            )
+        value = self._values[atom]
+        if isinstance(value, Node):
+            return value
+        if math.prod(atom.aval.shape) != 1 or any(axis is not None for axis in value.axes):
+            _refuse(eqn, "works on a captured array; only single elements can be taken of one")
+        return self._element(value, eqn)
+
+    def _element(self, view: View, eqn) -> Node:
+        """The one element that a view has."""
+        graph = self._graph
+        dtype = self._capture_dtypes[view.capture]
+        index = tuple(self._wrapped(i, view, axis) for axis, i in enumerate(view.index))
+        node = graph.load(view.capture, dtype, index)
+        for cast in view.casts:
+            if str(cast) not in COMPUTED:
+                _refuse(eqn, f"converts to {cast}; allowed are {', '.join(COMPUTED)}")
+            node = self._convert(node, str(cast))
+        return node
+
+    def _wrapped(self, i: Node, view: View, axis: int) -> Node:
+        """An index, whose wrapping by the size of its axis knows the size at run time."""
+        if i.op == "select" and i.args[0].op == "lt":
+            _, moved, same = i.args
+            size = view.shape[axis]
+            zero, extent = (self._graph.constant(n, "int32") for n in (0, size))
+            if i.args[0].args == (same, zero) and moved is self._graph.integer("add", same, extent):
+                return self._graph.node("wrap", (same,), "int32", (view.capture, axis))
+        return i
+
+    def _convert(self, x: Node, dtype: str) -> Node:
+        graph = self._graph
+        if x.dtype == dtype:
+            return x
+        if dtype == "float32":
+            return graph.to_float(x)
+        if dtype == "bool":
+            return graph.compare("ne", x, graph.constant(0, x.dtype))
+        if x.op == "constant" and x.dtype != "float32":
+            return graph.constant(x.value, dtype)
+        return graph.node("to_int" if dtype == "int32" else "to_uint", (x,), dtype)
+
+    def _operation(self, eqn, name: str, dtype: str, args: list[Node]) -> Node | None:
+        graph = self._graph
+        if name in ("reshape", "broadcast_in_dim", "squeeze") or name in _PASSED_ON:
+            return args[0]
+        if name == "convert_element_type":
+            return self._convert(args[0], dtype)
+        if name == "select_n":
+            if len(args) != 3 or args[0].dtype != "bool":
+                return None
+            return graph.select(args[0], args[2], args[1])
+        if name in COMPARE:
+            return graph.compare(name, *args)
+        if name == "clamp":
+            low, x, high = args
+            name, args = "min", [self._operation(eqn, "max", dtype, [low, x]) or x, high]
+        if name == "is_finite":
+            infinity = graph.constant(math.inf)
+            return graph.compare("lt", graph.absolute(args[0]), infinity)
+        if args[0].dtype == "bool":
+            return self._of_bools(name, args)
+        if dtype in _INTEGERS:
+            return self._of_integers(name, dtype, args)
+        if dtype == "float32":
+            return self._of_floats(eqn, name, args)
+        return None
+
+    def _of_bools(self, name: str, args: list[Node]) -> Node | None:
+        graph = self._graph
+        if name == "not":
+            return graph.negation(args[0])
+        name = {"max": "or", "min": "and", "add": "or", "mul": "and"}.get(name, name)
+        return graph.logical(name, *args) if name in ("and", "or", "xor") else None
+
+    def _of_integers(self, name: str, dtype: str, args: list[Node]) -> Node | None:
+        graph = self._graph
+        if name == "square":
+            return graph.integer("mul", args[0], args[0])
+        if name == "sign":
+            if dtype == "uint32":
+                return None
+            positive, negative = (
+                graph.compare(op, args[0], graph.constant(0, dtype)) for op in ("gt", "lt")
+            )
+            one, zero, minus_one = (graph.constant(n, dtype) for n in (1, 0, -1))
+            return graph.select(positive, one, graph.select(negative, minus_one, zero))
+        if name == "abs" and dtype == "uint32":
+            return args[0]
+        name = {"add_any": "add", "shift_right_arithmetic": "sra", "shift_left": "sll"}.get(
+            name, name
+        )
+        name = {"shift_right_logical": "srl", "population_count": "popc"}.get(name, name)
+        return graph.integer(name, *args) if name in INTEGER_FORMATS else None
+
+    def _of_floats(self, eqn, name: str, args: list[Node]) -> Node | None:
+        graph = self._graph
+        x, y = args[0], args[-1]
+        constant = graph.constant
+        if name in ("add", "add_any"):
+            return graph.add(x, y)
+        if name == "sub":
+            return graph.add(x, graph.scaled(y, -1.0))
+        if name == "neg":
+            return graph.scaled(x, -1.0)
+        if name == "mul":
+            return graph.multiply(x, y)
+        if name == "div":
+            return graph.divide(x, y)
+        if name == "square":
+            return graph.multiply(x, x)
+        if name == "one_minus_square":
+            return graph.add(constant(1.0), graph.scaled(graph.multiply(x, x), -1.0))
+        if name == "integer_pow":
+            return graph.power(x, eqn.params["y"])
+        if name in ("max", "min"):
+            return graph.extremum(name, x, y)
+        if name == "abs":
+            return graph.absolute(x)
+        if name == "sign":
+            positive, negative = (graph.compare(op, x, constant(0.0)) for op in ("gt", "lt"))
+            # Zero and NaN are their own signs.
+            negated = graph.select(negative, constant(-1.0), x)
+            return graph.select(positive, constant(1.0), negated)
+        if name == "exp":
+            return graph.atom("exp2", graph.scaled(x, LOG2_E))
+        if name == "log":
+            return graph.scaled(graph.atom("log2", x), _LN_2)
+        if name == "logistic":
+            e = graph.atom("exp2", graph.scaled(x, -LOG2_E))
+            return graph.divide(constant(1.0), graph.add(constant(1.0), e))
+        if name in ("sin", "cos"):
+            return graph.atom(name, self._within_a_turn(x))
+        if name == "rem":
+            return graph.atom("fmod", x, y)
+        if name == "round":
+            to_even = int(eqn.params["rounding_method"]) == 1
+            return graph.atom("round_even" if to_even else "round", x)
+        if name in _SAME:
+            return graph.atom(name, *args)
+        return None
+
+    def _within_a_turn(self, x: Node) -> Node:
+        """`x` less a multiple of 2 pi: the fast sine and cosine are accurate from -pi to pi."""
+        graph = self._graph
+        turns = graph.atom("round_even", graph.scaled(x, 1.0 / (2.0 * math.pi)))
+        # 2 pi in two parts, so that the product with the first is exact.
+        high = 6.28125
+        for part in (high, 2.0 * math.pi - high):
+            x = graph.atom("fma", turns, graph.constant(-part), x)
+        return x
+
+
+def _is_variable(atoms) -> bool:
+    return bool(atoms) and not is_literal(atoms[0])
+
+
+def _refuse(eqn, why: str) -> NoReturn:
+    text = " ".join(str(eqn).split())
+    text = text if len(text) <= 200 else text[:200] + " ..."
+    raise NotPrintable(f"`{eqn.primitive.name}` {why}, in: {text}")

@@ -1,0 +1,486 @@
+"""Scalar expressions as a graph in which equal ones are one node, simplified as it is made.
+
+Sums and products of floats are kept as linear combinations of monomials, so that constant factors
+end up in coefficients.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+# What a node depends on, beyond batch element and head.
+ROW, COLUMN, DISTANCE, SCORE = 1, 2, 4, 8
+
+FLOAT_MAX = float(np.finfo(np.float32).max)
+FLOATS = ("float32", "bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Node:
+    """A scalar expression; equal expressions are one node.
+
+    Floats are constants, atoms (any operation but the next two), `product` of two or more atoms, or
+    `sum`, whose value is (constant, coefficients) for its arguments, which are atoms and products.
+    """
+
+    op: str
+    args: tuple[Node, ...]
+    dtype: str
+    deps: int
+    value: Any
+    number: int
+
+
+class Graph:
+    """Makes nodes, simplified."""
+
+    def __init__(self, distance_is_difference: bool):
+        self._nodes: dict[Any, Node] = {}
+        self._distance_is_difference = distance_is_difference
+        self.subtracts_positions = False
+
+    # ---- Any dtype --------------------------------------------------------------------------
+
+    def node(self, op: str, args: tuple[Node, ...], dtype: str, value: Any = None, deps=0):
+        """The node as it is, without simplification."""
+        # repr tells -0.0 from 0.0 and finds NaN again.
+        key = (op, tuple(a.number for a in args), dtype, repr(value))
+        if key not in self._nodes:
+            for a in args:
+                deps |= a.deps
+            self._nodes[key] = Node(op, args, dtype, deps, value, len(self._nodes))
+        return self._nodes[key]
+
+    def constant(self, value, dtype: str = "float32") -> Node:
+        if dtype == "float32":
+            value = float(value)
+        elif dtype == "bool":
+            value = bool(value)
+        else:
+            value = int(np.array(int(value) & 0xFFFFFFFF, np.uint32).astype(dtype))
+        return self.node("constant", (), dtype, value)
+
+    def input(self, name: str, dtype: str, deps: int) -> Node:
+        return self.node("input", (), dtype, name, deps)
+
+    def load(self, capture: int, dtype: str, index: tuple[Node, ...]) -> Node:
+        """An element of a capture, its indices clamped; narrow floats come as float32."""
+        computed = "float32" if dtype in FLOATS else dtype
+        return self.node("load", index, computed, (capture, dtype))
+
+    def select(self, condition: Node, yes: Node, no: Node) -> Node:
+        if condition.op == "constant":
+            return yes if condition.value else no
+        if yes is no:
+            return yes
+        if condition.op == "not":
+            return self.select(condition.args[0], no, yes)
+        if yes.dtype == "bool":
+            return self.logical(
+                "or",
+                self.logical("and", condition, yes),
+                self.logical("and", self.negation(condition), no),
+            )
+        return self.node("select", (condition, yes, no), yes.dtype)
+
+    def compare(self, op: str, x: Node, y: Node) -> Node:
+        if x.op == y.op == "constant":
+            return self.constant(COMPARE[op](x.value, y.value), "bool")
+        zero = y.op == "constant" and y.value == 0
+        nonnegative = x.dtype == "uint32" or (x.dtype == "int32" and _range(x)[0] >= 0)
+        if zero and op in ("lt", "ge") and nonnegative:
+            return self.constant(op == "ge", "bool")
+        if x.dtype == "bool":
+            different = self.logical("xor", x, y)
+            return different if op == "ne" else self.negation(different)
+        return self.node(op, (x, y), "bool")
+
+    def logical(self, op: str, x: Node, y: Node) -> Node:
+        for a, b in ((x, y), (y, x)):
+            if a.op == "constant":
+                if op == "and":
+                    return b if a.value else a
+                if op == "or":
+                    return a if a.value else b
+                return self.negation(b) if a.value else b
+        if x is y:
+            return x if op != "xor" else self.constant(False, "bool")
+        return self.node(op, (x, y), "bool")
+
+    def negation(self, x: Node) -> Node:
+        if x.op == "constant":
+            return self.constant(not x.value, "bool")
+        return x.args[0] if x.op == "not" else self.node("not", (x,), "bool")
+
+    # ---- Integers ---------------------------------------------------------------------------
+
+    def integer(self, op: str, *args: Node) -> Node:
+        """Wraps around, as in JAX."""
+        dtype = args[0].dtype
+        if all(a.op == "constant" for a in args) and op in _FOLD:
+            return self.constant(_FOLD[op](*(a.value for a in args)), dtype)
+        x, y = args[0], args[-1]
+        if op == "sub" and y.op == "constant":
+            return self.integer("add", x, self.constant(-y.value, dtype))
+        if op in ("add", "mul") and x.op == "constant":
+            x, y = y, x
+        if y.op == "constant" and (op, y.value) in (("add", 0), ("mul", 1), ("div", 1)):
+            return x
+        if op == "add" and y.op == "constant" and x.op == "add" and x.args[1].op == "constant":
+            return self.integer("add", x.args[0], self.integer("add", x.args[1], y))
+        return self.node(op, (x, y) if len(args) == 2 else args, dtype)
+
+    def to_float(self, x: Node) -> Node:
+        if x.op == "constant":
+            return self.constant(x.value)
+        if x.dtype == "bool":
+            return self.select(x, self.constant(1.0), self.constant(0.0))
+        pushed = None if _hoistable(x) else self._to_float_by_parts(x)
+        return self.node("to_float", (x,), "float32") if pushed is None else pushed
+
+    def _to_float_by_parts(self, x: Node) -> Node | None:
+        """Converted where the parts are known: conversions are slow, adding floats is not."""
+        if wraps(x):
+            return None
+        if x.op == "input" and x.value == "distance":
+            return self.input("distance", "float32", DISTANCE)
+        if _hoistable(x):
+            return self.to_float(x)
+        if x.op not in ("add", "sub", "neg", "abs", "min", "max"):
+            return None
+        parts = []
+        for a in x.args:
+            part = self._to_float_by_parts(a)
+            if part is None:
+                return None
+            parts.append(part)
+        if x.op == "neg":
+            return self.scaled(parts[0], -1.0)
+        if x.op == "abs":
+            return self.absolute(parts[0])
+        if x.op in ("min", "max"):
+            return self.extremum(x.op, *parts)
+        result = self.add(parts[0], parts[1] if x.op == "add" else self.scaled(parts[1], -1.0))
+        return self._with_distance(result)
+
+    def _with_distance(self, x: Node) -> Node:
+        """`x` with float(q) - float(kv) replaced by the distance, where that is the same."""
+        constant, terms = _linear(x)
+        q, kv = (
+            self.node("to_float", (self.input(name, "int32", deps),), "float32")
+            for name, deps in (("q", ROW), ("kv", COLUMN))
+        )
+        if not (q in terms and kv in terms and terms[q] == -terms[kv]):
+            self.subtracts_positions = True
+            return x
+        if not self._distance_is_difference:
+            self.subtracts_positions = True
+            return x
+        coefficient = terms.pop(q)
+        del terms[kv]
+        distance = self.input("distance", "float32", DISTANCE)
+        return self._sum(constant, {**terms, distance: terms.get(distance, 0.0) + coefficient})
+
+    # ---- Floats -----------------------------------------------------------------------------
+
+    def atom(self, op: str, *args: Node) -> Node:
+        return self.node(op, args, "float32")
+
+    def add(self, x: Node, y: Node) -> Node:
+        constant, terms = _linear(x)
+        other_constant, other_terms = _linear(y)
+        for term, coefficient in other_terms.items():
+            terms[term] = terms.get(term, 0.0) + coefficient
+            if terms[term] == 0.0 and is_finite(term):
+                del terms[term]
+        return self._sum(constant + other_constant, terms)
+
+    def scaled(self, x: Node, factor: float) -> Node:
+        if factor == 1.0:
+            return x
+        constant, terms = _linear(x)
+        return self._sum(
+            _times(constant, factor) if constant or not terms else 0.0,
+            {term: _times(coefficient, factor) for term, coefficient in terms.items()},
+        )
+
+    def multiply(self, x: Node, y: Node) -> Node:
+        if y.op == "constant":
+            return self.scaled(x, y.value)
+        if x.op == "constant":
+            return self.scaled(y, x.value)
+        polynomial = self._multiply_polynomials(x, y)
+        if polynomial is not None:
+            return polynomial
+        for a, b in ((x, y), (y, x)):
+            # What is hoisted goes into the terms of a sum, one of which then has a coefficient.
+            if (
+                b.op == "sum"
+                and b.deps & SCORE
+                and _hoistable(a)
+                and len(b.args) > 1 - (b.value[0] != 0.0)
+            ):
+                constant, terms = _linear(b)
+                result = self.scaled(a, constant) if constant else self.constant(0.0)
+                for term, coefficient in terms.items():
+                    result = self.add(result, self.scaled(self.multiply(a, term), coefficient))
+                return result
+        factor = 1.0
+        factors: list[Node] = []
+        for a in (x, y):
+            constant, terms = _linear(a)
+            if len(terms) == 1 and constant == 0.0:
+                ((a, coefficient),) = terms.items()
+                factor = _times(factor, coefficient)
+            factors += a.args if a.op == "product" else (a,)
+        factors.sort(key=lambda n: n.number)
+        return self.scaled(self.atom("product", *factors), factor)
+
+    def _multiply_polynomials(self, x: Node, y: Node) -> Node | None:
+        """Multiplied out where both are polynomials of one tanh: its derivative cancels then."""
+        of_x, of_y = _polynomial(x), _polynomial(y)
+        if of_x is None or of_y is None or of_x[0] is not of_y[0]:
+            return None
+        atom, left = of_x
+        powers: dict[int, float] = {}
+        for i, a in left.items():
+            for j, b in of_y[1].items():
+                powers[i + j] = powers.get(i + j, 0.0) + a * b
+        terms = {
+            atom if power == 1 else self.atom("product", *(atom,) * power): coefficient
+            for power, coefficient in powers.items()
+            if power and coefficient
+        }
+        return self._sum(powers.get(0, 0.0), terms)
+
+    def _sum(self, constant: float, terms: dict[Node, float]) -> Node:
+        if not terms:
+            return self.constant(constant)
+        for term, coefficient in terms.items():
+            # A coefficient of a selection goes into its branches where it costs nothing.
+            if coefficient in (0.0, 1.0) or term.op not in ("select", "min", "max"):
+                continue
+            a, b = term.args[-2:]
+            if not (_absorbs(a) and _absorbs(b)) or (term.op != "select" and coefficient < 0.0):
+                continue
+            a, b = self.scaled(a, coefficient), self.scaled(b, coefficient)
+            if term.op == "select":
+                chosen = self.select(term.args[0], a, b)
+            else:
+                chosen = self.extremum(term.op, a, b)
+            others = {t: c for t, c in terms.items() if t is not term}
+            return self.add(self._sum(constant, others), chosen)
+        if constant == 0.0 and len(terms) == 1:
+            ((term, coefficient),) = terms.items()
+            if coefficient == 1.0:
+                return term
+        ordered = sorted(terms, key=lambda n: n.number)
+        value = (constant, tuple(terms[t] for t in ordered))
+        return self.node("sum", tuple(ordered), "float32", value)
+
+    def divide(self, x: Node, y: Node) -> Node:
+        if y.op == "constant" and y.value != 0.0:
+            return self.scaled(x, 1.0 / y.value)
+        if y.deps & SCORE or y.op == "constant":
+            return self.atom("divide", x, y)
+        return self.multiply(x, self.atom("reciprocal", y))
+
+    def absolute(self, x: Node) -> Node:
+        return x if x.op == "abs" else self.atom("abs", x)
+
+    def extremum(self, op: str, x: Node, y: Node) -> Node:
+        return x if x is y else self.atom(op, x, y)
+
+    def power(self, x: Node, exponent: int) -> Node:
+        if exponent < 0:
+            return self.divide(self.constant(1.0), self.power(x, -exponent))
+        if exponent == 0:
+            return self.constant(1.0)
+        if exponent <= 3:
+            result = x
+            for _ in range(exponent - 1):
+                result = self.multiply(result, x)
+            return result
+        # Not flattened to a product: by repeated squaring.
+        half = self.power(x, exponent // 2)
+        result = self.atom("times", half, half)
+        return self.atom("times", result, x) if exponent % 2 else result
+
+    def without_score(self, x: Node) -> Node | None:
+        """`x` less its term in the score, if the rest does not depend on the score."""
+        if not x.deps & SCORE:
+            return x if x is self.constant(-math.inf) else None
+        if x.op == "select":
+            condition, yes, no = x.args
+            yes, no = self.without_score(yes), self.without_score(no)
+            if condition.deps & SCORE or yes is None or no is None:
+                return None
+            return self.select(condition, yes, no)
+        constant, terms = _linear(x)
+        terms = {term: c for term, c in terms.items() if not term.deps & SCORE}
+        in_score = [term for term in _linear(x)[1] if term.deps & SCORE]
+        scale = self.input("scale", "float32", 0)
+        score = self.multiply(self.input("score", "float32", SCORE), scale)
+        return self._sum(constant, terms) if in_score == [score] else None
+
+    def given(self, x: Node, condition: Node) -> Node:
+        """`x` where a condition holds."""
+        if x.op == "select" and x.args[0] is condition:
+            return self.given(x.args[1], condition)
+        if x.op == "sum":
+            result = self.constant(x.value[0])
+            for coefficient, term in zip(x.value[1], x.args, strict=True):
+                term = self.given(term, condition)
+                result = self.add(result, self.scaled(term, coefficient))
+            return result
+        if x.op == "product":
+            result = self.constant(1.0)
+            for factor in x.args:
+                result = self.multiply(result, self.given(factor, condition))
+            return result
+        return x
+
+
+COMPARE: dict[str, Callable] = {
+    "eq": lambda x, y: x == y,
+    "ne": lambda x, y: x != y,
+    "lt": lambda x, y: x < y,
+    "le": lambda x, y: x <= y,
+    "gt": lambda x, y: x > y,
+    "ge": lambda x, y: x >= y,
+}
+
+_FOLD: dict[str, Callable] = {
+    "add": lambda x, y: x + y,
+    "sub": lambda x, y: x - y,
+    "mul": lambda x, y: x * y,
+    "min": min,
+    "max": max,
+    "neg": lambda x: -x,
+    "and": lambda x, y: x & y,
+    "or": lambda x, y: x | y,
+    "xor": lambda x, y: x ^ y,
+}
+
+
+def _hoistable(x: Node) -> bool:
+    """Whether a head, a row or a column knows it."""
+    return x.deps in (0, ROW, COLUMN)
+
+
+_INT32_RANGE = (-(2**31), 2**31 - 1)
+# Lengths are at most 2**30, and a ragged tile reaches a little beyond.
+_LARGEST_INPUT = 2**30 + 2**16
+
+
+_RANGED = ("add", "sub", "mul", "neg", "abs", "min", "max", "select", "div", "rem", "and")
+
+
+def _range(x: Node) -> tuple[int, int]:
+    """Bounds of an int32."""
+    if x.op == "constant":
+        return x.value, x.value
+    if x.op == "input":
+        return (-_LARGEST_INPUT if x.value == "distance" else 0), _LARGEST_INPUT
+    if x.dtype != "int32" or x.op not in _RANGED:
+        return _INT32_RANGE
+    ranges = [_range(a) for a in x.args if a.dtype == "int32"]
+    (low, high), (other_low, other_high) = ranges[0], ranges[-1]
+    if x.op == "add":
+        result = low + other_low, high + other_high
+    elif x.op == "sub":
+        result = low - other_high, high - other_low
+    elif x.op == "mul":
+        ends = [i * j for i in (low, high) for j in (other_low, other_high)]
+        result = min(ends), max(ends)
+    elif x.op == "neg":
+        result = -high, -low
+    elif x.op == "abs":
+        result = 0, max(-low, high)
+    elif x.op == "min":
+        result = min(low, other_low), min(high, other_high)
+    elif x.op == "max":
+        result = max(low, other_low), max(high, other_high)
+    elif x.op == "select":
+        result = min(low, other_low), max(high, other_high)
+    elif x.op in ("div", "rem") and low >= 0 and other_low > 0:
+        result = 0, high if x.op == "div" else min(high, other_high - 1)
+    elif x.op == "and" and other_low >= 0:
+        result = 0, other_high
+    else:
+        result = _INT32_RANGE
+    inside = _INT32_RANGE[0] <= result[0] and result[1] <= _INT32_RANGE[1]
+    return result if inside else _INT32_RANGE
+
+
+def wraps(x: Node) -> bool:
+    """Whether a sum or difference may leave int32."""
+    return x.dtype != "int32" or _range(x) == _INT32_RANGE
+
+
+def _times(x: float, factor: float) -> float:
+    """Finite values stay finite: -finfo.max times log2(e) still means a finite logit."""
+    result = x * factor
+    if math.isfinite(x) and math.isfinite(factor):
+        return min(max(result, -FLOAT_MAX), FLOAT_MAX)
+    return result
+
+
+def _linear(x: Node) -> tuple[float, dict[Node, float]]:
+    """The constant and the coefficients of the terms of a float."""
+    if x.op == "constant":
+        return x.value, {}
+    if x.op == "sum":
+        return x.value[0], dict(zip(x.args, x.value[1], strict=True))
+    return 0.0, {x: 1.0}
+
+
+def _polynomial(x: Node) -> tuple[Node, dict[int, float]] | None:
+    """(tanh, coefficients by power) of a polynomial of one tanh."""
+    constant, terms = _linear(x)
+    powers = {0: constant} if constant else {}
+    atoms = set()
+    for term, coefficient in terms.items():
+        factors = term.args if term.op == "product" else (term,)
+        atoms.update(factors)
+        powers[len(factors)] = coefficient
+    if len(atoms) != 1:
+        return None
+    (atom,) = atoms
+    return (atom, powers) if atom.op == "tanh" else None
+
+
+def _absorbs(x: Node) -> bool:
+    """Whether a factor costs nothing: there is one already, or it is applied before the score."""
+    if not x.deps & SCORE:
+        return True
+    if x.op == "product":
+        return not all(factor.deps & SCORE for factor in x.args)
+    if x.op == "sum":
+        return all(
+            coefficient != 1.0 or _absorbs(term)
+            for coefficient, term in zip(x.value[1], x.args, strict=True)
+        )
+    if x.op in ("select", "min", "max"):
+        return all(map(_absorbs, x.args[-2:]))
+    return False
+
+
+def is_finite(x: Node) -> bool:
+    """Whether a float is finite whatever the score and the captures are."""
+    if x.op == "constant":
+        return math.isfinite(x.value)
+    if x.op in ("tanh", "sin", "cos", "to_float", "input"):
+        return x.value != "score"
+    if x.op == "sum":
+        return all(map(is_finite, x.args)) and math.isfinite(x.value[0])
+    if x.op in ("product", "times", "abs", "min", "max"):
+        return all(map(is_finite, x.args))
+    if x.op == "select":
+        return all(map(is_finite, x.args[1:]))
+    return False

@@ -1,0 +1,351 @@
+"""From the graph to the text of a struct.
+
+Each node belongs to the earliest place that knows what it depends on: batch element and head, row,
+column, element, score; what an earlier place computes is a member of that place's struct.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+
+from jaxflash._printer.formats import (
+    ADDRESS_FORMATS,
+    BOOL_FORMATS,
+    COMPUTED,
+    FLOAT_FORMATS,
+    INTEGER_FORMATS,
+    STORED,
+    UNSIGNED_FORMATS,
+)
+from jaxflash._printer.graph import COLUMN, FLOAT_MAX, ROW, SCORE, Graph, Node, is_finite, wraps
+
+# Where a node is computed, from early to late, and which of its inputs are parameters there.
+_PLACES = ("head", "row", "column", "element")
+_PARAMETERS = {
+    "head": {"b": "b", "h": "h", "scale": "problem.scale"},
+    "row": {"q": "q"},
+    "column": {"kv": "kv"},
+    "element": {"q": "q", "kv": "kv", "distance": "distance", "score": "s"},
+}
+
+_SIGNATURES = {
+    "head": "Head head(const Captures& captures, const Problem& problem, int64_t batch, int b,"
+    " int h)",
+    "row": "Row row(const Head& head, int q)",
+    "column": "Column column(const Head& head, int kv)",
+    "logit": "float logit(const Head& head, const Row& row, const Column& column, int q, int kv,"
+    " float distance, float s)",
+    "addend": "float addend(const Head& head, const Row& row, const Column& column, int q, int kv,"
+    " float distance)",
+    "logit_and_slope": "float logit_and_slope(const Head& head, const Row& row,"
+    " const Column& column, int q, int kv, float distance, float s, float* slope)",
+    "sink": "float sink(const Head& head)",
+    "dropout": "Dropout dropout(const Captures& captures, const Problem& problem, int64_t batch,"
+    " int b, int h)",
+}
+
+
+def _place(x: Node) -> str:
+    return {0: "head", ROW: "row", COLUMN: "column"}.get(x.deps, "element")
+
+
+@dataclasses.dataclass(frozen=True)
+class Roots:
+    """What the struct computes; the addend with a slope of 1 alone, the sink where there is one."""
+
+    logit: Node
+    slope: Node
+    addend: Node | None
+    sink: Node | None
+
+
+class Writer:
+    """Chooses instructions for the nodes and writes them where they belong."""
+
+    def __init__(self, graph: Graph, roots: Roots):
+        self._graph = graph
+        self._instructions: dict[Node, Node] = {}
+        self._names: dict[Node, str] = {}
+        self._adds = roots.addend is not graph.constant(0.0)
+        self._guards_slope = not is_finite(roots.slope)
+        self._logit, self._slope = self._lowered(roots.logit), self._lowered(roots.slope)
+        self._addend = None if roots.addend is None else self._lowered(roots.addend)
+        self._sink = None if roots.sink is None else self._lowered(roots.sink)
+        self._members: dict[str, list[Node]] = {place: [] for place in _PLACES}
+        seen: set[Node] = set()
+        for root in (self._logit, self._slope, self._addend, self._sink):
+            if root is not None:
+                self._need(root, "end" if root is self._sink else "element")
+                self._visit(root, seen)
+
+    def struct(self, dropout: int | None) -> str:
+        """The text; `dropout` is the capture that says what is dropped."""
+        members, sink = self._members, self._sink
+        lines = ["namespace jaxflash {", "struct Program {"]
+        for name, value in (
+            ("kUnitSlope", self._addend is not None),
+            ("kAdds", self._adds),
+            ("kHasSink", sink is not None),
+            ("kDrops", dropout is not None),
+        ):
+            lines.append(f"  static constexpr bool {name} = {'true' if value else 'false'};")
+        for place in _PLACES[:3]:
+            fields = [f"    {self._field(x)};" for x in members[place]]
+            lines += [f"  struct {place.capitalize()} {{", *fields, "  };"]
+        for place in _PLACES[:3]:
+            results = ", ".join(self._text(x, place) for x in members[place])
+            lines += self._function(place, place, members[place], f"{{{results}}}")
+        logit = self._text(self._logit, "element")
+        lines += self._function("logit", "element", [self._logit], logit)
+        if self._addend is not None:
+            addend = self._text(self._addend, "element")
+            lines += self._function("addend", "element", [self._addend], addend)
+            lines += self._function(
+                "logit_and_slope",
+                "element",
+                [],
+                "logit(head, row, column, q, kv, distance, s)",
+                "*slope = 1.0f;",
+            )
+        else:
+            slope = self._text(self._slope, "element")
+            if self._guards_slope:
+                # Where the logit is -inf, the slope may be infinite or NaN; its weight is 0.
+                slope = f"{logit} == -INFINITY ? 0.0f : {slope}"
+            lines += self._function(
+                "logit_and_slope",
+                "element",
+                [self._logit, self._slope],
+                logit,
+                f"*slope = {slope};",
+            )
+        if sink is not None:
+            lines += self._function("sink", "end", [], self._text(sink, "end"))
+        if dropout is not None:
+            parameters = f"capture_data<uint32_t>(captures, {dropout}, problem, batch)"
+            lines += self._function("dropout", "end", [], f"Dropout({parameters}, b, h)")
+        return "\n".join([*lines, "};", "}  // namespace jaxflash", ""])
+
+    def _function(self, name: str, place: str, roots, result: str, *last: str) -> list[str]:
+        signature = f"  __device__ __forceinline__ static {_SIGNATURES[name]} {{"
+        body: list[str] = []
+        done: set[Node] = set()
+        for root in roots:
+            self._define(root, place, done, body)
+        return [signature, *(f"    {x}" for x in (*body, *last, f"return {result};")), "  }"]
+
+    # ---- Text -------------------------------------------------------------------------------
+
+    def _visit(self, x: Node, seen: set[Node]) -> None:
+        """Names the nodes below one, and finds the members of the structs."""
+        if x in seen:
+            return
+        seen.add(x)
+        for a in x.args:
+            self._need(a, _place(x))
+            self._visit(a, seen)
+        if x.op not in ("constant", "input"):
+            self._names[x] = f"x{len(self._names)}"
+
+    def _need(self, x: Node, place: str) -> None:
+        home = _place(x)
+        if x.op == "constant" or home == place or home == "element":
+            return
+        if x.op == "input" and x.value in _PARAMETERS.get(place, ()):
+            return
+        if x not in self._members[home]:
+            self._members[home].append(x)
+
+    def _field(self, x: Node) -> str:
+        kind = "int" if x.dtype == "bool" else COMPUTED.get(x.dtype, x.dtype)
+        return f"{kind} {self._name(x)}"
+
+    def _name(self, x: Node) -> str:
+        return x.value if x.op == "input" else self._names[x]
+
+    def _text(self, x: Node, place: str) -> str:
+        if x.op == "constant":
+            return _literal(x)
+        if x.op == "input" and x.value in _PARAMETERS.get(place, ()):
+            return _PARAMETERS[place][x.value]
+        home = _place(x)
+        if home == place:
+            return self._names[x]
+        member = f"{home}.{self._name(x)}"
+        return f"({member} != 0)" if x.dtype == "bool" else member
+
+    def _define(self, x: Node, place: str, done: set[Node], lines: list[str]) -> None:
+        if x in done or x.op in ("constant", "input") or _place(x) != place:
+            return
+        done.add(x)
+        for a in x.args:
+            self._define(a, place, done, lines)
+        kind = COMPUTED.get(x.dtype, x.dtype)
+        args = [self._text(a, place) for a in x.args]
+        kind = kind if kind.endswith("*") else f"const {kind}"
+        lines.append(f"{kind} {self._names[x]} = {self._expression(x, args)};")
+
+    @staticmethod
+    def _expression(x: Node, args: list[str]) -> str:
+        op = x.op
+        if op == "select":
+            return f"{args[0]} ? {args[1]} : {args[2]}"
+        if op == "wrap":
+            return f"{args[0]} < 0 ? {args[0]} + {args[1]} : {args[0]}"
+        if op == "capture_data":
+            capture, stored = x.value
+            return f"capture_data<{stored}>(captures, {capture}, problem, batch)"
+        if op == "extent":
+            return f"capture_extent(captures, {x.value[0]}, {x.value[1]})"
+        if op in ("to_int", "to_uint"):
+            signed = op == "to_int"
+            if x.args[0].dtype == "float32":
+                return f"__float2{'int' if signed else 'uint'}_rz({args[0]})"
+            return f"static_cast<{'int' if signed else 'uint32_t'}>({args[0]})"
+        if op == "reciprocal":
+            return f"rcp_approx({args[0]})" if _place(x) == "element" else f"1.0f / {args[0]}"
+        if op in ADDRESS_FORMATS:
+            return ADDRESS_FORMATS[op].format(*args)
+        if x.dtype == "float32":
+            return FLOAT_FORMATS[op].format(*args)
+        if x.dtype == "bool":
+            return BOOL_FORMATS[op].format(*args)
+        if x.dtype == "uint32" and op in UNSIGNED_FORMATS:
+            return UNSIGNED_FORMATS[op].format(*args)
+        if op in ("div", "rem") and x.args[1].op == "constant" and x.args[1].value not in (0, -1):
+            return f"{args[0]} {'/' if op == 'div' else '%'} {args[1]}"
+        if op in ("add", "sub") and not wraps(x):
+            return f"{args[0]} {'+' if op == 'add' else '-'} {args[1]}"
+        return INTEGER_FORMATS[op].format(*args)
+
+    # ---- Instructions -----------------------------------------------------------------------
+
+    def _lowered(self, x: Node) -> Node:
+        """The same value in nodes of one instruction each."""
+        if x.op in ("constant", "input"):
+            return x
+        if x not in self._instructions:
+            if x.op == "sum":
+                result = self._lowered_sum(x)
+            elif x.op == "product":
+                result = self._plus_term(None, 1.0, x)
+            elif x.op == "load":
+                result = self._lowered_load(x)
+            elif x.op == "wrap":
+                result = self._graph.node(
+                    "wrap", (self._lowered(x.args[0]), self._extent(*x.value)), "int32"
+                )
+            else:
+                args = tuple(map(self._lowered, x.args))
+                result = self._graph.node(x.op, args, x.dtype, x.value)
+            self._instructions[x] = result
+        return self._instructions[x]
+
+    def _lowered_sum(self, x: Node) -> Node:
+        constant, coefficients = x.value
+        groups: dict[str, list[tuple[float, Node]]] = {}
+        for coefficient, term in zip(coefficients, x.args, strict=True):
+            place = "score" if term.deps & SCORE else _place(term)
+            groups.setdefault(place, []).append((coefficient, term))
+        total = None if constant == 0.0 else self._graph.constant(constant)
+        for place in (*_PLACES, "score"):
+            part = None
+            if place == "column" and total is not None and _place(total) == "row":
+                # Summed by itself, so that an element adds once.
+                part, total = total, None
+            for coefficient, term in groups.get(place, ()):
+                total = self._plus_term(total, coefficient, term)
+            if part is not None:
+                total = part if total is None else self._graph.atom("add", part, total)
+        assert total is not None
+        return total
+
+    def _plus_term(self, total: Node | None, coefficient: float, term: Node) -> Node:
+        """total + coefficient * term; the factors known earlier are multiplied first."""
+        atom = self._graph.atom
+        groups: dict[str, list[Node]] = {}
+        for factor in term.args if term.op == "product" else (term,):
+            place = "score" if factor.deps & SCORE else _place(factor)
+            groups.setdefault(place, []).append(self._lowered(factor))
+        early = None if coefficient == 1.0 else self._graph.constant(coefficient)
+        *before, last = (groups[place] for place in (*_PLACES, "score") if place in groups)
+        for factor in (factor for group in before for factor in group):
+            early = self._scaled_by(early, factor)
+        if total is None:
+            for factor in last:
+                early = self._scaled_by(early, factor)
+            assert early is not None
+            return early
+        x, *rest = last
+        for factor in rest[1:]:
+            x = atom("times", x, factor)
+        if rest:
+            return atom("fma", self._scaled_by(early, x), rest[0], total)
+        if early is None:
+            return atom("add", total, x)
+        if early is self._graph.constant(-1.0):
+            return atom("sub", total, x)
+        return atom("fma", early, x, total)
+
+    def _scaled_by(self, factor: Node | None, x: Node) -> Node:
+        if factor is None:
+            return x
+        if factor is self._graph.constant(-1.0):
+            return self._graph.atom("neg", x)
+        return self._graph.atom("times", factor, x)
+
+    def _extent(self, capture: int, axis: int) -> Node:
+        return self._graph.node("extent", (), "int32", (capture, axis))
+
+    def _lowered_load(self, x: Node) -> Node:
+        """What the head knows of the address is added there, then what the row knows."""
+        node = self._graph.node
+        capture, dtype = x.value
+        stored = STORED[dtype]
+        pointer = f"const {stored}*"
+        address = node("capture_data", (), pointer, (capture, stored))
+        offsets: dict[str, Node] = {}
+        stride = None
+        for axis in reversed(range(len(x.args))):
+            i, extent = self._lowered(x.args[axis]), self._extent(capture, axis)
+            if not (i.op == "constant" and i.value == 0):
+                place = _place(i)
+                if stride is None and place == "column":
+                    offset = node("clamp_column", (i, extent), "int32")
+                else:
+                    offset = node("clamp_index", (i, extent), "int64_t")
+                if stride is not None:
+                    offset = node("scale_offset", (offset, stride), "int64_t")
+                if place in offsets:
+                    offset = node("add_offset", (offsets[place], offset), "int64_t")
+                offsets[place] = offset
+            wide = node("widen", (extent,), "int64_t")
+            stride = wide if stride is None else node("scale_offset", (stride, wide), "int64_t")
+        early = [offsets[place] for place in ("head", "row") if place in offsets]
+        late = [offsets[place] for place in ("column", "element") if place in offsets]
+        if not late:
+            late = [early.pop() if early else self._graph.constant(0, "int32")]
+        for offset in early:
+            address = node("shift", (address, offset), pointer)
+        index = late[0]
+        for offset in late[1:]:
+            index = node("add_offset", (index, offset), "int64_t")
+        return node("load_capture", (address, index), x.dtype)
+
+
+def _literal(x: Node) -> str:
+    if x.dtype == "bool":
+        return "true" if x.value else "false"
+    if x.dtype == "uint32":
+        return f"{x.value}u"
+    if x.dtype != "float32":
+        # There is no negative literal, and 2147483648 is no int.
+        return "(-2147483647 - 1)" if x.value == -(2**31) else str(x.value)
+    if math.isnan(x.value):
+        return "__int_as_float(0x7fffffff)"
+    if math.isinf(x.value) or abs(x.value) > FLOAT_MAX:
+        return "INFINITY" if x.value > 0 else "-INFINITY"
+    return f"{np.float32(x.value)!s}f"

@@ -1,0 +1,59 @@
+"""What Python tells the custom calls is what their handlers take; without a GPU."""
+
+import pytest
+
+from another_process import run_python
+from jaxflash import _ffi
+
+# The handlers of CUDA as those of the CPU. Compiling calls those of both passes with the attributes,
+# running that of the forward with everything, of which the stream alone, operand 0, is not there.
+_ON_CPU = """
+import jax, jax.ffi, jax.numpy as jnp
+
+jax.devices()
+register_target, register_type = jax.ffi.register_ffi_target, jax.ffi.register_ffi_type
+
+def as_cpu_target(name, handler, platform):
+    if platform == "CUDA":
+        register_target(name, handler, platform="cpu")
+
+jax.ffi.register_ffi_target = as_cpu_target
+jax.ffi.register_ffi_type = lambda name, info, platform: register_type(name, info, platform="cpu")
+import jaxflash
+
+def attend(query, key, value, lengths):
+    return jaxflash.dot_product_attention(
+        query, key, value, implementation="cuda", is_causal=True, {options}
+    )
+
+def loss(*operands):
+    return jnp.sum(attend(*operands))
+
+query = jnp.zeros((2, 16, 4, 64))
+key = value = jnp.zeros((2, 16, 2, 64))
+operands = query, key, value, jnp.full(2, 16, jnp.int32)
+function = {function}
+compiled = jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",)).compile()
+try:
+    jax.block_until_ready(compiled(*operands))
+except Exception as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(not _ffi.extension.kernels, reason="the library was built without kernels")
+@pytest.mark.parametrize("function", ["attend", "jax.grad(loss)"], ids=["forward", "gradient"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        "",
+        "key_value_seq_lengths=lengths",
+        "logits_soft_cap=3.0",
+        "segment_ids=jnp.ones((2, 16), jnp.int32)",
+    ],
+    ids=["plain", "lengths", "soft cap", "segments"],
+)
+def test_handlers_take_what_they_are_given(function, options):
+    printed = run_python(_ON_CPU.format(function=function, options=options))
+    assert "bad operands at: 0)" in printed, printed
+    assert "stream" in printed
