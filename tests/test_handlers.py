@@ -5,8 +5,8 @@ import pytest
 from another_process import run_python
 from jaxflash import _ffi
 
-# The handlers of CUDA as those of the CPU. Compiling calls those of both passes with the attributes,
-# running that of the forward with everything, of which the stream alone, operand 0, is not there.
+# The handlers of CUDA as those of the CPU. Compiling calls those of both passes with the
+# attributes, running that of the forward with all of it; the stream alone, operand 0, is missing.
 _ON_CPU = """
 import jax, jax.ffi, jax.numpy as jnp
 
