@@ -14,6 +14,16 @@ from pathlib import Path
 
 OLDEST = (12, 9)
 
+# nvcc, nvvm and crt must be of one release. 13.0: a later release's PTX is refused by the drivers
+# that came with CUDA 13.0.
+WHEELS = [
+    "nvidia-cuda-nvcc==13.0.88",
+    "nvidia-nvvm==13.0.88",
+    "nvidia-cuda-crt==13.0.88",
+    "nvidia-cuda-runtime==13.0.96",
+    "nvidia-cuda-cccl==13.0.85",
+]
+
 
 def _version(nvcc: str) -> tuple[int, int]:
     text = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout

@@ -5,19 +5,9 @@ from __future__ import annotations
 import os
 import platform
 
-from find_nvcc import find_nvcc
+from find_nvcc import WHEELS, find_nvcc
 from scikit_build_core import build as _backend
 from scikit_build_core.build import *  # noqa: F403  every hook, unless replaced below
-
-# nvcc, nvvm and crt must be of one release. 13.0: a later release's PTX is refused by the drivers
-# that came with CUDA 13.0.
-_NVCC = [
-    "nvidia-cuda-nvcc==13.0.88",
-    "nvidia-nvvm==13.0.88",
-    "nvidia-cuda-crt==13.0.88",
-    "nvidia-cuda-runtime==13.0.96",
-    "nvidia-cuda-cccl==13.0.85",
-]
 
 
 def _option(name: str, config_settings: dict | None, default: str = "") -> str:
@@ -35,7 +25,7 @@ def _nvcc_requirements(config_settings: dict | None) -> list[str]:
         or find_nvcc(wheels=False)
     ):
         return []
-    return _NVCC
+    return WHEELS
 
 
 def get_requires_for_build_wheel(config_settings=None):

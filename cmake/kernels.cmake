@@ -151,6 +151,9 @@ endif()
 # ---- Library -------------------------------------------------------------------------------------
 
 string(REPLACE ";" ", " JF_PORTABLE_ARCHS "${portable_archs}")
+if(NOT portable_archs)
+  set(JF_PORTABLE_ARCHS 0)  # an array has an element; no GPU is of this one
+endif()
 list(REMOVE_DUPLICATES compiled_archs)
 list(SORT compiled_archs COMPARE NATURAL)
 string(REPLACE ";" " sm_" JF_BUILD_INFO

@@ -185,7 +185,7 @@ Status create_program(const ProgramDescription& description, ScoreKernels** resu
   std::vector<std::pair<int, int>> done;
   Status first_failure = {};
   for (int device = 0; device < count; ++device) {
-    GpuTraits gpu;
+    GpuTraits gpu = {};
     Status status = traits_of_gpu(device, &gpu);
     const std::pair<int, int> kind{gpu.arch, gpu.shared_bytes};
     if (status.ok() && std::find(done.begin(), done.end(), kind) != done.end()) continue;
@@ -194,7 +194,9 @@ Status create_program(const ProgramDescription& description, ScoreKernels** resu
     if (status.ok()) {
       std::shared_ptr<RuntimeKernel> kernel;
       ProgramKernel tile;
-      if (status = program->compile(*variant, gpu, &kernel, &tile); !status.ok()) return status;
+      status = program->compile(*variant, gpu, &kernel, &tile);
+    }
+    if (status.ok()) {
       done.push_back(kind);
     } else if (first_failure.ok()) {
       first_failure = status;

@@ -26,6 +26,7 @@ def compile_program(
     arch: int,
     shared_memory: int,
     mask: int = 0,
+    one_sided: bool = False,
 ) -> tuple[str, str, str, int, int, bool, float, bool]: ...
 def compile_kernel(
     source: str, kernel: str, architecture: str

@@ -52,6 +52,8 @@ def _program(
     highest_precision: bool = False,
     arch: int,
     shared_memory: int,
+    mask: int = 0,
+    one_sided: bool = False,
 ) -> _config.CompiledKernel:
     return _config.CompiledKernel(
         *_extension.compile_program(
@@ -65,6 +67,8 @@ def _program(
             scale=0.125,
             arch=arch,
             shared_memory=shared_memory,
+            mask=mask,
+            one_sided=one_sided,
         )
     )
 
@@ -155,6 +159,18 @@ def test_programs_on_hopper(program, forward, head_dim):
     assert compiled.architecture == "sm_90a"
     assert compiled.spilled <= 64, compiled
     assert not compiled.serialised, compiled
+
+
+@pytest.mark.parametrize("one_sided", [False, True], ids=["all", "causal"])
+@pytest.mark.parametrize("mask", [1, 2], ids=["ranges", "segments"])  # cuda/problem.h: MaskKind
+@pytest.mark.parametrize("forward", [True, False], ids=["forward", "backward"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_masks_of_ranges_on_hopper(head_dim, forward, mask, one_sided):
+    compiled = _program(
+        programs.SCALE, forward=forward, head_dim=head_dim, mask=mask, one_sided=one_sided, **_H200
+    )
+    assert not compiled.serialised, compiled
+    assert compiled.spilled <= 64, compiled
 
 
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(96, 96), (192, 128), (192, 192)])

@@ -1,4 +1,4 @@
-// Addressing of the (*B, length, heads, dim) arrays of attention.h.
+// Addressing of the (*B, length, heads, dim) arrays of problem.h.
 #pragma once
 
 #include "problem.h"

@@ -91,8 +91,8 @@ ffi::Error take_ranges(MaskKind mask, int64_t batch, ffi::RemainingArgs optional
   const struct {
     const int32_t** data;
     int64_t size;
-  } arrays[7] = {{&ranges.keys_of_row, 2 * problem->q_len},
-                 {&ranges.rows_of_key, 2 * problem->kv_len},
+  } arrays[7] = {{&ranges.keys_of_row, int64_t{2} * problem->q_len},
+                 {&ranges.rows_of_key, int64_t{2} * problem->kv_len},
                  {&ranges.row_blocks, 4 * blocks(problem->q_len)},
                  {&ranges.key_blocks, 4 * blocks(problem->kv_len)},
                  {&ranges.seen_keys, 2},

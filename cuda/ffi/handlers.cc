@@ -4,7 +4,6 @@
 #include <optional>
 #include <string>
 #include <string_view>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -246,7 +245,8 @@ XLA_FFI_DEFINE_HANDLER(kForward, forward,
                            .Arg<ffi::AnyBuffer>()  // v (*B, S, K, h), likewise
                            .RemainingArgs()        // q_lengths (*B), kv_lengths (*B), where given;
                                                    // of a program: numbers of batch elements (*B)
-                                                   // and heads (N), captures (*B, ...)
+                                                   // and heads (N), captures (*B, ...); of a mask
+                                                   // of ranges: their arrays, see take_ranges
                            .Ret<ffi::AnyBuffer>()  // out (*B, T, N, h)
                            .Ret<ffi::Buffer<ffi::F32>>()  // lse (*B, T, N)
                            .Ret<ffi::Buffer<ffi::U8>>(),  // workspace

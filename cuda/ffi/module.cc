@@ -55,15 +55,17 @@ std::optional<VariantKey> variant_for(bool forward, const std::string& dtype,
                                       bool highest_precision, const std::vector<int64_t>& q,
                                       const std::vector<int64_t>& k,
                                       const std::vector<int64_t>& v) {
+  if (q.size() < 3 || k.size() != q.size() || v.size() != q.size()) return std::nullopt;
   const auto shape = [](const std::vector<int64_t>& dims) {
     return Shape{ffi::Span<const int64_t>(dims.data(), dims.size())};
   };
   const Shape q_shape = shape(q), k_shape = shape(k), v_shape = shape(v);
-  if (q.size() < 3 || k.size() != q.size() || v.size() != q.size()) return std::nullopt;
   std::vector<int64_t> out = q;
   out.back() = v.back();
   const Shape out_shape = shape(out);
+  if (!batch_fits(k_shape, out_shape) || !batch_fits(v_shape, out_shape)) return std::nullopt;
   const BatchAxes axes(out_shape, {q_shape, k_shape, v_shape});
+  if (!axes.fits()) return std::nullopt;
 
   Problem problem = {};
   const std::optional<Math> math = math_of(dtype, highest_precision);
@@ -163,7 +165,7 @@ NB_MODULE(_extension, m) {
       "compile_program",
       [](bool forward, const std::string& source, bool unit_slope, const std::string& dtype,
          bool highest_precision, int32_t head_dim, int32_t value_dim, float scale, int32_t arch,
-         int32_t shared_memory, int64_t mask) {
+         int32_t shared_memory, int64_t mask, bool one_sided) {
         const auto math = math_of(dtype, highest_precision);
         if (!math) throw nb::value_error("dtype must be float16, bfloat16 or float32");
         const auto kind = mask_of(mask);
@@ -177,6 +179,7 @@ NB_MODULE(_extension, m) {
         description.value_dim = value_dim;
         description.scale = scale;
         description.mask = *kind;
+        description.one_sided = one_sided;
         KernelReport report;
         Status status;
         {
@@ -188,7 +191,7 @@ NB_MODULE(_extension, m) {
       },
       nb::kw_only(), nb::arg("forward"), nb::arg("source"), nb::arg("unit_slope"), nb::arg("dtype"),
       nb::arg("highest_precision"), nb::arg("head_dim"), nb::arg("value_dim"), nb::arg("scale"),
-      nb::arg("arch"), nb::arg("shared_memory"), nb::arg("mask") = 0,
+      nb::arg("arch"), nb::arg("shared_memory"), nb::arg("mask") = 0, nb::arg("one_sided") = false,
       "Compiles a score program as for a GPU of compute capability `arch` / 10 whose blocks may "
       "have that many bytes of shared memory; needs no GPU. Returns a row of kernel_reports().");
   m.def(
@@ -284,7 +287,7 @@ NB_MODULE(_extension, m) {
       "q (*B, T, N, H), k (*B, S, K, H), v (*B, S, K, h), densely stored; None if it runs none.");
   m.def("devices", [] {
     Device devices[64];
-    const int32_t count = jaxflash_devices(devices, 64);
+    const int32_t count = std::min(jaxflash_devices(devices, 64), 64);
     std::vector<std::tuple<std::string, int32_t, int32_t, int32_t>> rows;
     for (int32_t i = 0; i < count; ++i) {
       rows.emplace_back(devices[i].name, devices[i].major, devices[i].minor,

@@ -16,7 +16,7 @@ namespace jaxflash {
 namespace {
 
 // Changes with the layout of a file.
-constexpr char kMagic[] = "jaxflash kernel 1\n";
+constexpr char kMagic[] = "jaxflash kernel 2\n";
 constexpr size_t kLargestFile = size_t{1} << 28;
 
 std::string checksum_of(const std::string& text) {

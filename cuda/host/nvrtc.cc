@@ -20,8 +20,16 @@ constexpr char kInstall[] =
 
 using Program = struct _nvrtcProgram*;
 
-std::mutex mutex;  // of what follows
-std::vector<Nvrtc::Candidate> candidates;
+struct Search {
+  std::mutex mutex;  // of what follows
+  std::vector<Nvrtc::Candidate> candidates;
+};
+
+// Never destroyed: a thread may still compile when the process ends.
+Search& search() {
+  static Search& search = *new Search;
+  return search;
+}
 
 }  // namespace
 
@@ -42,16 +50,16 @@ struct Nvrtc::Functions {
 };
 
 void Nvrtc::look_for(std::vector<Candidate> found) {
-  const std::lock_guard<std::mutex> lock(mutex);
-  candidates = std::move(found);
+  const std::lock_guard<std::mutex> lock(search().mutex);
+  search().candidates = std::move(found);
 }
 
 Status Nvrtc::get(const Nvrtc** nvrtc) {
   static Nvrtc* loaded = nullptr;  // never unloaded
-  const std::lock_guard<std::mutex> lock(mutex);
+  const std::lock_guard<std::mutex> lock(search().mutex);
   if (loaded == nullptr) {
     std::string problems;
-    for (const Candidate& candidate : candidates) {
+    for (const Candidate& candidate : search().candidates) {
       auto* attempt = new Nvrtc;
       std::string problem;
       if (attempt->load(candidate, &problem)) {
@@ -73,12 +81,15 @@ Status Nvrtc::get(const Nvrtc** nvrtc) {
 
 bool Nvrtc::load(const Candidate& candidate, std::string* problem) {
   // NVRTC opens its builtins by their bare name, and does not know where they are.
-  if (!candidate.builtins.empty()) dlopen(candidate.builtins.c_str(), RTLD_NOW | RTLD_LOCAL);
+  void* const builtins = candidate.builtins.empty()
+                             ? nullptr
+                             : dlopen(candidate.builtins.c_str(), RTLD_NOW | RTLD_LOCAL);
   void* const library = dlopen(candidate.library.c_str(), RTLD_NOW | RTLD_LOCAL);
   // A bare name that the system does not know is nothing to talk about.
   const bool is_path = candidate.library.find('/') != std::string::npos;
   if (library == nullptr) {
     if (is_path) *problem = dlerror();
+    if (builtins != nullptr) dlclose(builtins);
     return false;
   }
   auto functions = new Functions;
@@ -111,6 +122,7 @@ bool Nvrtc::load(const Candidate& candidate, std::string* problem) {
   }
   delete functions;
   dlclose(library);
+  if (builtins != nullptr) dlclose(builtins);
   return false;
 }
 
@@ -189,7 +201,6 @@ KernelCosts costs_of(const std::string& log) {
         std::sscanf(line.c_str() + digits,
                     "%d bytes stack frame, %d bytes spill stores, %d bytes spill loads", &stack,
                     &stores, &loads) == 3) {
-      costs.stack += stack;
       costs.spilled += std::max(stores, loads);
     }
   }

@@ -14,7 +14,6 @@ namespace jaxflash {
 struct KernelCosts {
   int registers = 0;        // that a thread is launched with
   int spilled = 0;          // bytes of a thread: of stores or of loads, whichever are more
-  int stack = 0;            // bytes
   bool serialised = false;  // warpgroup instructions wait for one another: slow on Hopper
 };
 

@@ -4,7 +4,6 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <cmath>
 
 #include "attention.h"
 #include "common/key_shares.h"
@@ -161,7 +160,6 @@ Status launch_forward(Kernel<ForwardArgs> kernel, const ForwardParams& params,
   }
   args.out_seq_stride = params.out.seq_stride;
   args.out_head_stride = params.out.head_stride;
-  constexpr float kLog2E = 1.44269504088896341f;
   args.scale_log2 = problem.scale * kLog2E;
   args.captures = params.captures;
 

@@ -23,8 +23,6 @@ __global__ void __launch_bounds__(kMergeThreads)
     merge_kernel(const __grid_constant__ ForwardArgs args) {
   using Slices = typename Traits::Slices;
   using Shares = KeyShares<Slices>;
-  constexpr float kLog2E = 1.44269504088896341f;
-  constexpr float kLn2 = 0.693147180559945f;
   __shared__ float weights[kMergeThreads / 32][kMaxSharingBlocks];
 
   const Slices slices(args);
