@@ -28,7 +28,7 @@ from typing import Any
 
 import jax
 
-from jaxflash import _check, _config
+from jaxflash import _check, _config, _support
 from jaxflash._spec import CAUSAL_ALIGNMENTS, IMPLEMENTATIONS
 
 _EXTRA = "pip install 'jaxflash[cli]'"
@@ -176,6 +176,8 @@ def _calls(arguments: argparse.Namespace) -> list[_check.Call]:
             deterministic_backward=arguments.deterministic_backward,
         )
         reasons = call.check()
+        if arguments.implementation == "cuda":
+            reasons = (*reasons, *_support.reasons_against_machine())
         if reasons and arguments.implementation == "cuda":
             raise ValueError(f"--implementation cuda cannot take this call: {'; '.join(reasons)}")
         calls.append(call)

@@ -80,7 +80,7 @@ def dot_product_attention(
     bias: ArrayLike | None = ...,
     mask: ArrayLike | None = ...,
     *,
-    scale: float | None = ...,
+    scale: ArrayLike | None = ...,
     is_causal: bool = ...,
     query_seq_lengths: ArrayLike | None = ...,
     key_value_seq_lengths: ArrayLike | None = ...,
@@ -201,11 +201,12 @@ def dot_product_attention(
     jax.nn rounds it to the dtype of key and stops its gradient.
 
     The function has derivatives of every order in forward and reverse mode, in query, key, value,
-    bias, sink and alibi_slopes, of the output and the lse, in linear memory. On the kernels' path
-    the forward pass and gradients run kernels; tangents and derivatives of gradients are computed
-    blockwise. Masked-out keys never reach the result or a derivative, NaN or infinity in them or
-    in their tangents included, if no row of the call sees them; with segments on the kernels, if
-    they stand before the first or after the last key that a row sees.
+    a traced scale, bias, sink, alibi_slopes and what score_mod captures, of the output and the lse,
+    in linear memory. On the kernels' path the forward pass and the first gradients of query, key,
+    value and sink run kernels; all else is computed blockwise. Masked-out keys never reach the
+    result or a derivative, NaN or infinity in them or in their tangents included, if no row of the
+    call sees them; with segments on the kernels, if they stand before the first or after the last
+    key that a row sees.
 
     Examples:
       Causal attention of eight query heads over two key heads, and its gradient::

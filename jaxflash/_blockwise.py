@@ -322,7 +322,7 @@ def tangent(spec: AttentionSpec, operands: Operands, out, lse, tangents: dict[st
             put(t_lse, row_block, -2, ungrouped(state.centre + moved)[..., 0]),
         )
 
-    return loop(0, rows.count, query_block, (t_out, t_lse))
+    return loop(0, tiles.row_count, query_block, (t_out, t_lse))
 
 
 class _Tangent(NamedTuple):
@@ -465,11 +465,6 @@ def sink_of(operands: Operands, dtype):
     ones, kv_heads = (1,) * (operands.key.ndim - 3), operands.key.shape[-2]
     sink = operands.sink.astype(dtype)
     return sink.reshape(*ones, kv_heads, sink.shape[0] // kv_heads, 1, 1)
-
-
-def _sum_to(x, shape):
-    axes = tuple(i for i, (n, full) in enumerate(zip(shape, x.shape, strict=True)) if n < full)
-    return jnp.sum(x, axis=axes, keepdims=True)
 
 
 def _shaped_as(like, x):

@@ -21,7 +21,7 @@ from jaxflash import _api, _ffi, _spec, _support, reference
 
 PASSES = ("forward", "backward")
 # Largest relative difference to the reference: bfloat16 rounds to 4e-3, TF32 to 5e-4.
-_TOLERANCE = {"bfloat16": 2e-2, "float16": 4e-3, "float32": 3e-3, "float64": 1e-9}
+_TOLERANCE = {"bfloat16": 2e-2, "float16": 4e-3, "float32": 3e-3}
 _EXACT_TOLERANCE = 1e-4  # float32 with float32-accurate products
 _SLICE_BYTES = 2**27  # of the logits of the slice that is compared with the definition
 _ROUNDS = 5  # samples of a time; the peers take turns
@@ -107,6 +107,7 @@ class Call:
             del options["causal_alignment"]
         return {name: option for name, option in options.items() if option is not None}
 
+    @functools.lru_cache(maxsize=1)  # noqa: B019  asked for several times, and may be large
     def arrays(self) -> dict[str, Any]:
         """The options that are arrays, by their names in the op."""
         sizes = {"B": self.batch, "N": self.q_heads, "T": self.q_len, "S": self.kv_len, "1": 1}
@@ -125,7 +126,7 @@ class Call:
         if self.segments is not None:
             arrays["segment_ids"] = tuple(
                 np.tile(
-                    np.arange(length, dtype=np.int32) * self.segments // length, (self.batch, 1)
+                    (np.arange(length) * self.segments // length).astype(np.int32), (self.batch, 1)
                 )
                 for length in (self.q_len, self.kv_len)
             )

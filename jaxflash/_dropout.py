@@ -51,7 +51,9 @@ def philox2x32(key, counter):
     The words broadcast against each other.
     """
     shape = jnp.broadcast_shapes(*(x.shape for x in (key, *counter)))
-    key, c0, c1 = (jnp.broadcast_to(x, shape) for x in (key, *counter))
+    # Inside `shard_map` the key may vary over mesh axes, and the loop wants one type for all three.
+    zero = (key ^ key) | (counter[0] ^ counter[0]) | (counter[1] ^ counter[1])
+    key, c0, c1 = (jnp.broadcast_to(x, shape) | zero for x in (key, *counter))
 
     def cipher_round(_, state):
         key, c0, c1 = state

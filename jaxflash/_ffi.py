@@ -32,7 +32,7 @@ FORWARD_TARGET = "jaxflash_forward_v2"
 BACKWARD_TARGET = "jaxflash_backward_v2"
 _STATE_TYPE = "jaxflash_program_v2"
 
-# cuda/attention.h: kUnlimited, kMaxBatchAxes.
+# cuda/problem.h: kUnlimited, kMaxBatchAxes.
 _UNLIMITED = 1 << 30
 _MAX_BATCH_AXES = 8
 # cuda/common/workspace.h: kWorkspaceRows.
@@ -97,6 +97,7 @@ def _platform_primitives():
     # Not from a cache: a program is to warn however much of it was lowered before.
     lowerings = (_check_on_cuda, _check_elsewhere, True), (_announce, lambda _, x, **__: [x], False)
     for primitive, (on_cuda, elsewhere, cacheable) in zip(primitives, lowerings, strict=True):
+        primitive.def_impl(lambda x, **_: x)  # under `jax.disable_jit`
         primitive.def_abstract_eval(lambda x, **_: x)
         mlir.register_lowering(primitive, on_cuda, platform="cuda", cacheable=cacheable)
         mlir.register_lowering(primitive, elsewhere)

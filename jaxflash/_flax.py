@@ -160,8 +160,13 @@ def _promoted(arrays, dtype, promote_dtype):
 
 def _check_position(query, key, is_causal, options) -> None:
     """A module that decodes asks for one query over a cache: top-left would put it at key 0."""
-    by_position = [name for name in ("local_window_size", "alibi_slopes") if _given(options, name)]
-    by_position += ["is_causal"] if is_causal else []
+    window = options.get("local_window_size")
+    given = {
+        "local_window_size": window is not None and window not in ((None, None), [None, None]),
+        "alibi_slopes": options.get("alibi_slopes") is not None,
+        "is_causal": is_causal,
+    }
+    by_position = [name for name, is_given in given.items() if is_given]
     if not by_position or "causal_alignment" in options:
         return
     if query.ndim >= 3 and key.ndim >= 3 and query.shape[-3] == 1 and key.shape[-3] != 1:
@@ -171,7 +176,3 @@ def _check_position(query, key, is_causal, options) -> None:
             "the cache says what is visible, or pass causal_alignment ('bottom_right': the query "
             "stands at the last key, or at that of key_value_seq_lengths)"
         )
-
-
-def _given(options, name: str) -> bool:
-    return options.get(name) is not None

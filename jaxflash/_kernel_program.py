@@ -53,7 +53,9 @@ def make(spec: AttentionSpec, operands: Operands) -> KernelProgram | None:
         )
     sink_dtype = None if operands.sink is None else operands.sink.dtype.name
     if sink_dtype not in (None, *_printer.CAPTURE_DTYPES):
-        raise NotPrintable(f"has a sink of dtype {sink_dtype}")
+        raise NotPrintable(
+            f"has a sink of dtype {sink_dtype}; allowed are {', '.join(_printer.CAPTURE_DTYPES)}"
+        )
     is_difference = not spec.bottom_right and operands.query_positions is None
     printed = _printed(program, is_difference, sink_dtype, drops)
     if isinstance(printed, NotPrintable):

@@ -145,7 +145,8 @@ def _primitive(partitioned: bool):
 
     primitive = Primitive("jaxflash_partitioned" if partitioned else "jaxflash")
     primitive.multiple_results = True
-    primitive.def_impl(jax.jit(primitive.bind, static_argnames="op"))
+    # Also where nothing is compiled (`jax.disable_jit`).
+    primitive.def_impl(lambda *args, op: _traced_once(op)(*args))
     primitive.def_abstract_eval(
         lambda *types, op: list(jax.make_jaxpr(_traced_once(op))(*types).out_avals)
     )

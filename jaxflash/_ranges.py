@@ -35,8 +35,8 @@ class Ranges(NamedTuple):
 def of_call(spec: AttentionSpec, operands: Operands) -> Ranges | None:
     """Those of a call's segments or packed sequences, or None. In packed ones the band of the spec
     (causal, window) is part of the intervals."""
-    if operands.query_segment_ids is None:
-        return None
+    if operands.query_segment_ids is None or 0 in (*operands.query.shape, *operands.key.shape):
+        return None  # nothing to see
     arrays = [operands.query_segment_ids, operands.key_segment_ids]
     if operands.query_boundaries is None:
         for_one = _of_segments
@@ -59,8 +59,7 @@ def _of_segments(query_ids, key_ids) -> Ranges:
     # Ids of 64 bits as their rank among the keys: -1 for those that no key has.
     if query_ids.dtype != jnp.int32:
         order = jnp.sort(key_ids)
-        key_ids = jnp.searchsorted(order, key_ids, method="scan_unrolled").astype(jnp.int32)
-        ranks = jnp.searchsorted(order, query_ids, method="scan_unrolled").astype(jnp.int32)
+        key_ids, ranks = _ranks(order, key_ids), _ranks(order, query_ids)
         query_ids = jnp.where(keys[:, 0] < keys[:, 1], ranks, -1)
     return _summarised(keys, keys_solid, rows, rows_solid, query_ids, key_ids)
 
@@ -70,16 +69,19 @@ def _matches(ids, others):
     such."""
     order = jnp.argsort(others, stable=True).astype(jnp.int32)
     ordered = others[order]
-    first, end = (
-        jnp.searchsorted(ordered, ids, side=side, method="scan_unrolled").astype(jnp.int32)
-        for side in ("left", "right")
-    )
+    first, end = (_ranks(ordered, ids, side) for side in ("left", "right"))
     last = others.shape[0] - 1
     begin = order[jnp.minimum(first, last)]
     stop = order[jnp.maximum(end - 1, 0)] + 1
     found = end > first
     interval = jnp.stack((jnp.where(found, begin, 0), jnp.where(found, stop, 0)), axis=-1)
     return interval.astype(jnp.int32), ~found | (stop - begin == end - first)
+
+
+def _ranks(ordered, ids, side: str = "left"):
+    # The quick method knows no explicit meshes.
+    method = "scan_unrolled" if jax.typeof(ids).sharding.mesh.empty else "sort"
+    return jnp.searchsorted(ordered, ids, side=side, method=method).astype(jnp.int32)
 
 
 def _of_packed(

@@ -17,7 +17,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import jax
@@ -80,7 +80,10 @@ class Program:
 
     def value_and_slope(self) -> core.ClosedJaxpr:
         """(logit, d logit / d score) of the same arguments, every call inlined."""
-        return _differentiated(self.jaxpr, (0,))
+        closed, constants = _differentiated(self.jaxpr, (0,))
+        if constants:
+            raise NotImplementedError("its rule for derivatives has arrays of its own")
+        return closed
 
 
 def compose(
@@ -277,17 +280,44 @@ def _read(values: dict[core.Var, Any], atom):
     return atom.val if is_literal(atom) else values[atom]
 
 
-def _differentiated(closed: core.ClosedJaxpr, positions: tuple[int, ...]) -> core.ClosedJaxpr:
-    """The value and its derivatives by the arguments at some positions, every call inlined."""
+def _differentiated(
+    closed: core.ClosedJaxpr, positions: tuple[int, ...]
+) -> tuple[core.ClosedJaxpr, tuple[Any, ...]]:
+    """The value and its derivatives by the arguments at some positions, every call inlined, and the
+    arrays that rules of custom derivatives hold: its last arguments."""
     from jax.extend.core import jaxpr_as_fun  # not with the package: see above
 
     function = jaxpr_as_fun(closed)
     both = jax.value_and_grad(lambda *arguments: function(*arguments)[0], argnums=positions)
     flat = _traced(lambda *arguments: jax.tree.leaves(both(*arguments)), closed.in_avals)
-    return _inlined(flat, {**_CALLS, **_CUSTOM_DERIVATIVES})
+    inlined = _inlined(flat, {**_CALLS, **_CUSTOM_DERIVATIVES})
+    return inlined, (*flat.consts, *inlined.consts)
 
 
 _unique = itertools.count()
+
+
+def _constants(closed: core.ClosedJaxpr) -> Iterator[Any]:
+    """Those of a jaxpr and of all that its equations call, whose text does not show them."""
+    yield from closed.consts
+
+    def is_closed(x) -> bool:
+        return hasattr(x, "consts") and hasattr(x, "jaxpr")
+
+    for eqn in closed.jaxpr.eqns:
+        for x in jax.tree.leaves(list(eqn.params.values()), is_leaf=is_closed):
+            if is_closed(x):
+                yield from _constants(x)
+
+
+def _text_of_constants(constants: Iterable[Any]) -> str:
+    """Equal for equal arrays; those of tracers are not known."""
+    return "".join(
+        f"\n{next(_unique)}"
+        if isinstance(x, jax.core.Tracer)  # pyright: ignore
+        else f"\n{np.asarray(x).tobytes().hex()}"
+        for x in constants
+    )
 
 
 def _text(closed: core.ClosedJaxpr) -> str:
@@ -295,18 +325,18 @@ def _text(closed: core.ClosedJaxpr) -> str:
     # Types name their mesh, and a program cannot be evaluated with another one.
     mesh = jax.sharding.get_abstract_mesh()
     text = f"{closed}\n{mesh}" if mesh.shape else str(closed)
+    text += _text_of_constants(_constants(closed))
     if not re.search("|".join(_CUSTOM_DERIVATIVES) + "|0x[0-9a-f]{6}", text):
         return text
     # Rules of custom derivatives are objects, new ones for every trace. What they do counts.
     types: list[Any] = closed.in_avals
     floats = tuple(i for i, t in enumerate(types) if jnp.issubdtype(t.dtype, jnp.floating))
     try:
-        derivatives = _differentiated(closed, floats)
+        derivatives, constants = _differentiated(closed, floats)
     except (TypeError, ValueError, NotImplementedError):  # it has no reverse mode
         return f"{text}\n{next(_unique)}"
     text = f"{derivatives}\n{mesh}" if mesh.shape else str(derivatives)
-    for constant in derivatives.consts:
-        text += f"\n{np.asarray(constant).tobytes().hex()}"
+    text += _text_of_constants((*constants, *_constants(derivatives)))
     # An address says nothing about what lies there.
     return f"{text}\n{next(_unique)}" if re.search("0x[0-9a-f]{6}", text) else text
 
@@ -320,7 +350,8 @@ class View:
     # For each axis of the capture an int, a literal or a variable; None while it is whole.
     index: tuple[Any, ...]
     axes: tuple[int | None, ...]  # for each axis of the view, that of the capture; None: of size 1
-    casts: tuple[Any, ...] = ()  # dtypes it is converted to, one after the other
+    # Dtypes that it is converted to, one after the other; None: no derivative reaches the capture.
+    casts: tuple[Any, ...] = ()
 
     @classmethod
     def whole(cls, capture: int, shape: tuple[int, ...]) -> View:
@@ -332,8 +363,8 @@ class View:
         """
         name, params, out = eqn.primitive.name, eqn.params, eqn.outvars[0].aval
         if name in ("convert_element_type", "stop_gradient", "copy", "copy_p", "pvary"):
-            casts = (*self.casts, out.dtype) if name == "convert_element_type" else self.casts
-            return dataclasses.replace(self, casts=casts)
+            more = {"convert_element_type": (out.dtype,), "stop_gradient": (None,)}.get(name, ())
+            return dataclasses.replace(self, casts=(*self.casts, *more))
         if name == "dynamic_slice":
             return self._cut(scalars, params["slice_sizes"])
         if name == "slice" and params["strides"] is None:

@@ -57,9 +57,6 @@ class AttentionSpec:
     deterministic_backward: bool
     program: _scores.Program | None = None
 
-    def changes_scores_by(self, argument: str) -> bool:
-        return self.program is not None and argument in self.program.parts
-
 
 class Operands(NamedTuple):
     """The arrays of a call; what was not given is None. A pytree, also used for its gradients.
@@ -342,8 +339,18 @@ def _segment_ids(segment_ids, batch, q_len, kv_len):
                 f"got {ids.shape}"
             )
     # One dtype for both, and none narrower than the ids: different ones must stay different.
-    wide = max(query_ids.dtype.itemsize, key_ids.dtype.itemsize) > 4
-    dtype = jnp.int64 if wide else jnp.int32
+    dtypes = query_ids.dtype, key_ids.dtype
+    size = max(dtype.itemsize for dtype in dtypes)
+    unsigned = [jnp.issubdtype(dtype, jnp.unsignedinteger) for dtype in dtypes]
+    if any(unsigned) and not all(unsigned):
+        large = dtypes[unsigned.index(True)].itemsize
+        if large >= (8 if jax.config.jax_enable_x64 else 4):  # pyright: ignore
+            raise ValueError(
+                f"segment_ids must have one integer dtype, got {dtypes[0]} and {dtypes[1]}: no "
+                "dtype has the values of both"
+            )
+        size = max(size, 2 * large)
+    dtype = jnp.int64 if size > 4 else jnp.int32
     return _cast(query_ids, dtype), _cast(key_ids, dtype)
 
 
@@ -364,7 +371,7 @@ def _band(is_causal, local_window_size) -> tuple[int | None, int | None]:
             )
         left, right = (_window_side(side, local_window_size) for side in sides)
     if _flag("is_causal", is_causal):
-        right = 0 if right is None else min(right, 0)
+        right = 0
     return left, right
 
 
@@ -459,18 +466,19 @@ def _per_head(name: str, x, q_heads, shapes):
 
 def _dropout_seed(rng):
     """The first two words of a PRNG key, old style (uint32 array) or new (jax.random.key)."""
-    if isinstance(rng, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct((2,), jnp.uint32)
-    if isinstance(rng, jax.Array) and jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
+    is_array = isinstance(rng, jax.Array) or _is_abstract(rng)
+    if is_array and jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
         if rng.shape != ():
             raise ValueError(f"dropout_rng must be a single PRNG key, got key shape {rng.shape}")
+        if _is_abstract(rng):
+            return jax.ShapeDtypeStruct((2,), jnp.uint32)
         rng = jax.random.key_data(rng)
     rng = _array("dropout_rng", rng)
     if rng.dtype != jnp.uint32 or len(rng.shape) != 1 or rng.shape[0] < 2:
         raise ValueError(
             f"dropout_rng must be a PRNG key, got an array of shape {rng.shape}, dtype {rng.dtype}"
         )
-    return rng[:2]
+    return jax.ShapeDtypeStruct((2,), jnp.uint32) if _is_abstract(rng) else rng[:2]
 
 
 # The names of jax.lax.Precision, jax.lax.DotAlgorithmPreset and jax_default_matmul_precision that
@@ -485,7 +493,7 @@ def _highest_precision(precision) -> bool:
     """Whether float32 products must be accurate to float32; None follows jax's own default."""
     if precision is None:
         precision = jax.config.jax_default_matmul_precision  # pyright: ignore
-        return precision is not None and precision.lower() in _HIGHEST
+        return precision is not None and _highest_precision(precision)
     if isinstance(precision, (tuple, list)) and len(precision) == 2:
         return any(_highest_precision(p) for p in precision)
     if isinstance(precision, jax.lax.DotAlgorithm):

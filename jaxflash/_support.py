@@ -11,7 +11,7 @@ from jaxflash import _ffi, _kernel_program, _nvrtc
 from jaxflash._printer import NotPrintable
 from jaxflash._spec import AttentionSpec, Operands
 
-# Longest sequence that the kernels index (cuda/attention.h: kMaxLength).
+# Longest sequence that the kernels index (cuda/problem.h: kMaxLength).
 _MAX_LENGTH = 1 << 30
 
 # The kernels' name of the arithmetic, by dtype and whether float32 products must be exact.
@@ -25,26 +25,13 @@ _MATH = {
 }
 
 
-# Score programs are off until the kernels have run them on a GPU.
-KERNELS_RUN_PROGRAMS = True
-
-
 @dataclasses.dataclass(frozen=True)
 class Feature:
-    """An argument of the call and, where the kernels may lack it, how to see its use."""
+    """An argument of the call and, where the kernels lack it, how to see its use."""
 
     name: str
     used: Callable[[AttentionSpec, Operands], bool] | None = None
-    in_programs: bool = False  # the kernels have it as a part of score programs
-    but: str = ""  # what of it they leave to the blockwise path
-
-    @property
-    def in_kernels(self) -> bool:
-        return self.used is None or (self.in_programs and KERNELS_RUN_PROGRAMS)
-
-
-def _score(name: str, used: Callable[[AttentionSpec, Operands], bool], but: str = "") -> Feature:
-    return Feature(name, used, in_programs=True, but=but)
+    but: str = ""  # what of it the kernels leave to the blockwise path
 
 
 _GRADIENT_APART = ", but its gradient"
@@ -60,23 +47,18 @@ FEATURES = (
     Feature("value head size other than the query's"),
     Feature("`return_residual` (lse) and its gradient"),
     Feature("`deterministic_backward`"),
-    _score("`bias` and its gradient", lambda s, o: s.changes_scores_by("bias"), _GRADIENT_APART),
+    Feature("`bias` and its gradient", but=_GRADIENT_APART),
     Feature("`mask`", lambda s, o: o.mask is not None),
-    _score("`segment_ids`", lambda s, o: o.query_segment_ids is not None),
-    _score("`logits_soft_cap`", lambda s, o: s.changes_scores_by("logits_soft_cap")),
-    _score("`sink` and its gradient", lambda s, o: o.sink is not None),
-    _score(
-        "`alibi_slopes` and their gradient",
-        lambda s, o: s.changes_scores_by("alibi_slopes"),
-        _GRADIENT_APART,
+    Feature("`segment_ids`", but=", but `deterministic_backward`"),
+    Feature("`logits_soft_cap`"),
+    Feature("`sink` and its gradient"),
+    Feature("`alibi_slopes` and their gradient", but=_GRADIENT_APART),
+    Feature("`score_mod` and gradients of what it captures", but=_GRADIENT_APART),
+    Feature("`dropout_rate`"),
+    Feature(
+        "`varlen_attention` (packed)",
+        but=", but `deterministic_backward`, `alibi_slopes` and `score_mod`",
     ),
-    _score(
-        "`score_mod` and gradients of what it captures",
-        lambda s, o: s.changes_scores_by("score_mod"),
-        _GRADIENT_APART,
-    ),
-    _score("`dropout_rate`", lambda s, o: s.dropout_rate > 0.0),
-    _score("`varlen_attention` (packed)", lambda s, o: o.query_positions is not None),
 )
 
 
@@ -100,7 +82,7 @@ def reasons_against_kernels(spec: AttentionSpec, operands: Operands) -> tuple[st
     reasons = [
         f"{feature.name.replace('`', '')} is not built into the kernels"
         for feature in FEATURES
-        if not feature.in_kernels and feature.used is not None and feature.used(spec, operands)
+        if feature.used is not None and feature.used(spec, operands)
     ]
     query, key, value = operands.query, operands.key, operands.value
     dtype = query.dtype.name
@@ -132,13 +114,12 @@ def _reasons_against_program(spec: AttentionSpec, operands: Operands) -> tuple[s
     try:
         program = _kernel_program.make(spec, operands)
     except NotPrintable as reason:
-        changed_by = [*spec.program.parts] if spec.program is not None else []
-        changed_by += ["sink"] if operands.sink is not None and not changed_by else []
-        return (f"{' with '.join(changed_by)} {reason}",)
+        parts = spec.program.parts if spec.program is not None else ()
+        return (f"{' with '.join(parts) or 'the call'} {reason}",)
     if program is None:
         return ()
     reasons = []
-    if KERNELS_RUN_PROGRAMS and (no_compiler := _nvrtc.reason_against()) is not None:
+    if (no_compiler := _nvrtc.reason_against()) is not None:
         reasons.append(no_compiler)
     for name, x in (("query", operands.query), ("key", operands.key)):
         length, limit = x.shape[-3], program.exact_length
@@ -229,6 +210,6 @@ def _largest_head_size(math: str) -> int:
 def table() -> str:
     """The support table of docs/arguments.md, in Markdown."""
     rows = ["| feature | CUDA kernels | blockwise path (`xla`) |", "|---|---|---|"]
-    rows += [f"| {f.name} | {f'yes{f.but}' if f.in_kernels else 'no'} | yes |" for f in FEATURES]
+    rows += [f"| {f.name} | {'no' if f.used else f'yes{f.but}'} | yes |" for f in FEATURES]
     rows += [f"| {name} | {on_kernels} | yes |" for name, on_kernels in TRANSFORMS]
     return "\n".join(rows)

@@ -189,7 +189,7 @@ class _Load(NamedTuple):
 
     capture: int
     index: tuple[Any, ...]  # as a `View` has it
-    casts: tuple[Any, ...]  # dtypes that it is converted to, one after the other
+    casts: tuple[Any, ...]  # as a `View` has them
     result: core.Var
 
 
@@ -233,7 +233,9 @@ class _Split:
         return jnp.issubdtype(self.captures[load.capture].aval.dtype, jnp.floating)
 
     def _casts_of(self, load: _Load) -> tuple[Any, ...]:
-        return load.casts or (self.captures[load.capture].aval.dtype,)
+        if any(dtype is not None for dtype in load.casts):
+            return load.casts
+        return (self.captures[load.capture].aval.dtype, *load.casts)
 
     def _find_loads(self) -> list[_Load]:
         views = {v: View.whole(i, v.aval.shape) for i, v in enumerate(self.captures)}
@@ -332,7 +334,12 @@ class _Split:
         """The values as the program has them, of what was read in the dtype of the tiles."""
         for variable, casts in self._casts.items():
             for dtype in casts if variable in values else ():
-                values[variable] = jax.lax.convert_element_type(values[variable], dtype)
+                x = values[variable]
+                values[variable] = (
+                    jax.lax.stop_gradient(x)
+                    if dtype is None
+                    else jax.lax.convert_element_type(x, dtype)
+                )
         return values
 
     def partials(self, floats, integers, whole):
@@ -345,6 +352,21 @@ class _Split:
             return jax.jvp(lambda *x: self._plain(x, integers, whole), floats, directions)[1]
 
         return tuple(partial(i) for i in range(len(floats)))
+
+    def moved_by_whole(self, floats, integers, whole, t_whole):
+        """The tangent of the value by those of the captures `whole`."""
+
+        def value(whole):
+            return self._plain(floats, integers, whole)
+
+        if not self._reverse_only:
+            return jax.jvp(value, (whole,), (t_whole,))[1]
+        gradients = jax.grad(value, allow_int=True)(whole)
+        return sum(
+            jnp.vdot(g, t)
+            for g, t in zip(gradients, t_whole, strict=True)
+            if g.dtype != jax.dtypes.float0
+        )
 
 
 _split = functools.lru_cache(maxsize=256)(_Split)
@@ -371,8 +393,7 @@ def _hidden_tangent(split: _Split, primals, tangents):
         tangent = tangent + shown(partial) * t
     floats, integers, whole = arguments
     if whole:
-        _, moved = jax.jvp(lambda x: split._plain(floats, integers, x), (whole,), (t_whole,))
-        tangent = tangent + shown(moved)
+        tangent = tangent + shown(split.moved_by_whole(floats, integers, whole, t_whole))
     return value, tangent
 
 

@@ -405,7 +405,8 @@ BANDS = (
          is_causal=True, dtype="bfloat16", deterministic_backward=True),
 )  # fmt: skip
 
-# What the kernels do not take yet: each alone, every broadcast shape, and the pairs that interact.
+# What changes scores and who sees whom beyond a band: each alone, every broadcast shape, and the
+# pairs that interact.
 SCORES = (
     _row("bias", bias="BNTS"),
     _row("bias-bfloat16", bias="1NTS", dtype="bfloat16", q_heads=4, kv_heads=2),
@@ -445,6 +446,39 @@ SCORES = (
          kv_heads=2, query_lengths=(48, 40), kv_lengths=(48, 44), scale=0.3, dtype="bfloat16"),
 )  # fmt: skip
 
+# The same past one tile of rows and of keys, at the kernels' head sizes.
+SCORES_OF_TILES = (
+    _row("tiles-segments-64", segments="shared", q_len=330, q_heads=4, kv_heads=2, head_dim=64,
+         dtype="bfloat16", gpu_only=True),
+    _row("tiles-segments-causal-128", segments="shared", q_len=400, head_dim=128, is_causal=True,
+         dtype="float16"),
+    _row("tiles-segments-pair-256", segments="pair", q_len=200, kv_len=330, head_dim=256,
+         dtype="bfloat16", gpu_only=True),
+    _row("tiles-segments-window-128", segments="shared", q_len=500, head_dim=128,
+         local_window_size=(70, 20), dtype="bfloat16", gpu_only=True),
+    _row("tiles-dropout-128", dropout_rate=0.3, q_len=300, kv_len=410, head_dim=128,
+         dtype="bfloat16", gpu_only=True),
+    _row("tiles-dropout-causal-64", dropout_rate=0.1, q_len=300, q_heads=4, kv_heads=2,
+         head_dim=64, is_causal=True, dtype="float16", gpu_only=True),
+    _row("tiles-dropout-256", dropout_rate=0.5, q_len=150, kv_len=300, head_dim=256,
+         dtype="bfloat16", gpu_only=True),
+    _row("tiles-bias-128", bias="1NTS", q_len=300, kv_len=350, head_dim=128, dtype="bfloat16",
+         gpu_only=True),
+    _row("tiles-bias-keys-256", bias="BN1S", q_len=200, kv_len=310, head_dim=256, is_causal=True,
+         dtype="float16", gpu_only=True),
+    _row("tiles-bias-hides-64", bias="11TS", bias_hides=True, q_len=260, head_dim=64,
+         dtype="bfloat16", gpu_only=True),
+    _row("tiles-alibi-64", alibi="N", q_len=333, kv_len=290, head_dim=64, dtype="bfloat16",
+         gpu_only=True),
+    _row("tiles-alibi-causal-128", alibi="BN", q_len=300, q_heads=4, kv_heads=2, head_dim=128,
+         is_causal=True, dtype="bfloat16"),
+    _row("tiles-cap-sink-256", logits_soft_cap=2.0, sink=True, q_len=210, kv_len=300, head_dim=256,
+         dtype="bfloat16", gpu_only=True),
+    _row("tiles-everything-128", bias="BNTS", segments="shared", logits_soft_cap=3.0, sink=True,
+         alibi="N", dropout_rate=0.2, is_causal=True, q_len=300, q_heads=4, kv_heads=2,
+         head_dim=128, dtype="bfloat16", gpu_only=True),
+)  # fmt: skip
+
 # Score functions of the caller's own (score_mods.py), beside everything else.
 SCORE_MOD_ROWS = (
     _row("score-mod-bias", score_mod="dense-bias", q_len=33, kv_len=40, q_heads=4, kv_heads=2),
@@ -473,6 +507,7 @@ SCORE_MOD_ROWS = (
     _row("score-mod-constant", score_mod="constant", is_causal=True),
     _row("score-mod-scalars", score_mod="scalar-arrays"),
     _row("score-mod-flags", score_mod="flags", deterministic_backward=True),
+    _row("score-mod-compared-flags", score_mod="compared-flags"),
     _row("score-mod-poison", score_mod="temperature", poison=True, is_causal=True, kv_len=80),
     _row("score-mod-poison-nonlinear", score_mod="elementary", poison=True, q_len=20,
          kv_lengths=(48, 7), kv_len=48),
@@ -488,6 +523,10 @@ FAULTS = (
     _row("empty-S-dropout", q_len=16, kv_len=0, dropout_rate=0.2),
     _row("empty-S-features", q_len=16, kv_len=0, sink=True, alibi="N", bias="BN11"),
     _row("empty-T-S", q_len=0, kv_len=0, is_causal=True),
+    _row("empty-T-S-features", q_len=0, kv_len=0, bias="BNTS", alibi="BN", logits_soft_cap=2.0),
+    _row("empty-T-segments", q_len=0, kv_len=16, segments="pair", dtype="bfloat16"),
+    _row("empty-S-segments", q_len=16, kv_len=0, segments="pair", is_causal=True),
+    _row("one-head-features", q_heads=1, bias="BNTS", alibi="BN", score_mod="rows-of-heads"),
     _row("empty-batch-lengths", batch=(0, 2), query_lengths=(), kv_lengths=()),
     _row("no-heads", q_heads=0, kv_heads=1, dtype="bfloat16"),
     _row("poison-lengths", poison=True, q_len=70, kv_len=150, query_lengths=(70, 40),
@@ -596,4 +635,6 @@ LARGE = (
          local_window_size=(1023, 0), dtype="bfloat16", gpu_only=True),
 )  # fmt: skip
 
-CASES = (*BASE, *HEADS, *BANDS, *SCORES, *SCORE_MOD_ROWS, *FAULTS, *DECODE, *LARGE)
+CASES = (
+    *BASE, *HEADS, *BANDS, *SCORES, *SCORES_OF_TILES, *SCORE_MOD_ROWS, *FAULTS, *DECODE, *LARGE
+)  # fmt: skip

@@ -163,6 +163,13 @@ def _flags(score, b, h, q, kv, keep, weights):
     return jnp.where(keep[h, kv] & (weights[q] > 0), score + weights[q] % 3, score - 1.0)
 
 
+def _compared_flags(score, b, h, q, kv, rows, columns):
+    """Bools are in an order, too: False before True."""
+    row, column = rows[q], columns[kv]
+    visible = (row >= column) & ((row < column) | (row <= column) | (column > (kv < q)))
+    return jnp.where(visible | (row != column), score, -jnp.inf)
+
+
 def _per_head_and_arrays(sizes, rng):
     return {
         "temperature": 1.0 + 0.3 * rng.random(sizes.heads).astype(np.float32),
@@ -218,6 +225,13 @@ SCORE_MODS = {
                 "gain": np.asarray(0.7, np.float32),
                 "flag": np.asarray(True),
                 "shift": np.asarray(0.5, jnp.bfloat16),
+            },
+        ),
+        _row(
+            _compared_flags,
+            lambda s, r: {
+                "rows": r.random(s.q_len) < 0.5,
+                "columns": r.random(s.kv_len) < 0.5,
             },
         ),
         _row(

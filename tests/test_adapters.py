@@ -111,6 +111,11 @@ def test_nnx_options():
     _close(_nnx_loss_and_gradient(_nnx_module(attention_fn=attention_fn), _x()), expected)
 
 
+# Where types have 64 bits, the caches of Flax compare int64 with int32.
+_as_flax_promotes = jax.numpy_dtype_promotion("standard")
+
+
+@_as_flax_promotes
 def test_nnx_decode():
     """Token by token through the cache."""
 
@@ -123,6 +128,13 @@ def test_nnx_decode():
     _close(run(attention_fn=jaxflash.attention_fn), run())
 
 
+def test_window_without_sides_has_no_position():
+    query, key, value = _qkv()
+    attend = functools.partial(jaxflash.attention_fn, query[:, :1], key, value)
+    _close(attend(local_window_size=(None, None)), attend())
+
+
+@_as_flax_promotes
 def test_nnx_decode_with_a_window_is_refused():
     attention_fn = functools.partial(jaxflash.attention_fn, local_window_size=(3, 0))
     module = _nnx_module(attention_fn=attention_fn)
@@ -179,6 +191,7 @@ def test_linen_options():
     _close(causal.apply(parameters, _x()), own.apply(parameters, _x(), mask=mask))
 
 
+@_as_flax_promotes
 def test_linen_decode():
     def run(**options):
         module = linen.MultiHeadDotProductAttention(num_heads=HEADS, decode=True, **options)

@@ -179,6 +179,16 @@ def test_varlen_lengths_do_not_compile_again():
     assert attend._cache_size() == 1  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def test_varlen_takes_a_traced_scale():
+    ends = _boundaries((8, 12))
+    qkv = _normal(20, N, H), _normal(20, K, H, seed=1), _normal(20, K, H, seed=2)
+
+    def attend(scale):
+        return jaxflash.varlen_attention(*qkv, ends, ends, scale=scale)
+
+    _close(jax.jit(attend)(np.float32(0.3)), attend(0.3))
+
+
 def test_varlen_padding_is_not_read():
     qkv = [_normal(20, N, H), _normal(20, K, H), _normal(20, K, H)]
     ends = _boundaries((8, 7))

@@ -51,6 +51,92 @@ def _assert_equal(transformed, *arguments):
 # ---- Captures ------------------------------------------------------------------------------------
 
 
+def _assert_own_arrays(make):
+    """Programs that differ in the arrays of inner functions alone are different programs."""
+    arrays = (jnp.arange(_N, dtype=jnp.float32), 5.0 + jnp.arange(_N, dtype=jnp.float32))
+
+    def value_and_gradient(attention, array, **options):
+        def loss(q, k, v):
+            return jnp.sum(jnp.sin(attention(q, k, v, score_mod=make(array), **options)))
+
+        return jax.value_and_grad(loss, (0, 1))(*_qkv())
+
+    for array in arrays:
+        ours, theirs = (value_and_gradient(f, array) for f in _ATTENTIONS)
+        for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+            np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5)
+
+
+def test_arrays_of_functions_within_branches():
+    def make(array):
+        inner = jax.jit(lambda score, h: score * (1 + 0.1 * array[h]))
+        return lambda score, b, h, q, kv: jax.lax.cond(
+            q > kv, lambda: inner(score, h), lambda: score
+        )
+
+    _assert_own_arrays(make)
+
+
+@pytest.mark.parametrize("kind", ["jvp", "vjp"])
+def test_arrays_of_custom_derivatives(kind):
+    def make(array):
+        if kind == "jvp":
+            function = jax.custom_jvp(lambda score: score)
+            function.defjvp(lambda primals, tangents: (primals[0], tangents[0] * jnp.sum(array)))
+        else:
+            function = jax.custom_vjp(lambda score: score)
+            function.defvjp(lambda score: (score, None), lambda _, t: (t * jnp.sum(array),))
+        return lambda score, b, h, q, kv: function(score)
+
+    _assert_own_arrays(make)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_stop_gradient_of_a_capture(inside):
+    def make(table):
+        def score_mod(score, b, h, q, kv):
+            element = (
+                jax.lax.stop_gradient(table[h, q])
+                if inside
+                else (jax.lax.stop_gradient(table)[h, q])
+            )
+            return score * element + table[h, kv]
+
+        return score_mod
+
+    def gradients(attention, qkv, table):
+        return jax.grad(lambda table: _loss(attention, table, qkv, make))(table)
+
+    _assert_equal(gradients, _qkv(), _table())
+
+
+def test_whole_capture_with_a_reverse_derivative_of_its_own():
+    @jax.custom_vjp
+    def cap(x):
+        return jnp.tanh(x)
+
+    cap.defvjp(lambda x: (jnp.tanh(x), jnp.tanh(x)), lambda t, g: (g * (1 - t * t),))
+
+    def make(table):
+        return lambda score, b, h, q, kv: cap(score * jnp.sum(table))
+
+    def gradients(attention, qkv, table):
+        return jax.grad(lambda table: _loss(attention, table, qkv, make))(table)
+
+    _assert_equal(gradients, _qkv(), 0.01 * _table())
+
+
+def test_without_jit():
+    def gradients(attention, qkv, table):
+        return jax.grad(lambda q: _loss(attention, table, (q, *qkv[1:])))(qkv[0])
+
+    expected = gradients(_ATTENTIONS[1], _qkv(), _table())
+    with jax.disable_jit():
+        np.testing.assert_allclose(
+            gradients(_ATTENTIONS[0], _qkv(), _table()), expected, rtol=2e-4, atol=2e-5
+        )
+
+
 def test_gradient_of_a_capture_under_scan():
     def step(attention, qkv, table, _):
         gradient = jax.grad(_loss, argnums=1)(attention, table, qkv)

@@ -29,6 +29,9 @@ def _ones(*shape, dtype=np.float32):
     return np.ones(shape, dtype)
 
 
+_MASK = np.ones((1, 1, 1, 1), bool)
+
+
 # id: (arguments that replace or join good ones, words that the text must have)
 ERRORS = {
     "query not an array": (dict(query="abc"), ["query", "str"]),
@@ -276,21 +279,82 @@ def test_supported_without_arrays():
     assert any("float64" in reason for reason in jaxflash.supported(double, double, double))
 
 
+_needs_kernels = pytest.mark.skipif(
+    not _ffi.extension.kernels, reason="the library was built without kernels"
+)
+
+
+@_needs_kernels
 def test_cuda_names_every_reason_at_once():
+    refused = dict(
+        query=_ones(*BATCH, T, N, 300), key=_ones(*BATCH, S, K, 300), mask=_MASK,
+        segment_ids=(np.ones((*BATCH, T), np.int32), np.ones((*BATCH, S), np.int32)),
+        deterministic_backward=True,
+    )  # fmt: skip
+    call = _arrays(**refused)
     with pytest.raises(NotImplementedError) as caught:
-        jaxflash.dot_product_attention(
-            **_arrays(), bias=_ones(T, S), sink=_ones(N), implementation="cuda"
-        )
-    # Those against the call; the machine's do not matter before the program is lowered.
-    machine = jaxflash.supported(**_arrays())
-    reasons = jaxflash.supported(**_arrays(), bias=_ones(T, S), sink=_ones(N))
-    assert reasons
+        jaxflash.dot_product_attention(**call, implementation="cuda")
+    # The machine's do not matter before the program is lowered.
+    reasons = set(jaxflash.supported(**call)) - set(jaxflash.supported(**_arrays()))
+    assert len(reasons) == 3
     for reason in reasons:
-        assert reason in str(caught.value) or reason in machine
-    assert "implementation='xla'" in str(caught.value)
+        assert reason in str(caught.value)
+    for word in ("mask", "head size 300", "deterministic_backward with segments", "'xla'"):
+        assert word in str(caught.value)
 
 
-@pytest.mark.skipif(not _ffi.extension.kernels, reason="the library was built without kernels")
+@_needs_kernels
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (dict(alibi_slopes=_ones(N)), ["alibi_slopes with packed sequences"]),
+        (
+            dict(score_mod=lambda score, b, h, q, kv: 2 * score, logits_soft_cap=3.0),
+            ["score_mod with packed sequences"],
+        ),
+        (dict(deterministic_backward=True), ["deterministic_backward with segments or packed"]),
+    ],
+    ids=["slopes", "score_mod", "deterministic"],
+)
+def test_cuda_refuses_of_packed_sequences(options, words):
+    qkv = _ones(T, N, H), _ones(S, K, H), _ones(S, K, VALUE)
+    with pytest.raises(NotImplementedError) as caught:
+        jaxflash.varlen_attention(
+            *qkv, np.array([0, T]), np.array([0, S]), implementation="cuda", **options
+        )
+    for word in words:
+        assert word in str(caught.value)
+
+
+@_needs_kernels
+@pytest.mark.parametrize(
+    ("length", "options", "word"),
+    [
+        (2**30 + 1, dict(), "at most 2**30"),
+        (2**24 + 1, dict(alibi_slopes=_ones(N)), None),
+        (
+            2**24 + 1,
+            dict(
+                score_mod=lambda score, b, h, q, kv: score + 0.1 * (q - kv).astype(jnp.float32),
+                is_causal=True, causal_alignment="bottom_right",
+            ),
+            "at most 16777216",
+        ),
+    ],
+    ids=["index", "slopes", "difference"],
+)  # fmt: skip
+def test_lengths_that_the_kernels_do_not_take(length, options, word):
+    x = jax.ShapeDtypeStruct((length, N, 64), jnp.bfloat16)
+    machine = set(jaxflash.supported(*(jax.ShapeDtypeStruct((8, N, 64), jnp.bfloat16),) * 3))
+    reasons = set(jaxflash.supported(x, x, x, **options)) - machine
+    if word is None:
+        assert not reasons
+    else:
+        assert len(reasons) == 2  # of query and key
+        assert all(word in reason for reason in reasons)
+
+
+@_needs_kernels
 def test_kernels_on_a_cpu_are_an_error_that_says_so():
     """As documentation promises, when the platform is known: eagerly, compiled, in a gradient and
     for an exported program; tracing alone, or lowering for CUDA, is no error."""
@@ -321,9 +385,7 @@ def _lowering_warnings(platform, fresh=True, function=None, **options):
     """Texts of the warnings of the slow path when a call is lowered."""
     if fresh:
         _support._warned.clear()
-
-    def attend(*arrays):
-        return jaxflash.dot_product_attention(*arrays, **options)
+    attend = functools.partial(jaxflash.dot_product_attention, **options)
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -332,9 +394,6 @@ def _lowering_warnings(platform, fresh=True, function=None, **options):
         traced.lower(lowering_platforms=(platform,))
     assert all(issubclass(w.category, jaxflash.SlowPathWarning) for w in caught)
     return [str(w.message) for w in caught]
-
-
-_MASK = np.ones((1, 1, 1, 1), bool)
 
 
 def test_slow_path_on_cuda_warns():
@@ -348,6 +407,28 @@ def test_slow_path_on_cuda_warns():
         assert _lowering_warnings("cuda") == []  # the kernels
     assert _lowering_warnings("cpu", mask=_MASK) == []
     assert _lowering_warnings("cuda", mask=_MASK, implementation="xla") == []
+
+
+@_needs_kernels
+@pytest.mark.parametrize("name", ["bias", "alibi_slopes", "score_mod"])
+def test_slow_gradients_on_cuda_warn(name):
+    """Once, of a program that computes one; not where the gradients are the kernels'."""
+    x = jnp.ones((N, T, S) if name == "bias" else N)
+
+    def lowering_warnings(wanted, fresh):
+        def gradient(attend):
+            def loss(x, query, key, value):
+                option = (lambda score, b, h, q, kv: score + x[h]) if name == "score_mod" else x
+                return jnp.sum(attend(query, key, value, **{name: option}))
+
+            return lambda *qkv: jax.grad(loss, wanted)(x, *qkv)
+
+        return _lowering_warnings("cuda", fresh, gradient)
+
+    assert lowering_warnings((1, 2, 3), True) == []
+    (text,) = lowering_warnings((0, 1), True)
+    assert "gradients of captured arrays" in text
+    assert lowering_warnings(0, False) == []
 
 
 def test_slow_path_warning_can_be_an_error():
@@ -378,6 +459,9 @@ def test_precision_follows_jax():
     with jax.default_matmul_precision("highest"):
         assert highest(None)
         assert not highest("default")
+    for name in ("tensorfloat32", "bfloat16", "high"):
+        with jax.default_matmul_precision(name):
+            assert highest(None) == highest(name)
     presets = jax.lax.DotAlgorithmPreset
     for preset in (presets.F32_F32_F32, presets.TF32_TF32_F32_X3, presets.BF16_BF16_F32_X6):
         assert highest(preset)
@@ -389,6 +473,32 @@ def test_precision_follows_jax():
         assert not highest(preset.name)
     assert highest(jax.lax.DotAlgorithm(np.float32, np.float32, np.float32))
     assert not highest(jax.lax.DotAlgorithm(jnp.bfloat16, jnp.bfloat16, np.float32))
+
+
+def test_signed_and_unsigned_segment_ids_stay_different():
+    x = np.ones((2, 1, 4), np.float32)
+    ids = np.array([0, 2**32 - 1], np.uint32), np.array([0, -1], np.int32)
+    attend = functools.partial(
+        jaxflash.dot_product_attention, x, x, x, scale=0.0, return_residual=True
+    )
+    with jax.enable_x64(True):
+        np.testing.assert_array_equal(attend(segment_ids=ids)[1][:, 0], [0, -np.inf])
+    with jax.enable_x64(False), pytest.raises(ValueError, match=r"segment_ids.*uint32 and int32"):
+        attend(segment_ids=ids)
+    narrow = np.array([0, 255], np.uint8), np.array([0, -1], np.int8)
+    np.testing.assert_array_equal(attend(segment_ids=narrow)[1][:, 0], [0, -np.inf])
+
+
+def test_abstract_dropout_keys_are_checked():
+    arrays = _arrays()
+    for rng in (
+        jax.ShapeDtypeStruct((3, 4), jnp.float32),
+        jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 2)),
+    ):
+        with pytest.raises(ValueError, match="dropout_rng"):
+            jaxflash.supported(**arrays, dropout_rate=0.1, dropout_rng=rng)
+    rng = jax.eval_shape(lambda: jax.random.key(0))
+    assert not any("dropout" in x for x in jaxflash.supported(**arrays, dropout_rng=rng))
 
 
 def test_wide_segment_ids_stay_different():

@@ -786,6 +786,49 @@ def test_shard_map(specs):
 
 
 @pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize("key_is_split", [False, True])
+def test_dropout_in_shard_map(key_is_split):
+    """Each device counts its own batch elements; with a key for all, or one for each."""
+    mesh = _mesh(b=4, rest=2)
+    query, key, value = _qkv(8)
+    options = dict(dropout_rate=0.3, is_causal=True)
+
+    def per_device(query, key, value, rng):
+        if key_is_split:
+            rng = jax.random.fold_in(rng, jax.lax.axis_index("b"))
+        return jaxflash.dot_product_attention(query, key, value, dropout_rng=rng, **options)
+
+    split = PartitionSpec("b")
+    run = jax.shard_map(
+        per_device, mesh=mesh, in_specs=(split, split, split, PartitionSpec()), out_specs=split
+    )
+    rng = jax.random.key(3)
+    rngs = [jax.random.fold_in(rng, i) if key_is_split else rng for i in range(4)]
+    expected = [
+        _dense(*(x[2 * i : 2 * i + 2] for x in (query, key, value)), dropout_rng=rngs[i], **options)
+        for i in range(4)
+    ]
+    _close(jax.jit(run)(query, key, value, rng), jnp.concatenate(expected))
+
+
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize("ids_spec", [(), ("b",)], ids=["whole ids", "split ids"])
+def test_segments_on_an_explicit_mesh(ids_spec):
+    """With the kernels as a possibility, whose ranges are computed before the platform is known."""
+    mesh = _explicit_mesh()
+    ids = np.tile(np.array([0, 0, 1, 1, 1, 2, 2, 2, 2, 3, 3, 4], np.int32), (8, 1))
+    query = np.random.default_rng(0).standard_normal((8, 12, N, H), np.float32)
+    expected = _dense(query, query, query, segment_ids=ids)
+    placed = _sharded([query, ids], mesh, ("b",), ids_spec)
+
+    def attend(query, ids):
+        return jaxflash.dot_product_attention(query, query, query, segment_ids=ids)
+
+    with jax.set_mesh(mesh):
+        _close(jax.jit(attend)(*placed), expected)
+
+
+@pytest.mark.usefixtures("cpu")
 def test_ring_of_partial_results():
     """Keys split over devices: each merges what it makes of every part, as it comes around."""
     mesh = _mesh(s=4, rest=2)

@@ -157,7 +157,7 @@ class Builder:
         dtype = self._capture_dtypes[view.capture]
         index = tuple(self._wrapped(i, view, axis) for axis, i in enumerate(view.index))
         node = graph.load(view.capture, dtype, index)
-        for cast in view.casts:
+        for cast in filter(None, view.casts):
             if str(cast) not in COMPUTED:
                 _refuse(eqn, f"converts to {cast}; allowed are {', '.join(COMPUTED)}")
             node = self._convert(node, str(cast))

@@ -97,7 +97,10 @@ class Graph:
             return self.constant(op == "ge", "bool")
         if x.dtype == "bool":
             different = self.logical("xor", x, y)
-            return different if op == "ne" else self.negation(different)
+            if op in ("eq", "ne"):
+                return different if op == "ne" else self.negation(different)
+            less, more = (x, y) if op in ("lt", "le") else (y, x)
+            return self.logical("and" if op in ("lt", "gt") else "or", self.negation(less), more)
         return self.node(op, (x, y), "bool")
 
     def logical(self, op: str, x: Node, y: Node) -> Node:
