@@ -86,13 +86,6 @@ __device__ __forceinline__ static Dropout dropout(const Captures& captures, cons
   }""",
 )
 DROPOUT = _program(adds="false", **_DROPS)
-SOFT_CAP_DROPOUT = _program(
-    unit_slope="false",
-    head_value="problem.scale / 50.f",
-    logit="50.f * kLog2E * tanh_approx(s * head.value)",
-    slope="const float t = tanh_approx(s * head.value); *slope = 1.f - t * t;",
-    **_DROPS,
-)
 
 
 def registers(count: int, unit_slope: bool = True) -> str:

@@ -98,8 +98,8 @@ def _case(name: str, head_dim: int, dtype, lengths=(200, 130)):
         slopes = jax.random.uniform(keys[4], (2, 4), jnp.float32)
         captures, arguments = (slopes,), dict(alibi_slopes=slopes)
     else:
-        # One for all batch elements.
-        sink = jax.random.normal(keys[4], (4,), jnp.bfloat16)
+        # One for all batch elements; large enough to take most of a row's weight.
+        sink = 4.0 + jax.random.normal(keys[4], (4,), jnp.bfloat16)
         captures, arguments = (sink[None],), dict(sink=sink.astype(jnp.float32))
     return getattr(programs, name), captures, arguments, query, key, value, dout
 

@@ -69,8 +69,6 @@ def test_kernels_of_other_sources_are_refused(tmp_path):
 @pytest.mark.parametrize("how", ["script", "module"])
 def test_example_finds_its_module(name, how, tmp_path):
     """Without the script's own folder on the path: `python -P` and `python -m`."""
-    pytest.importorskip("matplotlib", reason="needs the extra 'examples'")
-    pytest.importorskip("tqdm", reason="needs the extra 'examples'")
     # A copy, as `-m` in the checkout would import its source folder.
     shutil.copytree(_ROOT / "examples", tmp_path / "examples")
     where = {"script": ["-P", f"examples/{name}.py"], "module": ["-m", f"examples.{name}"]}

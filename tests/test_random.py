@@ -6,7 +6,7 @@ Long runs: HYPOTHESIS_PROFILE=long pytest tests/test_random.py
 import dataclasses
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cases import AttentionCase
@@ -19,8 +19,8 @@ _WINDOW_SIDES = st.one_of(st.none(), st.integers(0, 70))
 
 
 @st.composite
-def kernel_cases(draw) -> AttentionCase:
-    """Calls that the kernels take."""
+def plain_cases(draw) -> AttentionCase:
+    """Calls of the kernels that are compiled ahead of time."""
     batch = draw(st.sampled_from([(), (1,), (2,), (3,), (2, 2)]))
     count = 1
     for size in batch:
@@ -60,8 +60,8 @@ _AXES = st.sampled_from(["BNTS", "1NTS", "B1TS", "BN1S", "BNT1", "NTS", "TS", "1
 
 @st.composite
 def all_cases(draw) -> AttentionCase:
-    """Those, and every other argument."""
-    case = draw(kernel_cases())
+    """Those, with every argument that changes scores or who sees whom."""
+    case = draw(plain_cases())
     same_length = case.q_len == case.kv_len
     return dataclasses.replace(
         case,
@@ -83,6 +83,14 @@ def test_xla(case):
 
 
 @pytest.mark.gpu
-@given(kernel_cases())
+@given(plain_cases())
 def test_cuda(case):
     check_attention(case, "cuda")
+
+
+# Fewer: most of them compile two kernels.
+@pytest.mark.gpu
+@settings(max_examples=10)
+@given(all_cases())
+def test_cuda_scores(case):
+    check_attention(dataclasses.replace(case, mask=None), "cuda")
