@@ -526,7 +526,7 @@ FAULTS = (
     _row("empty-T-S-features", q_len=0, kv_len=0, bias="BNTS", alibi="BN", logits_soft_cap=2.0),
     _row("empty-T-segments", q_len=0, kv_len=16, segments="pair", dtype="bfloat16"),
     _row("empty-S-segments", q_len=16, kv_len=0, segments="pair", is_causal=True),
-    _row("one-head-features", q_heads=1, bias="BNTS", alibi="BN", score_mod="rows-of-heads"),
+    _row("one-head-features", q_heads=1, bias="BNTS", alibi="BN"),
     _row("empty-batch-lengths", batch=(0, 2), query_lengths=(), kv_lengths=()),
     _row("no-heads", q_heads=0, kv_heads=1, dtype="bfloat16"),
     _row("poison-lengths", poison=True, q_len=70, kv_len=150, query_lengths=(70, 40),

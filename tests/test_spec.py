@@ -320,7 +320,7 @@ def test_cuda_refuses_of_packed_sequences(options, words):
     qkv = _ones(T, N, H), _ones(S, K, H), _ones(S, K, VALUE)
     with pytest.raises(NotImplementedError) as caught:
         jaxflash.varlen_attention(
-            *qkv, np.array([0, T]), np.array([0, S]), implementation="cuda", **options
+            *qkv, *(np.array([0, n], np.int32) for n in (T, S)), implementation="cuda", **options
         )
     for word in words:
         assert word in str(caught.value)
@@ -413,7 +413,7 @@ def test_slow_path_on_cuda_warns():
 @pytest.mark.parametrize("name", ["bias", "alibi_slopes", "score_mod"])
 def test_slow_gradients_on_cuda_warn(name):
     """Once, of a program that computes one; not where the gradients are the kernels'."""
-    x = jnp.ones((N, T, S) if name == "bias" else N)
+    x = jnp.ones((N, T, S) if name == "bias" else N, jnp.float32)
 
     def lowering_warnings(wanted, fresh):
         def gradient(attend):
