@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 
 from jaxflash._spec import AttentionSpec, Operands
 
@@ -79,8 +80,9 @@ def _matches(ids, others):
 
 
 def _ranks(ordered, ids, side: str = "left"):
-    # The quick method knows no explicit meshes.
-    method = "scan_unrolled" if jax.typeof(ids).sharding.mesh.empty else "sort"
+    # Under `jax.vmap` the scan fails on explicit meshes; elsewhere it is what was measured.
+    axis_types = jax.typeof(ids).sharding.mesh.axis_types
+    method = "sort" if AxisType.Explicit in axis_types else "scan_unrolled"
     return jnp.searchsorted(ordered, ids, side=side, method=method).astype(jnp.int32)
 
 

@@ -205,7 +205,8 @@ def test_programs_elsewhere(forward, gpu, dtype, highest_precision, head_dim, na
     )  # fmt: skip
     assert compiled.name == f"sm80 {'forward' if forward else 'backward'} {name}"
     assert compiled.architecture == architecture
-    assert dtype == "float32" or compiled.spilled <= 64, compiled
+    # 12 to 24 bytes, where all 255 registers are in use.
+    assert dtype == "float32" or compiled.spilled <= 24, compiled
 
 
 def test_tile_follows_the_slope():
