@@ -74,7 +74,7 @@ def check_attention(case: AttentionCase, implementation: str | None) -> None:
 
 def check_refused(case: AttentionCase) -> None:
     """implementation="cuda" must name every argument that the kernels lack, and `supported` too."""
-    arguments = case.arguments(case.arrays())
+    arguments = case.arguments(jax.device_put(case.arrays()))
     try:
         jaxflash.dot_product_attention(**arguments, implementation="cuda")
     except NotImplementedError as error:
@@ -97,7 +97,9 @@ def repro(case: AttentionCase, implementation: str | None) -> str:
 
 def repeatable(case: AttentionCase, name: str, implementation: str | None) -> bool:
     """Where the same bits are promised from run to run."""
-    return name in ("out", "lse") or case.deterministic_backward or implementation == "xla"
+    if implementation == "xla":  # on a GPU, XLA adds up what was gathered in any order
+        return not (on_gpu() and name.startswith("dscore_mod"))
+    return name in ("out", "lse") or case.deterministic_backward
 
 
 def on_gpu() -> bool:

@@ -52,3 +52,10 @@ def pytest_runtest_makereport(item, call):
         report.outcome = "failed"
         report.longrepr = f"skipped although JAXFLASH_REQUIRE_GPU=1: {report.longrepr}"
     return report
+
+
+@pytest.fixture
+def accurate_products():
+    """On a GPU too: results are compared with others, not with a rounding to TF32."""
+    with jax.default_matmul_precision("highest"):
+        yield

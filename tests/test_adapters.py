@@ -14,18 +14,12 @@ from flax import linen, nnx
 import jaxflash
 from another_process import run_python
 
+pytestmark = pytest.mark.usefixtures("accurate_products")
 B, T, FEATURES, HEADS = 2, 12, 32, 4
 
 
 def _x(seed=0):
     return np.random.default_rng(seed).standard_normal((B, T, FEATURES), np.float32)
-
-
-@pytest.fixture(autouse=True)
-def accurate_products():
-    """On a GPU too: modules are compared with others, not with a rounding."""
-    with jax.default_matmul_precision("highest"):
-        yield
 
 
 def _close(actual, expected):

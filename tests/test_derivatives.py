@@ -17,6 +17,7 @@ from cases import DIFFERENTIABLE
 from jaxflash import _blockwise, _ffi
 from jaxprs import equations, products
 
+pytestmark = pytest.mark.usefixtures("accurate_products")
 needs_kernels = pytest.mark.skipif(
     not _ffi.extension.kernels, reason="the library was built without kernels"
 )
@@ -707,6 +708,7 @@ del dispatch.prim_requires_devices_during_lowering
 import jaxflash
 dispatch.prim_requires_devices_during_lowering = needing_devices
 
+jax.config.update("jax_default_matmul_precision", "highest")
 rng = np.random.default_rng(0)
 qkv = tuple(rng.standard_normal((2, 8, 2, 4), np.float32) for _ in range(3))
 

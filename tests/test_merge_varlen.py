@@ -15,6 +15,8 @@ N, K, H, VALUE = 4, 2, 16, 8
 
 _dense = jaxflash.reference.dot_product_attention
 
+pytestmark = pytest.mark.usefixtures("accurate_products")
+
 
 def _normal(*shape, seed=0):
     return np.random.default_rng(seed).standard_normal(shape, np.float32)

@@ -17,6 +17,8 @@ from jaxflash import _dropout
 
 _reference = jaxflash.reference.dot_product_attention
 
+pytestmark = pytest.mark.usefixtures("accurate_products")
+
 
 def _name(case):
     return case.name

@@ -16,6 +16,8 @@ from jaxflash import _api, _derivatives, _kernel_program, _scores, _spec, _suppo
 
 _B, _T, _S, _N, _K, _H = 2, 12, 20, 4, 2, 8
 
+pytestmark = pytest.mark.usefixtures("accurate_products")
+
 
 def _qkv(seed=0, dtype=np.float32):
     rng = np.random.default_rng(seed)

@@ -16,6 +16,7 @@ from check import assert_same_bits
 from jaxflash import _ffi
 from jaxprs import calls_of, equations, products
 
+pytestmark = pytest.mark.usefixtures("accurate_products")
 B, T, S, N, K, H = 2, 24, 20, 4, 2, 16
 
 needs_kernels = pytest.mark.skipif(
