@@ -77,7 +77,7 @@ def _forward(spec: AttentionSpec, path: Path, operands: Operands):
         return _blockwise.forward(spec, operands)
 
     def kernels(operands):
-        return _ffi.forward(spec, _kernel_program.make(spec, operands), operands)
+        return _ffi.forward(spec, _kernel_program.make(spec, operands, "forward"), operands)
 
     return _on_path(path, kernels, blockwise)(operands)
 
@@ -100,7 +100,7 @@ def _backward(
     def kernels(operands, out, lse, dout, dlse):
         gradients = {}
         if _OF_KERNELS & set(wanted):
-            program = _kernel_program.make(spec, operands)
+            program = _kernel_program.make(spec, operands, "backward")
             dqkv = _ffi.backward(spec, program, operands, out, lse, dout, dlse)
             gradients.update(zip(("query", "key", "value"), dqkv, strict=True))
         if "sink" in wanted:

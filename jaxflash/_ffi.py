@@ -146,7 +146,7 @@ def forward(spec: AttentionSpec, program: KernelProgram | None, operands: Operan
         operands.key,
         operands.value,
         *_given(operands.query_seq_lengths, operands.key_value_seq_lengths),
-        *_program_operands(spec, program, operands),
+        *_program_operands(spec, program, operands, "forward"),
         *_given(*(ranges or ())),
     )
 
@@ -156,7 +156,8 @@ def backward(
 ):
     """(dq, dk, dv) of the kernels; dlse may be None."""
     operands = _without_unseen(operands)
-    ranges = _ranges.of_call(spec, operands)
+    # The deterministic order of blocks is not one of ranges: a mask's tiles are all visited.
+    ranges = None if spec.deterministic_backward else _ranges.of_call(spec, operands)
     spec = _banded(spec, operands)
     kernel = _Backward(spec, _Lengths.of(operands), program, _kind_of(ranges), dlse is not None)
     return _mapped(kernel)(
@@ -167,7 +168,7 @@ def backward(
         dout,
         lse,
         *_given(operands.query_seq_lengths, operands.key_value_seq_lengths, dlse),
-        *_program_operands(spec, program, operands),
+        *_program_operands(spec, program, operands, "backward"),
         *_given(*(ranges or ())),
     )
 
@@ -178,11 +179,13 @@ def _without_unseen(operands: Operands) -> Operands:
     mask, query, key, value = operands.mask, operands.query, operands.key, operands.value
     if mask is None:
         return operands
-    rows = jnp.swapaxes(jnp.any(mask, axis=-1), -1, -2)[..., None]  # (*#B, #T, #N, 1)
-    columns = jnp.any(mask, axis=(-3, -2))[..., None, None]  # (*#B, #S, 1, 1), of any head
+    # By the hulls, which the ranges need in any case.
+    rows = jnp.swapaxes(_ranges.hulls(mask, -1, key.shape[-3]), -2, -3)  # (*#B, #T, #N, 2)
+    columns = _ranges.hulls(mask, -2, query.shape[-3])
+    columns = jnp.max(columns, axis=-3)[..., None, :]  # (*#B, #S, 1, 2), of any head
 
-    def shown(x, visible):
-        return jnp.where(visible, x, jnp.zeros_like(x))
+    def shown(x, hulls):
+        return jnp.where(hulls[..., 1:] > 0, x, jnp.zeros_like(x))
 
     return operands._replace(
         query=shown(query, rows), key=shown(key, columns), value=shown(value, columns)
@@ -216,7 +219,10 @@ def _given(*optional) -> list[Any]:
 
 
 def _program_operands(
-    spec: AttentionSpec, program: KernelProgram | None, operands: Operands
+    spec: AttentionSpec,
+    program: KernelProgram | None,
+    operands: Operands,
+    pass_: _kernel_program.Pass,
 ) -> tuple[Any, ...]:
     """What the kernels get after all else: the numbers by which the program knows batch elements
     and heads, which a shard or a mapped call cannot count itself, and the captures.
@@ -232,7 +238,7 @@ def _program_operands(
     axes = jax.typeof(operands.query).manual_axis_type.varying
     if axes:
         numbers = tuple(jax.lax.pcast(x, tuple(axes), to="varying") for x in numbers)
-    return *numbers, *_kernel_program.captures(spec, operands)
+    return *numbers, *_kernel_program.captures(spec, operands, pass_)
 
 
 class _Lengths(tuple):

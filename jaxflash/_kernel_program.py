@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 
 from jaxflash import _dropout, _printer, _scores
@@ -30,8 +31,15 @@ class KernelProgram:
     capture_ranks: tuple[int, ...]
 
 
-def make(spec: AttentionSpec, operands: Operands) -> KernelProgram | None:
-    """The program of a call, or None where the kernels need none.
+Pass = Literal["forward", "backward"]
+
+# Of a mask's axes (h, q, kv): what runs along a fragment's rows in the kernels of a pass, so that
+# a thread has several elements of a word.
+_PACKED = {"forward": 2, "backward": 1}
+
+
+def make(spec: AttentionSpec, operands: Operands, pass_: Pass) -> KernelProgram | None:
+    """The program of a call, or None where a pass of the kernels needs none.
 
     Raises:
         NotPrintable: the text says why, naming the equation.
@@ -47,8 +55,9 @@ def make(spec: AttentionSpec, operands: Operands) -> KernelProgram | None:
         return None
     program = _identity() if spec.program is None else spec.program
     if operands.mask is not None:
-        axes = _mask_axes(operands)
-        program = _scores.masked(program, axes, _mask_sizes(operands))
+        mask = jax.eval_shape(lambda o: _mask(o, pass_), operands)
+        own = jax.ShapeDtypeStruct(mask.shape[operands.mask.ndim - 3 :], mask.dtype)
+        program = _scores.masked(program, _mask_axes(operands), own, _packed_axis(operands, pass_))
     ranks = tuple(len(t.shape) for t in program.capture_types)
     if operands.sink is not None:
         ranks = (*ranks, 1)
@@ -71,7 +80,7 @@ def make(spec: AttentionSpec, operands: Operands) -> KernelProgram | None:
     return KernelProgram(printed.source, printed.unit_slope, printed.exact_length, ranks)
 
 
-def captures(spec: AttentionSpec, operands: Operands) -> tuple[Any, ...]:
+def captures(spec: AttentionSpec, operands: Operands, pass_: Pass) -> tuple[Any, ...]:
     """The captures as the kernels get them, then mask, sink and dropout: (*#B, *own axes) each."""
     more = []
     if operands.sink is not None:
@@ -79,9 +88,17 @@ def captures(spec: AttentionSpec, operands: Operands) -> tuple[Any, ...]:
     if spec.dropout_rate > 0.0:
         more.append(_dropout.kernel_parameters(operands.dropout_seed, spec.dropout_rate))
     ones = (1,) * (operands.query.ndim - 3)
-    mask = operands.mask
-    masks = () if mask is None else (mask.reshape(*mask.shape[:-3], *_mask_sizes(operands)),)
+    masks = () if operands.mask is None else (_mask(operands, pass_),)
     return *operands.captures, *masks, *(x.reshape(*ones, -1) for x in more)
+
+
+def _mask(operands: Operands, pass_: Pass):
+    """The mask as the kernels get it: (*#B, *axes that it depends on)."""
+    mask, packed = operands.mask, _packed_axis(operands, pass_)
+    if packed is not None:
+        mask = _scores.pack_bits(mask, packed - 3)
+    sizes = (mask.shape[axis - 3] for axis in _mask_axes(operands))
+    return mask.reshape(*mask.shape[:-3], *sizes)
 
 
 def _mask_axes(operands: Operands) -> tuple[int, ...]:
@@ -89,8 +106,9 @@ def _mask_axes(operands: Operands) -> tuple[int, ...]:
     return tuple(i for i, size in enumerate(operands.mask.shape[-3:]) if size != 1)
 
 
-def _mask_sizes(operands: Operands) -> tuple[Any, ...]:
-    return tuple(operands.mask.shape[-3:][axis] for axis in _mask_axes(operands))
+def _packed_axis(operands: Operands, pass_: Pass) -> int | None:
+    packed = _PACKED[pass_]
+    return packed if packed in _mask_axes(operands) else None
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,6 +1,7 @@
 """Masks as intervals, for the kernels: the keys that each row sees lie in one interval, and so do
 the rows that see a key. Segments and packed sequences are such masks; what lies in an interval may
-still be of another segment, where ids are not sorted.
+still be of another segment, where ids are not sorted. Of a dense mask they are the hulls: tiles
+outside are skipped, inside the score program has the last word.
 
 Everything is linear in the lengths; the layout is that of `Ranges` in cuda/problem.h.
 """
@@ -34,10 +35,12 @@ class Ranges(NamedTuple):
 
 
 def of_call(spec: AttentionSpec, operands: Operands) -> Ranges | None:
-    """Those of a call's segments or packed sequences, or None. In packed ones the band of the spec
-    (causal, window) is part of the intervals."""
-    if operands.query_segment_ids is None or 0 in (*operands.query.shape, *operands.key.shape):
+    """Those of a call's segments or packed sequences, or else of its dense mask; or None. In packed
+    ones the band of the spec (causal, window) is part of the intervals."""
+    if 0 in (*operands.query.shape, *operands.key.shape):
         return None  # nothing to see
+    if operands.query_segment_ids is None:
+        return None if operands.mask is None else _of_mask(operands)
     arrays = [operands.query_segment_ids, operands.key_segment_ids]
     if operands.query_boundaries is None:
         for_one = _of_segments
@@ -52,6 +55,44 @@ def of_call(spec: AttentionSpec, operands: Operands) -> Ranges | None:
     for _ in range(operands.query_segment_ids.ndim - 1):
         for_one = jax.vmap(for_one)
     return for_one(*arrays)
+
+
+def _of_mask(operands: Operands) -> Ranges:
+    """The hulls of all heads."""
+    q_len, kv_len = operands.query.shape[-3], operands.key.shape[-3]
+    keys = _joined(hulls(operands.mask, -1, kv_len), axis=-3)
+    rows = _joined(hulls(operands.mask, -2, q_len), axis=-3)
+    solid = jnp.ones((), jnp.bool_)
+
+    def for_one(keys, rows):
+        keys = jnp.broadcast_to(keys, (q_len, 2))
+        return _summarised(keys, solid, jnp.broadcast_to(rows, (kv_len, 2)), solid)
+
+    for _ in range(keys.ndim - 2):
+        for_one = jax.vmap(for_one)
+    return for_one(keys, rows)
+
+
+def hulls(mask, axis: int, length: int):
+    """Along an axis the intervals that hold what is True, (..., 2); (0, 0) where nothing is.
+    Another size than `length` is 1, for `length` times the same."""
+    if mask.shape[axis] != length:
+        begin = jnp.zeros_like(mask, jnp.int32)
+        end = jnp.where(mask, jnp.int32(length), 0)
+        return jnp.squeeze(jnp.stack((begin, end), axis=-1), axis - 1)
+    index = jax.lax.broadcasted_iota(jnp.int32, mask.shape, mask.ndim + axis)
+    begin = jnp.min(jnp.where(mask, index, _FAR), axis=axis)
+    end = jnp.max(jnp.where(mask, index + 1, 0), axis=axis)
+    return jnp.stack((jnp.where(end > 0, begin, 0), end), axis=-1)
+
+
+def _joined(intervals, axis: int):
+    """The hull of intervals along an axis."""
+    begin, end = intervals[..., 0], intervals[..., 1]
+    axis += 1
+    first = jnp.min(jnp.where(begin < end, begin, _FAR), axis=axis)
+    last = jnp.max(end, axis=axis)
+    return jnp.stack((jnp.where(last > 0, first, 0), last), axis=-1)
 
 
 def _of_segments(query_ids, key_ids) -> Ranges:

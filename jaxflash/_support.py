@@ -106,7 +106,7 @@ def reasons_against_kernels(spec: AttentionSpec, operands: Operands) -> tuple[st
 def _reasons_against_program(spec: AttentionSpec, operands: Operands) -> tuple[str, ...]:
     """Why the kernels cannot take what changes the scores of a call."""
     try:
-        program = _kernel_program.make(spec, operands)
+        program = _kernel_program.make(spec, operands, "forward")
     except NotPrintable as reason:
         parts = spec.program.parts if spec.program is not None else ()
         return (f"{' with '.join(parts) or 'the call'} {reason}",)

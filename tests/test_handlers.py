@@ -50,8 +50,10 @@ except Exception as error:
         "key_value_seq_lengths=lengths",
         "logits_soft_cap=3.0",
         "segment_ids=jnp.ones((2, 16), jnp.int32)",
+        "mask=jnp.ones((2, 1, 16, 16), bool)",
+        "mask=jnp.ones((1, 1, 1, 16), bool), logits_soft_cap=3.0",
     ],
-    ids=["plain", "lengths", "soft cap", "segments"],
+    ids=["plain", "lengths", "soft cap", "segments", "mask", "mask of keys"],
 )
 def test_handlers_take_what_they_are_given(function, options):
     printed = run_python(_ON_CPU.format(function=function, options=options))

@@ -8,11 +8,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxflash
-from jaxflash import _api, _derivatives, _kernel_program, _scores, _spec, _support
+from jaxflash import (
+    _api,
+    _derivatives,
+    _kernel_program,
+    _ranges,
+    _scores,
+    _spec,
+    _support,
+)
 
 _B, _T, _S, _N, _K, _H = 2, 12, 20, 4, 2, 8
 
@@ -420,26 +429,76 @@ def test_operands_of_the_custom_call_under_vmap():
 @pytest.mark.parametrize(
     ("shape", "capture"),
     [
-        ((_B, _N, 16, 16), "tensor<2x4x16x16xi1>"),
-        ((1, 1, 16, 16), "tensor<1x16x16xi1>"),
-        ((_B, 1, 1, 16), "tensor<2x16xi1>"),
+        ((_B, _N, 16, 40), "tensor<2x4x16x2xui32>"),
+        ((1, 1, 16, 40), "tensor<1x16x2xui32>"),
+        ((_B, 1, 1, 40), "tensor<2x2xui32>"),
+        ((1, 1, 16, 1), "tensor<1x16xi1>"),
         ((1, 1, 1, 1), "tensor<1xi1>"),
     ],
 )
 def test_masks_are_captures(shape, capture):
-    """Of the axes that they have, after the captures of the program and before the sink."""
+    """Of the axes that they have, after the captures of the program and before the sink; 32 keys
+    a word."""
     x = jnp.zeros((_B, 16, _N, 16))
+    keys = jnp.zeros((_B, 40, _N, 16))
 
     def attend(x, mask, sink):
         return jaxflash.dot_product_attention(
-            x, x, x, mask=mask, sink=sink, logits_soft_cap=3.0, implementation="cuda"
+            x, keys, keys, mask=mask, sink=sink, logits_soft_cap=3.0, implementation="cuda"
         )
 
     traced = jax.jit(attend).trace(x, jnp.ones(shape, bool), jnp.ones(_N))
     (forward,) = _custom_calls(
         traced.lower(lowering_platforms=("cuda",)).as_text(), "@jaxflash_forward_v2"
     )
-    assert f"{capture}, tensor<1x4xf32>) ->" in forward
+    batch, q_len = shape[0], 16
+    hulls = f"tensor<{batch}x{q_len}x2xi32>, tensor<{batch}x40x2xi32>"
+    assert f"{capture}, tensor<1x4xf32>, {hulls}, " in forward
+
+
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+@pytest.mark.parametrize("shape", [(2, 3, 70, 45), (1, 1, 64, 96), (2, 1, 1, 45), (1, 3, 70, 1)])
+def test_masks_as_the_kernels_read_them(shape, pass_):
+    """Every bit of a packed mask is that of its element, and hulls hold what is visible."""
+    mask = np.random.default_rng(0).random(shape) < 0.1
+    mask[0, :, 5:9] = False  # rows that see nothing, if there are rows
+    q_len, kv_len = 70 if shape[2] == 1 else shape[2], 45 if shape[3] == 1 else shape[3]
+    q, k = (jnp.zeros((shape[0], length, 3, 8)) for length in (q_len, kv_len))
+    options = dict(_api.DEFAULTS)
+    del options["score_mod"]
+    spec, operands = _spec.make(q, k, k, None, mask, **options)
+    (words,) = _kernel_program.captures(spec, operands, pass_)
+    axes = tuple(axis for axis in range(3) if shape[1 + axis] != 1)
+    own = jax.ShapeDtypeStruct(words.shape[1:], words.dtype)
+    packed = {"forward": 2, "backward": 1}[pass_]
+    program = _scores.masked(
+        _kernel_program._identity(), axes, own, packed if packed in axes else None
+    )
+    assert words.dtype == (jnp.uint32 if packed in axes else jnp.bool_)
+
+    def logit(words, h, q, kv):
+        distance = q - kv
+        (logit,) = jaxpr_as_fun(program.jaxpr)(
+            jnp.float32(2.0), jnp.int32(0), h, q, kv, distance, words
+        )
+        return logit
+
+    h, q, kv = jnp.meshgrid(*map(jnp.arange, (3, q_len, kv_len)), indexing="ij")
+    elements = jax.vmap(logit, (None, 0, 0, 0))
+    for batch in range(shape[0]):
+        logits = elements(words[batch], *(jnp.ravel(i).astype(jnp.int32) for i in (h, q, kv)))
+        expected = np.where(np.broadcast_to(mask[batch], h.shape), 2.0, -np.inf)
+        np.testing.assert_array_equal(logits.reshape(h.shape), expected)
+
+    ranges = _ranges.of_call(spec, operands)
+    assert ranges is not None
+    seen = np.broadcast_to(mask.any(1), (shape[0], q_len, kv_len))
+    for intervals, visible in ((ranges.keys_of_row, seen), (ranges.rows_of_key, seen.mT)):
+        intervals = np.asarray(intervals)
+        for index in np.ndindex(visible.shape[:2]):
+            places = np.flatnonzero(visible[index])
+            hull = (places[0], places[-1] + 1) if places.size else (0, 0)
+            assert tuple(intervals[index]) == hull, index
 
 
 @_needs_kernels
@@ -465,7 +524,7 @@ def test_programs_for_the_kernels_do_not_depend_on_lengths():
         options = {**_api.DEFAULTS, "alibi_slopes": jnp.zeros(8), "is_causal": True}
         del options["score_mod"]
         spec, operands = _spec.make(q, k, k, jnp.zeros((8, q_len, kv_len)), None, **options)
-        program = _kernel_program.make(*_scores.compose(spec, operands, None))
+        program = _kernel_program.make(*_scores.compose(spec, operands, None), "forward")
         assert program is not None
         return program
 
