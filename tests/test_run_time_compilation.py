@@ -9,12 +9,13 @@ import os
 import pathlib
 import threading
 
+import jax.numpy as jnp
 import pytest
 
 import jaxflash
 import programs
 from another_process import run_python
-from jaxflash import _config, _ffi, _nvrtc
+from jaxflash import _api, _config, _ffi, _kernel_program, _nvrtc, _spec
 
 if not _ffi.extension.kernels:
     pytest.skip("the library was built without kernels", allow_module_level=True)
@@ -172,6 +173,25 @@ def test_masks_of_ranges_on_hopper(head_dim, forward, mask, one_sided):
     assert not compiled.serialised, compiled
     # The backward at 256 has one tile alone, too small for more registers.
     assert compiled.spilled <= (64 if forward or head_dim < 256 else 104), compiled
+
+
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_mask_arrays_on_hopper(head_dim, pass_):
+    spec, operands = _spec.make(
+        *3 * (jnp.zeros((1, 64, 2, head_dim), jnp.bfloat16),),
+        None,
+        jnp.ones((1, 1, 64, 64), bool),
+        **{name: value for name, value in _api.DEFAULTS.items() if name != "score_mod"},
+    )
+    program = _kernel_program.make(spec, operands, pass_)
+    assert program is not None
+    compiled = _program(
+        program.source, forward=pass_ == "forward", head_dim=head_dim, mask=1, **_H200
+    )
+    assert not compiled.serialised, compiled
+    # As with ranges alone.
+    assert compiled.spilled <= (64 if pass_ == "forward" or head_dim < 256 else 104), compiled
 
 
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(96, 96), (192, 128), (192, 192)])
