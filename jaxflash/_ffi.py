@@ -138,6 +138,7 @@ def _batch_identity(primitive, args, axes, **options):
 
 def forward(spec: AttentionSpec, program: KernelProgram | None, operands: Operands):
     """(out, lse) of the kernels."""
+    operands = _without_unseen(operands)
     ranges = _ranges.of_call(spec, operands)
     kernel = _Forward(_banded(spec, operands), _Lengths.of(operands), program, _kind_of(ranges))
     return _mapped(kernel)(
@@ -154,6 +155,7 @@ def backward(
     spec: AttentionSpec, program: KernelProgram | None, operands: Operands, out, lse, dout, dlse
 ):
     """(dq, dk, dv) of the kernels; dlse may be None."""
+    operands = _without_unseen(operands)
     ranges = _ranges.of_call(spec, operands)
     spec = _banded(spec, operands)
     kernel = _Backward(spec, _Lengths.of(operands), program, _kind_of(ranges), dlse is not None)
@@ -167,6 +169,23 @@ def backward(
         *_given(operands.query_seq_lengths, operands.key_value_seq_lengths, dlse),
         *_program_operands(spec, program, operands),
         *_given(*(ranges or ())),
+    )
+
+
+def _without_unseen(operands: Operands) -> Operands:
+    """With zeros where a mask hides a whole row or key: a kernel multiplies what it hides by 0,
+    which NaN and infinity survive."""
+    mask, query, key, value = operands.mask, operands.query, operands.key, operands.value
+    if mask is None:
+        return operands
+    rows = jnp.swapaxes(jnp.any(mask, axis=-1), -1, -2)[..., None]  # (*#B, #T, #N, 1)
+    columns = jnp.any(mask, axis=(-3, -2))[..., None, None]  # (*#B, #S, 1, 1), of any head
+
+    def shown(x, visible):
+        return jnp.where(visible, x, jnp.zeros_like(x))
+
+    return operands._replace(
+        query=shown(query, rows), key=shown(key, columns), value=shown(value, columns)
     )
 
 

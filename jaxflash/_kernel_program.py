@@ -38,9 +38,17 @@ def make(spec: AttentionSpec, operands: Operands) -> KernelProgram | None:
     """
     drops = spec.dropout_rate > 0.0
     has_ranges = operands.query_segment_ids is not None
-    if spec.program is None and operands.sink is None and not (drops or has_ranges):
+    if (
+        spec.program is None
+        and operands.sink is None
+        and operands.mask is None
+        and not (drops or has_ranges)
+    ):
         return None
     program = _identity() if spec.program is None else spec.program
+    if operands.mask is not None:
+        axes = _mask_axes(operands)
+        program = _scores.masked(program, axes, _mask_sizes(operands))
     ranks = tuple(len(t.shape) for t in program.capture_types)
     if operands.sink is not None:
         ranks = (*ranks, 1)
@@ -64,14 +72,25 @@ def make(spec: AttentionSpec, operands: Operands) -> KernelProgram | None:
 
 
 def captures(spec: AttentionSpec, operands: Operands) -> tuple[Any, ...]:
-    """The captures as the kernels get them, then sink and dropout: (*#B, *own axes) each."""
+    """The captures as the kernels get them, then mask, sink and dropout: (*#B, *own axes) each."""
     more = []
     if operands.sink is not None:
         more.append(operands.sink)
     if spec.dropout_rate > 0.0:
         more.append(_dropout.kernel_parameters(operands.dropout_seed, spec.dropout_rate))
     ones = (1,) * (operands.query.ndim - 3)
-    return *operands.captures, *(x.reshape(*ones, -1) for x in more)
+    mask = operands.mask
+    masks = () if mask is None else (mask.reshape(*mask.shape[:-3], *_mask_sizes(operands)),)
+    return *operands.captures, *masks, *(x.reshape(*ones, -1) for x in more)
+
+
+def _mask_axes(operands: Operands) -> tuple[int, ...]:
+    """Which of heads, rows and columns a mask depends on."""
+    return tuple(i for i, size in enumerate(operands.mask.shape[-3:]) if size != 1)
+
+
+def _mask_sizes(operands: Operands) -> tuple[Any, ...]:
+    return tuple(operands.mask.shape[-3:][axis] for axis in _mask_axes(operands))
 
 
 @functools.lru_cache(maxsize=256)
@@ -91,5 +110,5 @@ def _printed(
 
 @functools.cache
 def _identity() -> _scores.Program:
-    """Of a call with a sink, dropout or a mask of ranges alone."""
+    """Of a call with a sink, dropout or a mask alone."""
     return _scores.trace(lambda score, *_: score, (), jnp.float32)[0]

@@ -212,6 +212,24 @@ def _with_score_mod(built_in: _BuiltIn, types, score_mod: ScoreMod, dtype):
     return program, captures[len(types) :]
 
 
+# A mask depends on types alone.
+@functools.lru_cache(maxsize=256)
+def masked(program: Program, mask_axes: tuple[int, ...], mask_sizes: tuple[Any, ...]) -> Program:
+    """A program with a mask after it, its last capture: a bool array whose axes are indexed by
+    those of (h, q, kv) that `mask_axes` numbers."""
+    from jax.extend.core import jaxpr_as_fun
+
+    own = jaxpr_as_fun(program.jaxpr)
+
+    def function(score, b, h, q, kv, distance, *captures):
+        *captures, mask = captures
+        (logit,) = own(score, b, h, q, kv, distance, *captures)
+        return jnp.where(mask[tuple((h, q, kv)[axis] for axis in mask_axes)], logit, -jnp.inf)
+
+    types = (*program.capture_types, jax.ShapeDtypeStruct(mask_sizes, jnp.bool_))
+    return trace(function, types, program.jaxpr.in_avals[0].dtype)[0]
+
+
 def trace(function: Callable, captures: Sequence[Any], dtype) -> tuple[Program, tuple[Any, ...]]:
     """The program of ``function(score, b, h, q, kv, distance, *captures)``, and all its captures:
     the given ones, then the arrays that the function closes over.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable
 
 from jaxflash import _ffi, _kernel_program, _nvrtc
 from jaxflash._printer import NotPrintable
@@ -27,10 +26,9 @@ _MATH = {
 
 @dataclasses.dataclass(frozen=True)
 class Feature:
-    """An argument of the call and, where the kernels lack it, how to see its use."""
+    """An argument of the call."""
 
     name: str
-    used: Callable[[AttentionSpec, Operands], bool] | None = None
     but: str = ""  # what of it the kernels leave to the blockwise path
 
 
@@ -48,7 +46,7 @@ FEATURES = (
     Feature("`return_residual` (lse) and its gradient"),
     Feature("`deterministic_backward`"),
     Feature("`bias` and its gradient", but=_GRADIENT_APART),
-    Feature("`mask`", lambda s, o: o.mask is not None),
+    Feature("`mask`"),
     Feature("`segment_ids`", but=", but `deterministic_backward`"),
     Feature("`logits_soft_cap`"),
     Feature("`sink` and its gradient"),
@@ -79,11 +77,7 @@ def reasons_against_kernels(spec: AttentionSpec, operands: Operands) -> tuple[st
     """Every reason why the kernels cannot take the call; empty when they can."""
     if not _ffi.extension.kernels:
         return ("this installation was built without CUDA kernels (JAXFLASH_CUDA=OFF)",)
-    reasons = [
-        f"{feature.name.replace('`', '')} is not built into the kernels"
-        for feature in FEATURES
-        if feature.used is not None and feature.used(spec, operands)
-    ]
+    reasons = []
     query, key, value = operands.query, operands.key, operands.value
     dtype = query.dtype.name
     math = _MATH.get((dtype, spec.highest_precision))
@@ -210,6 +204,6 @@ def _largest_head_size(math: str) -> int:
 def table() -> str:
     """The support table of docs/arguments.md, in Markdown."""
     rows = ["| feature | CUDA kernels | blockwise path (`xla`) |", "|---|---|---|"]
-    rows += [f"| {f.name} | {'no' if f.used else f'yes{f.but}'} | yes |" for f in FEATURES]
+    rows += [f"| {f.name} | yes{f.but} | yes |" for f in FEATURES]
     rows += [f"| {name} | {on_kernels} | yes |" for name, on_kernels in TRANSFORMS]
     return "\n".join(rows)

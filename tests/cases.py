@@ -15,9 +15,6 @@ import numpy as np
 
 from score_mods import SCORE_MODS, Sizes
 
-# Arguments that the CUDA kernels do not take yet: under implementation="cuda" such a row must raise
-# NotImplementedError with each of these names, under None it takes the blockwise path.
-NOT_IN_KERNELS = frozenset({"mask"})
 KERNEL_DTYPES = ("float16", "bfloat16", "float32")
 KERNEL_MAX_HEAD_SIZE = 256
 
@@ -120,19 +117,7 @@ class AttentionCase:
     @property
     def missing_in_kernels(self) -> tuple[str, ...]:
         """Names that the error of implementation="cuda" must mention; empty if it must run."""
-        used = {
-            "bias": self.bias,
-            "mask": self.mask,
-            "segment_ids": self.segments,
-            "logits_soft_cap": self.logits_soft_cap,
-            "sink": self.sink or None,
-            "alibi_slopes": self.alibi,
-            "score_mod": self.score_mod,
-            "dropout_rate": self.dropout_rate or None,
-        }
-        missing = [
-            name for name, used in used.items() if used is not None and name in NOT_IN_KERNELS
-        ]
+        missing = []
         if self.segments is not None and self.deterministic_backward:
             missing.append("deterministic_backward")
         if self.dtype not in KERNEL_DTYPES:

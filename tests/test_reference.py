@@ -48,7 +48,7 @@ def test_is_the_numpy_loop(case):
 
 def _jax_nn_takes(case):
     return (
-        case.missing_in_kernels in ((), ("mask",))
+        not case.missing_in_kernels
         and not any((case.segments, case.logits_soft_cap, case.sink, case.alibi, case.score_mod))
         and not case.dropout_rate
         and not (case.gpu_only or case.bias_hides or case.poison or case.visible_nan)

@@ -415,6 +415,32 @@ def test_operands_of_the_custom_call_under_vmap():
 
 
 @_needs_kernels
+@pytest.mark.parametrize(
+    ("shape", "capture"),
+    [
+        ((_B, _N, 16, 16), "tensor<2x4x16x16xi1>"),
+        ((1, 1, 16, 16), "tensor<1x16x16xi1>"),
+        ((_B, 1, 1, 16), "tensor<2x16xi1>"),
+        ((1, 1, 1, 1), "tensor<1xi1>"),
+    ],
+)
+def test_masks_are_captures(shape, capture):
+    """Of the axes that they have, after the captures of the program and before the sink."""
+    x = jnp.zeros((_B, 16, _N, 16))
+
+    def attend(x, mask, sink):
+        return jaxflash.dot_product_attention(
+            x, x, x, mask=mask, sink=sink, logits_soft_cap=3.0, implementation="cuda"
+        )
+
+    traced = jax.jit(attend).trace(x, jnp.ones(shape, bool), jnp.ones(_N))
+    (forward,) = _custom_calls(
+        traced.lower(lowering_platforms=("cuda",)).as_text(), "@jaxflash_forward_v2"
+    )
+    assert f"{capture}, tensor<1x4xf32>) ->" in forward
+
+
+@_needs_kernels
 def test_shards_know_their_numbers():
     """Batch elements and heads keep their numbers; what a capture indexes stays whole."""
     mesh = Mesh(np.array(jax.devices("cpu")[:8]).reshape(2, 4), ("x", "y"))

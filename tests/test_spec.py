@@ -29,7 +29,11 @@ def _ones(*shape, dtype=np.float32):
     return np.ones(shape, dtype)
 
 
-_MASK = np.ones((1, 1, 1, 1), bool)
+# What the kernels do not take.
+_REFUSED = dict(
+    segment_ids=(np.ones((*BATCH, T), np.int32), np.ones((*BATCH, S), np.int32)),
+    deterministic_backward=True,
+)
 
 
 # id: (arguments that replace or join good ones, words that the text must have)
@@ -270,8 +274,7 @@ def test_supported_without_arrays():
         q, q, q, shapes(128, 128), shapes(128, 128, dtype=jnp.bool_), logits_soft_cap=5.0,
         sink=shapes(4), dropout_rate=0.1, dropout_rng=jax.random.key(0),
     )  # fmt: skip
-    assert any("mask" in reason for reason in reasons)
-    for name in ("bias", "logits_soft_cap", "sink", "dropout_rate"):
+    for name in ("mask", "bias", "logits_soft_cap", "sink", "dropout_rate"):
         assert not any(name in reason for reason in reasons), name
     large = shapes(1, 128, 4, 257)
     assert any("257" in reason for reason in jaxflash.supported(large, large, large))
@@ -287,19 +290,17 @@ _needs_kernels = pytest.mark.skipif(
 @_needs_kernels
 def test_cuda_names_every_reason_at_once():
     refused = dict(
-        query=_ones(*BATCH, T, N, 300), key=_ones(*BATCH, S, K, 300), mask=_MASK,
-        segment_ids=(np.ones((*BATCH, T), np.int32), np.ones((*BATCH, S), np.int32)),
-        deterministic_backward=True,
+        query=_ones(*BATCH, T, N, 300), key=_ones(*BATCH, S, K, 300), **_REFUSED
     )  # fmt: skip
     call = _arrays(**refused)
     with pytest.raises(NotImplementedError) as caught:
         jaxflash.dot_product_attention(**call, implementation="cuda")
     # The machine's do not matter before the program is lowered.
     reasons = set(jaxflash.supported(**call)) - set(jaxflash.supported(**_arrays()))
-    assert len(reasons) == 3
+    assert len(reasons) == 2
     for reason in reasons:
         assert reason in str(caught.value)
-    for word in ("mask", "head size 300", "deterministic_backward with segments", "'xla'"):
+    for word in ("head size 300", "deterministic_backward with segments", "'xla'"):
         assert word in str(caught.value)
 
 
@@ -398,15 +399,15 @@ def _lowering_warnings(platform, fresh=True, function=None, **options):
 
 def test_slow_path_on_cuda_warns():
     """Once for each reason, where CUDA is the target and nobody asked for the blockwise path."""
-    reason = "mask" if _ffi.extension.kernels else "without CUDA kernels"
-    (text,) = _lowering_warnings("cuda", mask=_MASK)
+    reason = "deterministic_backward" if _ffi.extension.kernels else "without CUDA kernels"
+    (text,) = _lowering_warnings("cuda", **_REFUSED)
     assert reason in text
     assert "SlowPathWarning" in text
-    assert _lowering_warnings("cuda", fresh=False, mask=_MASK) == []
+    assert _lowering_warnings("cuda", fresh=False, **_REFUSED) == []
     if _ffi.extension.kernels:
         assert _lowering_warnings("cuda") == []  # the kernels
-    assert _lowering_warnings("cpu", mask=_MASK) == []
-    assert _lowering_warnings("cuda", mask=_MASK, implementation="xla") == []
+    assert _lowering_warnings("cpu", **_REFUSED) == []
+    assert _lowering_warnings("cuda", **_REFUSED, implementation="xla") == []
 
 
 @_needs_kernels
@@ -435,7 +436,8 @@ def test_slow_path_warning_can_be_an_error():
     _support._warned.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error", jaxflash.SlowPathWarning)
-        traced = jax.jit(jaxflash.dot_product_attention).trace(*_arrays().values(), mask=_MASK)
+        attend = functools.partial(jaxflash.dot_product_attention, **_REFUSED)
+        traced = jax.jit(attend).trace(*_arrays().values())
         for _ in range(2):
             with pytest.raises(jaxflash.SlowPathWarning):
                 traced.lower(lowering_platforms=("cuda",))
