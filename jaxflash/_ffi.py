@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.interpreters import batching, mlir
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, reshard
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxflash import _extension as extension
 from jaxflash import _kernel_program, _nvrtc, _ranges
@@ -187,16 +187,9 @@ def backward(
         *_given(*(ranges or ())),
     )
     of_captures = {
-        i: _placed_as(operands.captures[i], x.astype(operands.captures[i].dtype))
-        for i, x in zip(captures, more, strict=True)
+        i: x.astype(operands.captures[i].dtype) for i, x in zip(captures, more, strict=True)
     }
     return (dq, dk, dv), of_captures
-
-
-def _placed_as(like, x):
-    """`x` split over an explicit mesh as `like` is."""
-    sharding = jax.typeof(like).sharding
-    return x if jax.typeof(x).sharding == sharding else reshard(x, sharding)
 
 
 def _without_unseen(operands: Operands) -> Operands:

@@ -299,10 +299,22 @@ def evaluate(eqns, values: dict[core.Var, Any], calls: dict[str, str] | None = N
             evaluate(jaxpr.eqns, inside, calls)
             results = [_read(inside, atom) for atom in jaxpr.outvars]
         else:
-            params = eqn.primitive.get_bind_params(eqn.params)
-            results = eqn.primitive.bind(*inputs, **params)
-            results = results if eqn.primitive.multiple_results else [results]
+            results = _bound(eqn, inputs)
         values.update(zip(eqn.outvars, results, strict=True))
+
+
+def _bound(eqn, inputs: Sequence[Any]) -> Sequence[Any]:
+    """The results of an equation."""
+    # Inside `shard_map` an equation wants operands that vary over the same mesh axes.
+    varying = [jax.typeof(x).manual_axis_type.varying for x in inputs]
+    axes = frozenset().union(*varying)
+    if axes:
+        inputs = [
+            x if axes == own else jax.lax.pcast(x, tuple(axes - own), to="varying")
+            for x, own in zip(inputs, varying, strict=True)
+        ]
+    results = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
+    return results if eqn.primitive.multiple_results else [results]
 
 
 def _read(values: dict[core.Var, Any], atom):
@@ -359,9 +371,7 @@ def _with_partials(
             else:
                 inputs = [_read(values, first), *map(read, eqn.invars[1:])]
                 views[eqn.outvars[0]] = view
-            results = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
-            results = results if eqn.primitive.multiple_results else [results]
-            values.update(zip(eqn.outvars, results, strict=True))
+            values.update(zip(eqn.outvars, _bound(eqn, inputs), strict=True))
         logit = read(jaxpr.outvars[0])
         indices = [_read(values, i) for view in loads.values() for i in view.index if _is_read(i)]
         return logit, tuple(loads.values()), indices

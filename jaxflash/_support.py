@@ -6,6 +6,8 @@ import dataclasses
 import functools
 import warnings
 
+import jax
+
 from jaxflash import _ffi, _kernel_program, _nvrtc
 from jaxflash._printer import NotPrintable
 from jaxflash._spec import AttentionSpec, Operands
@@ -138,12 +140,17 @@ def reasons_against_gradient(
     except NotPrintable as reason:
         return (f"the derivative of {name} by what it captures {reason}",)
     scatters = gradients is not None and any(load.scatter for load in gradients.loads)
+    reasons = []
+    if gradients is not None and any(jax.typeof(operands.query).sharding.spec):
+        # The devices' parts are summed within the partitioned call, where JAX gives every operation
+        # on an explicit mesh a sharding, which XLA does not take there.
+        reasons.append("arrays that an explicit mesh splits, with the gradient of a captured array")
     if spec.deterministic_backward and scatters:
-        return (
+        reasons.append(
             "deterministic_backward with the gradient of an array that score_mod reads by an index "
-            "computed of q or kv",
+            "computed of q or kv"
         )
-    return ()
+    return tuple(reasons)
 
 
 class SlowPathWarning(UserWarning):

@@ -24,7 +24,7 @@ _LN_2 = math.log(2.0)
 _INTEGERS = ("int32", "uint32")
 # Each is one entry of `FLOAT_FORMATS`.
 _SAME = ("exp2", "tanh", "erf_inv", "pow", "atan2", *WITH_SUFFIX)
-_PASSED_ON = ("stop_gradient", "copy", "copy_p", "pvary", "optimization_barrier")
+_PASSED_ON = ("stop_gradient", "copy", "copy_p", "pvary", "reshard", "optimization_barrier")
 
 
 class NotPrintable(Exception):
@@ -121,7 +121,7 @@ class Builder:
                     f"captures an array of {len(capture.shape)} axes; allowed are "
                     f"{MAX_CAPTURE_RANK}"
                 )
-            if any(size >= 2**31 for size in capture.shape):
+            if any(isinstance(size, int) and size >= 2**31 for size in capture.shape):
                 raise NotPrintable(f"captures an array with an axis of 2**31: {capture.shape}")
 
     def _equation(self, eqn) -> list[Node | View]:
@@ -142,6 +142,8 @@ class Builder:
             _refuse(eqn, "works on arrays")
         if math.prod(out.shape) != 1:
             _refuse(eqn, "makes an array")
+        if not eqn.invars:
+            _refuse(eqn, "has no operands, a size that is symbolic")
         args = [self._scalar(atom, eqn) for atom in eqn.invars]
         narrow = str(out.dtype) in FLOATS and (name == "select_n" or name in _PASSED_ON)
         if str(out.dtype) not in COMPUTED and not narrow:
