@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "common/capture_gradient.h"
 #include "problem.h"
 
 struct CUstream_st;
@@ -45,6 +46,11 @@ struct ProgramDescription {
   float scale;
   MaskKind mask;
   bool one_sided;  // the band limits one side of the diagonal only
+  // Backward: the same program with a struct Load0, Load1 ... for each of these loads of captured
+  // arrays, whose gradients are wanted; see common/capture_gradient.h. nullptr without any.
+  const char* gradient_source;
+  const CaptureLoad* gradient_loads;
+  int32_t num_gradient_loads;
 };
 
 // A kernel that this process has compiled for a score program, or read from the cache.
@@ -74,6 +80,10 @@ JAXFLASH_API jaxflash::Status jaxflash_forward(const jaxflash::ForwardParams* pa
                                                CUstream_st* stream);
 JAXFLASH_API jaxflash::Status jaxflash_backward(const jaxflash::BackwardParams* params,
                                                 CUstream_st* stream);
+// After jaxflash_backward, of the same call: gradients of captures. `arrays` has kMaxCaptures.
+JAXFLASH_API jaxflash::Status jaxflash_capture_gradients(
+    const jaxflash::BackwardParams* params, const jaxflash::CaptureGradientArray* arrays,
+    CUstream_st* stream);
 
 // The variant that such a call would run on the current GPU, or nullptr where it would fail.
 JAXFLASH_API const jaxflash::Variant* jaxflash_forward_variant(

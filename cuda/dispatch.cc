@@ -196,6 +196,9 @@ Status create_program(const ProgramDescription& description, ScoreKernels** resu
       ProgramKernel tile;
       status = program->compile(*variant, gpu, &kernel, &tile);
     }
+    if (status.ok() && program->capture_gradients() != nullptr) {
+      status = program->capture_gradients()->compile(gpu);
+    }
     if (status.ok()) {
       done.push_back(kind);
     } else if (first_failure.ok()) {
@@ -205,6 +208,16 @@ Status create_program(const ProgramDescription& description, ScoreKernels** resu
   if (done.empty() && !first_failure.ok()) return first_failure;
   *result = program.release();
   return {};
+}
+
+Status load_on_current_device(const CaptureGradients& gradients,
+                              const CaptureGradients::Loaded** loaded) {
+  int device = 0;
+  if (Status status = cuda_status(cudaGetDevice(&device), "asking for the GPU"); !status.ok()) {
+    return status;
+  }
+  const auto ask = [device](GpuTraits* gpu) { return traits_of_gpu(device, gpu); };
+  return gradients.load(device, ask, loaded);
 }
 
 // ---- Launch -------------------------------------------------------------------------------------
@@ -256,6 +269,16 @@ Status jaxflash_backward(const BackwardParams* params, CUstream_st* stream) {
   return jaxflash::launch(jaxflash::kBackward, "backward", with_heads, stream);
 }
 
+Status jaxflash_capture_gradients(const BackwardParams* params,
+                                  const jaxflash::CaptureGradientArray* arrays,
+                                  CUstream_st* stream) {
+  if (params->program == nullptr || params->program->capture_gradients() == nullptr) return {};
+  const jaxflash::CaptureGradients& gradients = *params->program->capture_gradients();
+  const jaxflash::CaptureGradients::Loaded* loaded = nullptr;
+  Status status = jaxflash::load_on_current_device(gradients, &loaded);
+  return status.ok() ? gradients.launch(*loaded, *params, arrays, stream) : status;
+}
+
 const Variant* jaxflash_forward_variant(const ForwardParams* params) {
   return jaxflash::variant(jaxflash::kForward, "forward", *params);
 }
@@ -299,7 +322,10 @@ Status jaxflash_load_program(const jaxflash::ScoreKernels* program) {
     return status;
   }
   jaxflash::LoadedKernel kernel;
-  return jaxflash::load_on_current_device(*program, *variant, &kernel);
+  Status status = jaxflash::load_on_current_device(*program, *variant, &kernel);
+  if (!status.ok() || program->capture_gradients() == nullptr) return status;
+  const jaxflash::CaptureGradients::Loaded* loaded = nullptr;
+  return jaxflash::load_on_current_device(*program->capture_gradients(), &loaded);
 }
 
 Status jaxflash_compile_program(const jaxflash::ProgramDescription* description, int32_t arch,

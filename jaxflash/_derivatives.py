@@ -43,6 +43,13 @@ class Fallback(tuple):
         _support.warn_of_slow_path(self)
 
 
+class _GradientFallback(tuple):
+    """Likewise, for gradients of captures beside kernels."""
+
+    def warn(self) -> None:
+        _support.warn_of_slow_gradients(self)
+
+
 # "auto": the kernels on CUDA, the blockwise path elsewhere, decided when the platform is known.
 Path = Literal["cuda", "xla", "auto"] | Fallback
 
@@ -99,18 +106,31 @@ def _backward(
 
     def kernels(operands, out, lse, dout, dlse):
         gradients = {}
-        if _OF_KERNELS & set(wanted):
+        captures = {
+            i: _support.reasons_against_gradient(spec, operands, i)
+            for i in range(len(operands.captures))
+            if f"captures[{i}]" in wanted
+        }
+        taken = [i for i, reasons in captures.items() if not reasons]
+        of_captures = _kernel_program.gradients(spec, operands, taken)
+        if _OF_KERNELS & set(wanted) or of_captures is not None:
             program = _kernel_program.make(spec, operands, "backward")
-            dqkv = _ffi.backward(spec, program, operands, out, lse, dout, dlse)
+            dqkv, more = _ffi.backward(spec, program, of_captures, operands, out, lse, dout, dlse)
             gradients.update(zip(("query", "key", "value"), dqkv, strict=True))
+            gradients.update((f"captures[{i}]", x) for i, x in more.items())
         if "sink" in wanted:
             gradients["sink"] = _blockwise.sink_gradient(operands, out, lse, dout, dlse)
-        # Of captured arrays: a pass of its own, if anybody asks.
-        captures = frozenset(wanted) - _OF_KERNELS - {"sink"}
-        if captures:
-            announced = _ffi.announced(operands, _support.warn_of_slow_gradients)
-            rest = _blockwise.backward(spec, announced, out, lse, dout, dlse, captures)
+        # What the kernels lack: a pass of its own.
+        lacking = {f"captures[{i}]": reasons for i, reasons in captures.items() if reasons}
+        if lacking:
+            reasons = _GradientFallback(dict.fromkeys(x for of in lacking.values() for x in of))
+            announced = _ffi.announced(operands, reasons.warn)
+            names = frozenset(lacking)
+            rest = _blockwise.backward(spec, announced, out, lse, dout, dlse, names)
             gradients.update(rest.named())
+        # A capture that the logits do not depend on.
+        for i in taken:
+            gradients.setdefault(f"captures[{i}]", jnp.zeros_like(operands.captures[i]))
         return operands.holding({name: gradients[name] for name in wanted})
 
     return _on_path(path, kernels, blockwise)(operands, out, lse, dout, dlse)

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxflash import _extension as extension
 from jaxflash import _kernel_program, _nvrtc, _ranges
-from jaxflash._kernel_program import KernelProgram
+from jaxflash._kernel_program import KernelGradients, KernelProgram
 from jaxflash._spec import AttentionSpec, Operands
 
 # The names are part of exported programs: a changed contract gets a new number.
@@ -152,15 +152,31 @@ def forward(spec: AttentionSpec, program: KernelProgram | None, operands: Operan
 
 
 def backward(
-    spec: AttentionSpec, program: KernelProgram | None, operands: Operands, out, lse, dout, dlse
+    spec: AttentionSpec,
+    program: KernelProgram | None,
+    gradients: KernelGradients | None,
+    operands: Operands,
+    out,
+    lse,
+    dout,
+    dlse,
 ):
-    """(dq, dk, dv) of the kernels; dlse may be None."""
+    """((dq, dk, dv), gradients of captures by their numbers) of the kernels; dlse may be None."""
     operands = _without_unseen(operands)
     # The deterministic order of blocks is not one of ranges: a mask's tiles are all visited.
     ranges = None if spec.deterministic_backward else _ranges.of_call(spec, operands)
-    spec = _banded(spec, operands)
-    kernel = _Backward(spec, _Lengths.of(operands), program, _kind_of(ranges), dlse is not None)
-    return _mapped(kernel)(
+    captures = () if gradients is None else gradients.captures
+    batch_rank = operands.query.ndim - 3
+    kernel = _Backward(
+        _banded(spec, operands),
+        _Lengths.of(operands),
+        program,
+        _kind_of(ranges),
+        dlse is not None,
+        gradients,
+        tuple(tuple(n == 1 for n in operands.captures[i].shape[:batch_rank]) for i in captures),
+    )
+    dq, dk, dv, *more = _mapped(kernel)(
         operands.query,
         operands.key,
         operands.value,
@@ -171,6 +187,10 @@ def backward(
         *_program_operands(spec, program, operands, "backward"),
         *_given(*(ranges or ())),
     )
+    of_captures = {
+        i: x.astype(operands.captures[i].dtype) for i, x in zip(captures, more, strict=True)
+    }
+    return (dq, dk, dv), of_captures
 
 
 def _without_unseen(operands: Operands) -> Operands:
@@ -278,6 +298,18 @@ def _program_attributes(program: KernelProgram | None, query, value) -> dict:
     )
 
 
+def _gradient_attributes(gradients: KernelGradients | None) -> dict:
+    # cuda/ffi/call.h: GradientAttributes.
+    numbers = [
+        (load.capture, load.query_axis, load.key_axis, load.scatter, load.narrow)
+        for load in (() if gradients is None else gradients.loads)
+    ]
+    return dict(
+        gradient_program="" if gradients is None else gradients.source,
+        gradient_loads=np.array(numbers, np.int64).reshape(-1),
+    )
+
+
 class _Pass:
     """One kernel pass: its custom call, and the axes of its arrays by name.
 
@@ -287,7 +319,11 @@ class _Pass:
     """
 
     operand_axes: tuple[Sequence[str], ...]
-    result_axes: tuple[str, ...]
+    result_axes: tuple[Sequence[str], ...]
+    # For each result its last batch axes: whether it is summed over them, and of size 1 there.
+    result_sums: tuple[tuple[bool, ...], ...]
+    # The operands whose gradients the last results are.
+    captures: tuple[int, ...] = ()
     # Which operands the kernel reads densely: never of size 1 in a batch axis of full extent.
     dense: tuple[bool, ...]
 
@@ -332,6 +368,10 @@ class _Pass:
     def _static(self) -> tuple:
         return self.spec, self.lengths, self.program, self.ranges
 
+    def full_sums(self, batch_rank: int) -> tuple[tuple[bool, ...], ...]:
+        """`result_sums` for all batch axes: those that `vmap` has added are not summed over."""
+        return tuple((False,) * (batch_rank - len(sums)) + sums for sums in self.result_sums)
+
     def full_batch(self, operands) -> tuple:
         """Batch extents: those of the operands that do not broadcast."""
         return tuple(size for size, _ in self._batch_axes(operands))
@@ -365,6 +405,7 @@ class _Forward(_Pass):
         dense = (False,) * 3 + (True,) * num_lengths
         super().__init__(spec, lengths, program, ranges, axes, dense)
         self.result_axes = ("tnv", "tn")
+        self.result_sums = ((), ())
 
     def call(self, *operands):
         query, _, value = operands[:3]
@@ -409,17 +450,34 @@ class _Forward(_Pass):
 
 
 class _Backward(_Pass):
-    def __init__(self, spec, lengths, program, ranges, has_dlse: bool):
+    def __init__(
+        self,
+        spec,
+        lengths,
+        program,
+        ranges,
+        has_dlse: bool,
+        gradients: KernelGradients | None,
+        summed: tuple[tuple[bool, ...], ...],
+    ):
+        """`summed`: for each of the captures that have a gradient here, and each batch axis of the
+        call, whether it has size 1 there."""
         axes = ("tnh", "skh", "skv", "tnv", "tnv", "tn", *("",) * sum(lengths))
         if has_dlse:
             axes = (*axes, "tn")
         dense = (False,) * 5 + (True,) * (len(axes) - 5)
         super().__init__(spec, lengths, program, ranges, axes, dense)
         self.has_dlse = has_dlse
-        self.result_axes = ("tnh", "skh", "skv")
+        self.gradients = gradients
+        # The operands whose gradients the further results are.
+        captures = () if gradients is None else gradients.captures
+        self.captures = tuple(len(axes) + 2 + i for i in captures)
+        of_captures = (self.operand_axes[i] for i in self.captures)
+        self.result_axes = ("tnh", "skh", "skv", *of_captures)
+        self.result_sums = ((), (), (), *summed)
 
     def _static(self) -> tuple:
-        return *super()._static(), self.has_dlse
+        return *super()._static(), self.has_dlse, self.gradients, self.result_sums
 
     def call(self, *operands):
         query, key, value = operands[:3]
@@ -442,15 +500,33 @@ class _Backward(_Pass):
         results = (
             *(self.result(operands, x, x.shape[-3:], x.dtype) for x in (query, key, value)),
             _result_type(query, (workspace,), jnp.uint8, [None]),
+            *self._gradient_types(operands),
         )
-        dq, dk, dv, _ = jax.ffi.ffi_call(BACKWARD_TARGET, results)(
+        dq, dk, dv, _, *more = jax.ffi.ffi_call(BACKWARD_TARGET, results)(
             *operands,
             problem=_attributes(self.spec, self.lengths, self.ranges),
             **_program_attributes(self.program, query, value),
             has_dlse=np.bool_(self.has_dlse),
             deterministic=np.bool_(self.spec.deterministic_backward),
+            **_gradient_attributes(self.gradients),
         )
-        return dq, dk, dv
+        return dq, dk, dv, *more
+
+    def _gradient_types(self, operands):
+        """Of the gradients of captures."""
+        if self.gradients is None:
+            return
+        axes = self._batch_axes(operands)
+        sums = self.full_sums(len(axes))[3:]
+        numbers = self.gradients.captures
+        for number, operand, summed in zip(numbers, self.captures, sums, strict=True):
+            x = operands[operand]
+            own = x.shape[len(axes) :]
+            batch = [(1, None) if one else axis for axis, one in zip(axes, summed, strict=True)]
+            shape = (*(size for size, _ in batch), *own)
+            mesh_axes = [*(part for _, part in batch), *(None for _ in own)]
+            dtype = x.dtype if self.gradients.is_narrow(number) else jnp.float32
+            yield _result_type(operands[0], shape, dtype, mesh_axes)
 
 
 def _mesh_axes(x) -> tuple:
@@ -536,24 +612,35 @@ def _partitioned(
     kernel: _Pass, broadcasts, groups: tuple[int, int], automatic_devices: int | None
 ) -> Callable:
     """The custom call under a sharding rule: batch axes and heads may be split."""
+    sums = kernel.full_sums(len(broadcasts[0]))
+    first_capture = len(sums) - len(kernel.captures)
+    of_captures = sums[first_capture:]
 
     def partition(mesh, operand_types, result_types):
         # dq or out, (*B, T, N, ·), and the key, (*B, S, K, H).
         split = _split_of(mesh, result_types[0], operand_types[1], groups, automatic_devices)
+        if automatic_devices and kernel.captures:
+            # A sum over devices could not name them.
+            split = split.without_heads(any(summed) for summed in zip(*of_captures, strict=True))
         operand_shardings = tuple(
             split.of(axes, operand_broadcasts)
             for axes, operand_broadcasts in zip(kernel.operand_axes, broadcasts, strict=True)
         )
-        result_shardings = tuple(split.of(axes) for axes in kernel.result_axes)
+        result_shardings = tuple(
+            split.of(axes, summed) for axes, summed in zip(kernel.result_axes, sums, strict=True)
+        )
 
         def call(*operands):
             results = kernel.call(*operands)
-            if not split.group:
-                return results
-            # Devices that share a key head each have the part of their own query heads.
+            # Devices that share a key head each have the part of their own query heads, and
+            # gradients of captures are sums over all heads.
+            by_heads = [
+                split.heads if i >= first_capture else split.group if "k" in axes else ()
+                for i, axes in enumerate(kernel.result_axes)
+            ]
             return tuple(
-                _sum_over(split.group, x) if "k" in axes else x
-                for axes, x in zip(kernel.result_axes, results, strict=True)
+                _sum_over((*split.batch_of(summed), *heads), x)
+                for x, summed, heads in zip(results, sums, by_heads, strict=True)
             )
 
         return split.mesh, call, result_shardings, operand_shardings
@@ -565,6 +652,8 @@ def _partitioned(
 
 
 def _sum_over(mesh_axes: tuple[str, ...], x):
+    if not mesh_axes:
+        return x
     return jax.lax.psum(x.astype(jnp.float32), mesh_axes).astype(x.dtype)
 
 
@@ -577,6 +666,22 @@ class _Split:
     kv_heads: tuple[str, ...]
     group: tuple[str, ...]
 
+    @property
+    def heads(self) -> tuple[str, ...]:
+        """Of all query heads."""
+        return (*self.kv_heads, *self.group)
+
+    def batch_of(self, which: Sequence[bool]) -> tuple[str, ...]:
+        """Mesh axes of some batch axes."""
+        parts = zip(self.batch, which, strict=True)
+        return tuple(name for part, is_wanted in parts if is_wanted for name in _names(part))
+
+    def without_heads(self, whole: Iterable[bool]) -> _Split:
+        """With all heads together, and some batch axes whole."""
+        parts = zip(self.batch, whole, strict=True)
+        batch = (None if is_whole else part for part, is_whole in parts)
+        return _Split(self.mesh, tuple(batch), (), ())
+
     def of(self, axes: Sequence[str], broadcast: Sequence[bool] | None = None) -> NamedSharding:
         """The sharding of an array with these trailing axes. `broadcast` tells of its batch axes
         which are of size 1; one that has none broadcasts in none."""
@@ -585,7 +690,7 @@ class _Split:
         lead = (
             None if is_one else part for part, is_one in zip(self.batch, broadcast, strict=False)
         )
-        heads = {"n": (*self.kv_heads, *self.group), "k": self.kv_heads}
+        heads = {"n": self.heads, "k": self.kv_heads}
         trail = (heads.get(axis) or None for axis in axes)
         return NamedSharding(self.mesh, PartitionSpec(*lead, *trail))
 
@@ -675,13 +780,21 @@ def _sharding_rule(kernel: _Pass, broadcasts) -> tuple[str, tuple[str, ...]]:
     over a part of a mesh axis, which JAX cannot name. `_split_of` brings them together.
     """
 
-    def factors(array: int | None, axes: Sequence[str]) -> str:
-        broadcast = (False,) * len(broadcasts[0]) if array is None else broadcasts[array]
+    def factors(array: str, axes: Sequence[str], broadcast: Sequence[bool]) -> str:
         batch = (f"one{array}x{i}" if is_one else f"b{i}" for i, is_one in enumerate(broadcast))
         return " ".join([*batch, *axes])
 
-    operands = ", ".join(factors(i, axes) for i, axes in enumerate(kernel.operand_axes))
-    results = ", ".join(factors(None, axes) for axes in kernel.result_axes)
+    sums = kernel.full_sums(len(broadcasts[0]))
+    operands, results = (
+        ", ".join(
+            factors(f"{kind}{i}", axes, broadcast)
+            for i, (axes, broadcast) in enumerate(zip(all_axes, all_broadcasts, strict=True))
+        )
+        for kind, all_axes, all_broadcasts in (
+            ("operand", kernel.operand_axes, broadcasts),
+            ("result", kernel.result_axes, sums),
+        )
+    )
     rule = f"{operands} -> {results}"
     names = dict.fromkeys(re.findall(r"\w+", rule))  # in order of appearance, as Shardy wants
     return rule, tuple(name for name in names if name in "tshv" or name.startswith(("one", "c")))

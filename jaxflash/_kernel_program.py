@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -31,6 +32,28 @@ class KernelProgram:
     capture_ranks: tuple[int, ...]
 
 
+@dataclasses.dataclass(frozen=True)
+class KernelGradients:
+    """Which gradients of captures the kernels compute, and how.
+
+    Attributes:
+        source: the C++ struct `jaxflash::Program` with a struct for each load.
+        loads: see `_printer.PrintedGradients`.
+    """
+
+    source: str
+    loads: tuple[_printer.Load, ...]
+
+    @property
+    def captures(self) -> tuple[int, ...]:
+        """Numbers of the captures, in the order of their gradients."""
+        return tuple(dict.fromkeys(load.capture for load in self.loads))
+
+    def is_narrow(self, capture: int) -> bool:
+        """Whether a gradient has the capture's dtype, not float32."""
+        return any(load.narrow for load in self.loads if load.capture == capture)
+
+
 Pass = Literal["forward", "backward"]
 
 # Of a mask's axes (h, q, kv): what runs along a fragment's rows in the kernels of a pass, so that
@@ -53,11 +76,7 @@ def make(spec: AttentionSpec, operands: Operands, pass_: Pass) -> KernelProgram 
         and not (drops or has_ranges)
     ):
         return None
-    program = _identity() if spec.program is None else spec.program
-    if operands.mask is not None:
-        mask = jax.eval_shape(lambda o: _mask(o, pass_), operands)
-        own = jax.ShapeDtypeStruct(mask.shape[operands.mask.ndim - 3 :], mask.dtype)
-        program = _scores.masked(program, _mask_axes(operands), own, _packed_axis(operands, pass_))
+    program = _with_mask(_identity() if spec.program is None else spec.program, operands, pass_)
     ranks = tuple(len(t.shape) for t in program.capture_types)
     if operands.sink is not None:
         ranks = (*ranks, 1)
@@ -73,11 +92,45 @@ def make(spec: AttentionSpec, operands: Operands, pass_: Pass) -> KernelProgram 
         raise NotPrintable(
             f"has a sink of dtype {sink_dtype}; allowed are {', '.join(_printer.CAPTURE_DTYPES)}"
         )
-    is_difference = not spec.bottom_right and operands.query_positions is None
-    printed = _printed(program, is_difference, sink_dtype, drops)
+    printed = _printed(program, _distance_is_difference(spec, operands), sink_dtype, drops)
     if isinstance(printed, NotPrintable):
         raise printed
     return KernelProgram(printed.source, printed.unit_slope, printed.exact_length, ranks)
+
+
+def gradients(
+    spec: AttentionSpec, operands: Operands, wanted: Sequence[int]
+) -> KernelGradients | None:
+    """How the kernels compute the gradients of some captures, those left out that the logits do not
+    depend on; None where they depend on none.
+
+    Raises:
+        NotPrintable: the text says why, naming the equation.
+    """
+    if spec.program is None:
+        return None
+    program = _with_mask(spec.program, operands, "backward")
+    dropout = None
+    if spec.dropout_rate > 0.0:
+        dropout = len(program.capture_types) + (operands.sink is not None)
+    lengths = (operands.query.shape[-3], operands.key.shape[-3])
+    is_difference = _distance_is_difference(spec, operands)
+    printed = _printed_gradients(program, tuple(wanted), lengths, is_difference, dropout)
+    if isinstance(printed, NotPrintable):
+        raise printed
+    return KernelGradients(printed.source, printed.loads) if printed.loads else None
+
+
+def _with_mask(program: _scores.Program, operands: Operands, pass_: Pass) -> _scores.Program:
+    if operands.mask is None:
+        return program
+    mask = jax.eval_shape(lambda o: _mask(o, pass_), operands)
+    own = jax.ShapeDtypeStruct(mask.shape[operands.mask.ndim - 3 :], mask.dtype)
+    return _scores.masked(program, _mask_axes(operands), own, _packed_axis(operands, pass_))
+
+
+def _distance_is_difference(spec: AttentionSpec, operands: Operands) -> bool:
+    return not spec.bottom_right and operands.query_positions is None
 
 
 def captures(spec: AttentionSpec, operands: Operands, pass_: Pass) -> tuple[Any, ...]:
@@ -121,6 +174,26 @@ def _printed(
             distance_is_difference=distance_is_difference,
             sink_dtype=sink_dtype,
             drops=drops,
+        )
+    except NotPrintable as reason:
+        return reason
+
+
+@functools.lru_cache(maxsize=256)
+def _printed_gradients(
+    program: _scores.Program,
+    captures: tuple[int, ...],
+    lengths: tuple[Any, Any],
+    distance_is_difference: bool,
+    dropout: int | None,
+) -> _printer.PrintedGradients | NotPrintable:
+    try:
+        return _printer.print_gradients(
+            program,
+            captures,
+            lengths=lengths,
+            distance_is_difference=distance_is_difference,
+            dropout=dropout,
         )
     except NotPrintable as reason:
         return reason

@@ -85,6 +85,17 @@ class Program:
             raise NotImplementedError("its rule for derivatives has arrays of its own")
         return closed
 
+    def value_and_partials(self, capture: int) -> tuple[core.ClosedJaxpr, tuple[View, ...]]:
+        """The derivatives by what is loaded of a capture.
+
+        Returns:
+            A jaxpr of a float for each load (that is 0) and the arguments, with the results logit,
+            the derivative of the logit by each loaded value, and the indices of each load that are
+            not constant; every call inlined. And the loads: elements of the capture, whose indices
+            are ints or None, where the only index is 0, or the `Result` that they are.
+        """
+        return _with_partials(self.jaxpr, capture)
+
 
 def compose(
     spec: AttentionSpec, operands: Operands, score_mod: ScoreMod | None
@@ -320,10 +331,22 @@ def evaluate(eqns, values: dict[core.Var, Any], calls: dict[str, str] | None = N
             evaluate(jaxpr.eqns, inside, calls)
             results = [_read(inside, atom) for atom in jaxpr.outvars]
         else:
-            params = eqn.primitive.get_bind_params(eqn.params)
-            results = eqn.primitive.bind(*inputs, **params)
-            results = results if eqn.primitive.multiple_results else [results]
+            results = _bound(eqn, inputs)
         values.update(zip(eqn.outvars, results, strict=True))
+
+
+def _bound(eqn, inputs: Sequence[Any]) -> Sequence[Any]:
+    """The results of an equation."""
+    # Inside `shard_map` an equation wants operands that vary over the same mesh axes.
+    varying = [jax.typeof(x).manual_axis_type.varying for x in inputs]
+    axes = frozenset().union(*varying)
+    if axes:
+        inputs = [
+            x if axes == own else jax.lax.pcast(x, tuple(axes - own), to="varying")
+            for x, own in zip(inputs, varying, strict=True)
+        ]
+    results = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
+    return results if eqn.primitive.multiple_results else [results]
 
 
 def _read(values: dict[core.Var, Any], atom):
@@ -342,6 +365,93 @@ def _differentiated(
     flat = _traced(lambda *arguments: jax.tree.leaves(both(*arguments)), closed.in_avals)
     inlined = _inlined(flat, {**_CALLS, **_CUSTOM_DERIVATIVES})
     return inlined, (*flat.consts, *inlined.consts)
+
+
+def _with_partials(
+    closed: core.ClosedJaxpr, capture: int
+) -> tuple[core.ClosedJaxpr, tuple[View, ...]]:
+    jaxpr = closed.jaxpr
+    variable = jaxpr.invars[len(ARGUMENTS) + capture]
+    aval: Any = variable.aval
+    whole = View.whole(capture, aval.shape)
+
+    def run(shifts, arguments):
+        """(logit, loads, values of their indices), each load shifted by the next of `shifts`."""
+        values = dict(zip(jaxpr.invars, arguments, strict=True))
+        views = {variable: whole}
+        loads: dict[core.Var, View] = {}
+        shifts = iter(shifts)
+
+        def read(atom):
+            if is_literal(atom) or atom not in views or not views[atom].has_derivative:
+                return _read(values, atom)
+            if atom not in loads:
+                loads[atom] = views[atom]
+                shift = next(shifts, None)
+                if shift is not None and values[atom].size == 1:
+                    value = values[atom]
+                    values[atom] = value + shift.astype(value.dtype).reshape(value.shape)
+            return values[atom]
+
+        for eqn in jaxpr.eqns:
+            first = eqn.invars[0] if eqn.invars else None
+            view = None
+            if first is not None and not is_literal(first) and first in views:
+                view = views[first].after(eqn, eqn.invars[1:])
+            if view is None:
+                inputs = [read(atom) for atom in eqn.invars]
+            else:
+                inputs = [_read(values, first), *map(read, eqn.invars[1:])]
+                views[eqn.outvars[0]] = view
+            values.update(zip(eqn.outvars, _bound(eqn, inputs), strict=True))
+        logit = read(jaxpr.outvars[0])
+        indices = [_read(values, i) for view in loads.values() for i in view.index if _is_read(i)]
+        return logit, tuple(loads.values()), indices
+
+    loads: tuple[View, ...] = ()
+
+    def count(*arguments):
+        nonlocal loads
+        logit, loads, _ = run((), arguments)
+        return logit
+
+    _traced(count, closed.in_avals)
+    numbers = itertools.count(1 + len(loads))
+    numbered = tuple(
+        dataclasses.replace(
+            load,
+            index=tuple(Result(next(numbers)) if _is_read(i) else constant(i) for i in load.index),
+        )
+        for load in loads
+    )
+
+    def function(*arguments):
+        def logit_of(shifts):
+            logit, _, indices = run(shifts, arguments[len(loads) :])
+            return logit, (logit, indices)
+
+        partials, (logit, indices) = jax.grad(logit_of, has_aux=True)(list(arguments[: len(loads)]))
+        return logit, *partials, *indices
+
+    score: Any = closed.in_avals[0]
+    types = (*(jax.ShapeDtypeStruct((), score.dtype),) * len(loads), *closed.in_avals)
+    flat = _traced(function, types)
+    inlined = _inlined(flat, {**_CALLS, **_CUSTOM_DERIVATIVES})
+    if flat.consts or inlined.consts:
+        raise NotImplementedError("its rule for derivatives has arrays of its own")
+    return inlined, numbered
+
+
+def _is_read(index) -> bool:
+    """Whether an entry of `View.index` is a variable."""
+    return index is not None and constant(index) is None
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """A result of a jaxpr, by its number."""
+
+    number: int
 
 
 _unique = itertools.count()
@@ -406,6 +516,13 @@ class View:
     @classmethod
     def whole(cls, capture: int, shape: tuple[int, ...]) -> View:
         return cls(capture, shape, (None,) * len(shape), tuple(range(len(shape))))
+
+    @property
+    def has_derivative(self) -> bool:
+        """Whether what is done with the view has a derivative by the capture."""
+        return all(
+            dtype is not None and jnp.issubdtype(dtype, jnp.floating) for dtype in self.casts
+        )
 
     def after(self, eqn, scalars: Sequence[Any]) -> View | None:
         """The view that an equation makes of this one (its first operand) and of scalar operands;

@@ -6,6 +6,8 @@ import dataclasses
 import functools
 import warnings
 
+import jax
+
 from jaxflash import _ffi, _kernel_program, _nvrtc
 from jaxflash._printer import NotPrintable
 from jaxflash._spec import AttentionSpec, Operands
@@ -32,9 +34,6 @@ class Feature:
     but: str = ""  # what of it the kernels leave to the blockwise path
 
 
-_GRADIENT_APART = ", but its gradient"
-
-
 FEATURES = (
     Feature("`is_causal`, both alignments"),
     Feature("`local_window_size`"),
@@ -45,13 +44,17 @@ FEATURES = (
     Feature("value head size other than the query's"),
     Feature("`return_residual` (lse) and its gradient"),
     Feature("`deterministic_backward`"),
-    Feature("`bias` and its gradient", but=_GRADIENT_APART),
+    Feature("`bias` and its gradient"),
     Feature("`mask`"),
     Feature("`segment_ids`", but=", but `deterministic_backward`"),
     Feature("`logits_soft_cap`"),
     Feature("`sink` and its gradient"),
-    Feature("`alibi_slopes` and their gradient", but=_GRADIENT_APART),
-    Feature("`score_mod` and gradients of what it captures", but=_GRADIENT_APART),
+    Feature("`alibi_slopes` and their gradient"),
+    Feature(
+        "`score_mod` and gradients of what it captures",
+        but=", but with `deterministic_backward` the gradient of what is read by an index computed "
+        "of q or kv",
+    ),
     Feature("`dropout_rate`"),
     Feature(
         "`varlen_attention` (packed)",
@@ -125,6 +128,31 @@ def _reasons_against_program(spec: AttentionSpec, operands: Operands) -> tuple[s
     return tuple(reasons)
 
 
+def reasons_against_gradient(
+    spec: AttentionSpec, operands: Operands, capture: int
+) -> tuple[str, ...]:
+    """Why the kernels, which take the call, cannot compute the gradient of one of its captures."""
+    assert spec.program is not None
+    built_in = [name for name in ("bias", "alibi_slopes") if name in spec.program.parts]
+    name = (*built_in, *("score_mod",) * len(operands.captures))[capture]
+    try:
+        gradients = _kernel_program.gradients(spec, operands, (capture,))
+    except NotPrintable as reason:
+        return (f"the derivative of {name} by what it captures {reason}",)
+    scatters = gradients is not None and any(load.scatter for load in gradients.loads)
+    reasons = []
+    if gradients is not None and any(jax.typeof(operands.query).sharding.spec):
+        # The devices' parts are summed within the partitioned call, where JAX gives every operation
+        # on an explicit mesh a sharding, which XLA does not take there.
+        reasons.append("arrays that an explicit mesh splits, with the gradient of a captured array")
+    if spec.deterministic_backward and scatters:
+        reasons.append(
+            "deterministic_backward with the gradient of an array that score_mod reads by an index "
+            "computed of q or kv"
+        )
+    return tuple(reasons)
+
+
 class SlowPathWarning(UserWarning):
     """A program for CUDA holds the blockwise path where nobody asked for it, because the kernels do
     not take the call: it is many times slower than they are. Comes once for each reason, when the
@@ -153,12 +181,13 @@ def warn_of_slow_path(reasons: tuple[str, ...]) -> None:
     )
 
 
-def warn_of_slow_gradients() -> None:
-    """Once, a `SlowPathWarning` of gradients that the kernels do not compute."""
+def warn_of_slow_gradients(reasons: tuple[str, ...]) -> None:
+    """A `SlowPathWarning` of those reasons against gradients of captures that had none yet."""
     _warn(
-        "{} are computed by the blockwise path, many times slower on a GPU than the CUDA kernels, "
-        "which compute the rest; jax.lax.stop_gradient leaves them out",
-        ("gradients of captured arrays (bias, slopes and what score_mod reads)",),
+        "gradients of captured arrays are computed by the blockwise path, many times slower on a "
+        "GPU than the CUDA kernels, which compute the rest: {}. jax.lax.stop_gradient leaves them "
+        "out",
+        reasons,
     )
 
 

@@ -407,6 +407,8 @@ def _backward_call(arrays, results, workspace=1 << 24, has_dlse=False):
             **_plain(arrays[0], arrays[2]),
             has_dlse=np.bool_(has_dlse),
             deterministic=np.bool_(False),
+            gradient_program="",
+            gradient_loads=np.zeros(0, np.int64),
         )
 
     return jax.block_until_ready(run(*arrays))

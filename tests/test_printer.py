@@ -21,6 +21,7 @@ from score_mods import SCORE_MODS, Sizes
 _COMPILER = shutil.which("g++") or shutil.which("c++")
 _FOLDER = pathlib.Path(__file__).parent
 _SIZES = Sizes(batch=2, heads=4, q_len=40, kv_len=30)
+_LENGTHS = (_SIZES.q_len, _SIZES.kv_len)
 _SCALE = 0.3
 _POINTS = 2000
 
@@ -62,6 +63,23 @@ class _Capture(ctypes.Structure):
     )
 
 
+def _library(text, folder):
+    (folder / "programs.cc").write_text("\n".join(text))
+    command = [_COMPILER, "-std=c++17", "-O1", "-ffp-contract=off", "-Wall", "-Werror"]
+    command += ["-shared", "-fPIC", f"-I{_FOLDER}", "programs.cc", "-o", "programs.so"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return ctypes.CDLL(str(folder / "programs.so"))
+
+
+def _given(captures):
+    given = (_Capture * 8)()
+    for x, capture in zip(captures, given, strict=False):
+        capture.data, capture.batch_stride = x.ctypes.data, 0
+        capture.extent[: x.ndim] = x.shape
+    return given
+
+
 class _Compiled:
     """Printed programs in one library."""
 
@@ -70,27 +88,18 @@ class _Compiled:
         for number, source in enumerate(sources):
             text.append(f"#define Program Program{number}\n{source}")
             text.append(_EVALUATE.replace("NUMBER", str(number)) + "#undef Program")
-        (folder / "programs.cc").write_text("\n".join(text))
-        command = [_COMPILER, "-std=c++17", "-O1", "-ffp-contract=off", "-Wall", "-Werror"]
-        command += ["-shared", "-fPIC", f"-I{_FOLDER}", "programs.cc", "-o", "programs.so"]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        self._library = ctypes.CDLL(str(folder / "programs.so"))
+        self._library = _library(text, folder)
 
     def __call__(self, number: int, captures, indices, s):
         """What logit(), logit_and_slope() and addend() make the logit, and the slope; all in
         natural units."""
         captures = [np.ascontiguousarray(x) for x in captures]
-        given = (_Capture * 8)()
-        for x, capture in zip(captures, given, strict=False):
-            capture.data, capture.batch_stride = x.ctypes.data, 0
-            capture.extent[: x.ndim] = x.shape
         results = [np.empty(len(s), np.float32) for _ in range(4)]
         q, kv = indices[2:]
         arrays = [*indices, (q - kv).astype(np.float32), s.astype(np.float32), *results]
         getattr(self._library, f"evaluate_{number}")(
             ctypes.c_int64(len(s)),
-            given,
+            _given(captures),
             ctypes.c_float(_SCALE),
             *(x.ctypes.data_as(ctypes.c_void_p) for x in arrays),
         )
@@ -169,6 +178,188 @@ def test_indices_of_ragged_tiles_are_safe(compiled, name):
     function, printed, captures = programs[name]
     points = _points(np.random.default_rng(2), beyond=50)
     _check(library, list(programs).index(name), printed, captures, function, points)
+
+
+# ---- Gradients of captures -----------------------------------------------------------------------
+
+_ACCUMULATE = """
+extern "C" int accumulate_NUMBER(int64_t points, const jaxflash::Captures* captures, float scale,
+    const int* b, const int* h, const int* q, const int* kv, const float* distance, const float* s,
+    const float* weights, double* gradient) {
+  return accumulate<jaxflash::ProgramNUMBER, jaxflash::ProgramNUMBER::Load0>(
+      points, *captures, {scale}, b, h, q, kv, distance, s, weights, gradient)LOADS;
+}
+"""
+_ACCUMULATE_ANY = """
+#include "program.h"
+template <class P, class L>
+int accumulate(int64_t points, const jaxflash::Captures& captures, jaxflash::Problem problem,
+    const int* b, const int* h, const int* q, const int* kv, const float* distance, const float* s,
+    const float* weights, double* gradient) {
+  int64_t stride = 1, on_row = 0, on_column = 0;
+  for (int axis = L::kRank - 1; axis >= 0; --axis) {
+    if (axis == L::kQueryAxis) on_row = stride;
+    if (axis == L::kKeyAxis) on_column = stride;
+    stride *= captures.of[L::kCapture].extent[axis];
+  }
+  for (int64_t i = 0; i < points; ++i) {
+    const auto head = P::head(captures, problem, b[i], b[i], h[i]);
+    const auto row = P::row(head, q[i]);
+    const auto column = P::column(head, kv[i]);
+    int64_t offset = 0;
+    if constexpr (L::kScatter) {
+      offset = L::index(head, row, column, q[i], kv[i], distance[i]);
+    } else {
+      offset = L::slice(head) + q[i] * on_row + kv[i] * on_column;
+    }
+    if constexpr (L::kDiagonal) {
+      const auto next_row = P::row(head, q[i] + 1);
+      const auto next_column = P::column(head, kv[i] + 1);
+      if (L::index(head, next_row, next_column, q[i] + 1, kv[i] + 1, distance[i]) != offset) {
+        return 2;
+      }
+    }
+    if (offset < 0 || offset >= stride) return 1;
+    const float partial = L::partial(head, row, column, q[i], kv[i], distance[i], s[i]);
+    gradient[offset] += double{weights[i]} * partial;
+  }
+  return 0;
+}
+"""
+
+
+def _gradients(functions, folder):
+    """For each (function, capture): its loads, and a way to the gradient that they make."""
+    printed, text = [], [_ACCUMULATE_ANY]
+    for number, (function, capture) in enumerate(functions):
+        program, captures = _traced(function)
+        gradients = _printer.print_gradients(
+            program, (capture,), lengths=_LENGTHS, distance_is_difference=True
+        )
+        printed.append((gradients.loads, capture, captures))
+        if not gradients.loads:
+            continue
+        more = "".join(
+            f" + accumulate<jaxflash::ProgramNUMBER, jaxflash::ProgramNUMBER::Load{i}>("
+            "points, *captures, {scale}, b, h, q, kv, distance, s, weights, gradient)"
+            for i in range(1, len(gradients.loads))
+        )
+        text.append(f"#define Program Program{number}\n{gradients.source}")
+        text.append(_ACCUMULATE.replace("LOADS", more).replace("NUMBER", str(number)))
+        text.append("#undef Program")
+    library = _library(text, folder)
+
+    def run(number: int, indices, s, weights):
+        loads, capture, captures = printed[number]
+        captures = [np.ascontiguousarray(x) for x in captures]
+        gradient = np.zeros(captures[capture].shape, np.float64)
+        if loads:
+            q, kv = indices[2:]
+            arrays = (*indices, (q - kv).astype(np.float32), s, weights, gradient)
+            failed = getattr(library, f"accumulate_{number}")(
+                ctypes.c_int64(len(s)),
+                _given(captures),
+                ctypes.c_float(_SCALE),
+                *(x.ctypes.data_as(ctypes.c_void_p) for x in arrays),
+            )
+            assert failed == 0
+        return gradient
+
+    return [loads for loads, _, _ in printed], run
+
+
+def _with_captures(name):
+    """(arrays, (numbers of the captures of floats, in the program's order, by name))."""
+    row = SCORE_MODS[name]
+    arrays = jax.tree.map(jnp.asarray, row.arrays(_SIZES, np.random.default_rng(0)))
+    _, captures = _traced(row.bind(arrays))
+    numbers = {}
+    for key, array in arrays.items():
+        if jnp.issubdtype(array.dtype, jnp.floating):
+            for number, capture in enumerate(captures):
+                same = capture.shape == array.shape and capture.dtype == array.dtype
+                if same and (capture == array).all():
+                    numbers.setdefault(key, number)
+    return arrays, numbers
+
+
+_WITH_FLOATS = [(name, key) for name in SCORE_MODS for key in _with_captures(name)[1]]
+
+
+@pytest.fixture(scope="module")
+def compiled_gradients(tmp_path_factory):
+    if _COMPILER is None:
+        pytest.skip("needs a C++ compiler")
+    functions = []
+    for name, key in _WITH_FLOATS:
+        arrays, numbers = _with_captures(name)
+        functions.append((SCORE_MODS[name].bind(arrays), numbers[key]))
+    return _gradients(functions, tmp_path_factory.mktemp("gradients"))
+
+
+@pytest.mark.parametrize(("name", "key"), _WITH_FLOATS)
+def test_printed_loads_make_the_gradient(compiled_gradients, name, key):
+    _, run = compiled_gradients
+    indices, s = _points(np.random.default_rng(3))
+    weights = np.random.default_rng(4).standard_normal(_POINTS).astype(np.float32)
+    arrays, _ = _with_captures(name)
+
+    def weighted(x):
+        function = SCORE_MODS[name].bind({**arrays, key: x})
+        logits = jax.vmap(function)(jnp.float32(_SCALE) * s, *indices).astype(jnp.float32)
+        return jnp.sum(jnp.where(logits == -jnp.inf, 0.0, logits) * weights)
+
+    with jax.default_device(jax.devices("cpu")[0]):
+        expected = np.asarray(jax.grad(weighted)(arrays[key].astype(jnp.float32)))
+    actual = run(_WITH_FLOATS.index((name, key)), indices, s, weights)
+    scale = max(1.0, np.abs(expected).max())
+    np.testing.assert_allclose(actual, expected, rtol=2e-3, atol=2e-5 * scale)
+
+
+def _loads(function):
+    program, _ = _traced(function)
+    return _printer.print_gradients(program, (0,), lengths=_LENGTHS, distance_is_difference=True)
+
+
+def test_blocks_own_what_rows_columns_and_heads_index():
+    bias = jnp.ones((_SIZES.heads, _SIZES.q_len, _SIZES.kv_len))
+    for function, axes in (
+        (lambda s, b, h, q, kv: s + bias[h, q, kv], (1, 2)),
+        (lambda s, b, h, q, kv: s + bias[h, q, 3], (1, -1)),
+        (lambda s, b, h, q, kv: s + bias[b, 0, kv], (-1, 2)),
+        (lambda s, b, h, q, kv: s * bias[h // 2, 0, 0], (-1, -1)),
+    ):
+        (load,) = _loads(function).loads
+        assert (load.query_axis, load.key_axis, load.scatter) == (*axes, False)
+
+
+def test_what_clamping_brings_together_is_not_owned():
+    short = jnp.ones((_SIZES.q_len - 1, _SIZES.kv_len))
+    (load,) = _loads(lambda s, b, h, q, kv: s + short[q, kv]).loads
+    assert load.scatter
+
+
+def test_an_index_of_the_difference_is_summed_along_diagonals():
+    table = jnp.ones((_SIZES.heads, 17))
+    for index, diagonal in (
+        (lambda q, kv: jnp.clip(q + 1 - kv + 7, 0, 16), True),
+        (
+            lambda q, kv: jnp.minimum(jnp.sqrt(jnp.abs(q - kv).astype(jnp.float32)), 16.0).astype(
+                jnp.int32
+            ),
+            True,
+        ),
+        (lambda q, kv: (q + kv) % 17, False),
+        (lambda q, kv: (2 * q - kv) % 17, False),
+    ):
+        source = _loads(lambda s, b, h, q, kv, index=index: s + table[h, index(q, kv)]).source
+        assert f"kDiagonal = {'true' if diagonal else 'false'};" in source
+
+
+def test_equal_loads_are_one():
+    bias = jnp.ones((_SIZES.q_len, _SIZES.kv_len))
+    gradients = _loads(lambda s, b, h, q, kv: s * bias[q, kv] + jnp.sin(bias[q, kv]))
+    assert len(gradients.loads) == 1
 
 
 # ---- Instructions --------------------------------------------------------------------------------

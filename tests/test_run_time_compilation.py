@@ -9,13 +9,23 @@ import os
 import pathlib
 import threading
 
+import jax
 import jax.numpy as jnp
 import pytest
 
 import jaxflash
 import programs
 from another_process import run_python
-from jaxflash import _api, _config, _ffi, _kernel_program, _nvrtc, _spec
+from jaxflash import (
+    _api,
+    _config,
+    _ffi,
+    _kernel_program,
+    _nvrtc,
+    _printer,
+    _scores,
+    _spec,
+)
 
 if not _ffi.extension.kernels:
     pytest.skip("the library was built without kernels", allow_module_level=True)
@@ -192,6 +202,49 @@ def test_mask_arrays_on_hopper(head_dim, pass_):
     assert not compiled.serialised, compiled
     # As with ranges alone.
     assert compiled.spilled <= (64 if pass_ == "forward" or head_dim < 256 else 104), compiled
+
+
+_LOADS = {
+    # A tile of the gradient in registers; its sums over rows; over all; along diagonals.
+    "bias": (lambda s, b, h, q, kv, distance, x: s + x[h, q, kv], (4, 64, 64)),
+    "keys": (lambda s, b, h, q, kv, distance, x: s + x[h, kv], (4, 64)),
+    "slopes": (lambda s, b, h, q, kv, distance, x: s - x[h] * jnp.abs(q - kv), (4,)),
+    "table": (lambda s, b, h, q, kv, distance, x: s + x[h, jnp.clip(q - kv, 0, 8)], (4, 9)),
+}
+
+
+@pytest.mark.parametrize(
+    ("load", "math", "head_dim", "architecture", "options"),
+    [
+        *(("bias", "kBFloat16", head_dim, "sm_90", {}) for head_dim in (64, 128, 256)),
+        *((load, "kBFloat16", 128, "sm_90", {}) for load in ("keys", "slopes", "table")),
+        ("bias", "kFloat16", 128, "sm_80", {}),
+        ("bias", "kTF32", 128, "sm_90", {}),
+        ("bias", "kFloat32", 64, "sm_80", {}),
+        *(("bias", "kBFloat16", n, "sm_90", dict(dropout=1)) for n in (64, 128, 256)),
+        *(("bias", "kBFloat16", 128, "sm_90", dict(mask=f"RangeMask<{ids}>")) for ids in (0, 1)),
+        ("table", "kBFloat16", 128, "sm_90", dict(mask="RangeMask<true>", dropout=1)),
+    ],
+)
+def test_gradients_of_captures(load, math, head_dim, architecture, options):
+    function, shape = _LOADS[load]
+    mask, dropout = options.get("mask", "BandMask"), options.get("dropout")
+    with jax.numpy_dtype_promotion("standard"):
+        program, _ = _scores.trace(function, (jax.ShapeDtypeStruct(shape, "float32"),), "float32")
+    printed = _printer.print_gradients(
+        program, (0,), lengths=(64, 64), distance_is_difference=True, dropout=dropout
+    )
+    source = f"""
+        #include "common/program.cuh"
+        #include "common/range_mask.cuh"
+        {printed.source}
+        #include "sm80/capture_gradient_kernel.cuh"
+    """
+    choice = f"{_S80}CaptureGradientChoice<jaxflash::Math::{math}, {head_dim}>::Large"
+    name = f"{_S80}capture_gradient_kernel<{choice}, jaxflash::{mask}, jaxflash::Program, "
+    compiled = _compile(source, f"{name}jaxflash::Program::Load0>", architecture)
+    # 4 to 20 bytes, where all 255 registers are in use.
+    assert compiled.spilled <= 24, compiled
 
 
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(96, 96), (192, 128), (192, 192)])
@@ -469,7 +522,9 @@ _STAGES = """if True:
             value_dim=np.int64(64), dtype="bfloat16", capture_ranks=np.zeros(0, np.int64),
         ) | attributes
         if name == "backward":
-            attributes |= dict(has_dlse=np.bool_(False), deterministic=np.bool_(False))
+            attributes = dict(
+                has_dlse=np.bool_(False), deterministic=np.bool_(False), gradient_program="",
+                gradient_loads=np.zeros(0, np.int64)) | attributes
         x = jax.ShapeDtypeStruct((4,), "float32")
         jax.jit(lambda x: jax.ffi.ffi_call(name, x)(x, **attributes)).lower(x).compile()
 
@@ -488,6 +543,10 @@ _STAGES = """if True:
         refused("at most 6 axes", name, program=program, capture_ranks=np.array([7], np.int64))
         refused("at most 8 arrays", name, program=program, capture_ranks=np.zeros(9, np.int64))
         refused("dtype", name, program=program, dtype="float64")
+    one = dict(program=program, capture_ranks=np.array([2], np.int64), gradient_program=program)
+    instantiate("backward", **one, gradient_loads=np.array([0, 0, 1, 0, 0], np.int64))
+    for loads in ([0], [1, 0, 1, 0, 0], [-1, 0, 1, 0, 0], [0, 2, 1, 0, 0], [0, 0, -2, 0, 0]):
+        refused("unknown loads", "backward", **one, gradient_loads=np.array(loads, np.int64))
 """
 
 

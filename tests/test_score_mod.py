@@ -378,9 +378,9 @@ def test_gradients_are_finite_where_the_logit_is_minus_infinity():
 # ---- What the kernels are told -------------------------------------------------------------------
 
 
-def _on_kernels(q, k, v, bias, table, sink):
+def _on_kernels(q, k, v, bias, table, sink, **options):
     """The call on the path of the kernels, whatever they cover."""
-    options = {**_api.DEFAULTS, "sink": sink, "logits_soft_cap": 30.0}
+    options = {**_api.DEFAULTS, "sink": sink, "logits_soft_cap": 30.0, **options}
     del options["score_mod"]
     spec, operands = _spec.make(q, k, v, bias, None, **options)
     spec, operands = _scores.compose(
@@ -515,6 +515,57 @@ def test_shards_know_their_numbers():
     (forward,) = [x for x in _custom_calls(text, '"jaxflash_forward_v2"') if "custom-call" in x]
     layouts = forward.split("operand_layout_constraints=")[1]
     assert "s32[2]{0}, s32[2]{0}, f32[2,16,16]{2,1,0}, f32[1,8,15]{2,1,0}, f32[1,8]" in layouts
+    assert "all-gather" not in text
+
+
+@_needs_kernels
+def test_gradients_of_captures_are_results_of_the_custom_call():
+    """The backward call gives them, summed over what broadcasts; sinks need nothing but out."""
+    arguments = _kernel_arguments()
+
+    def gradient(argnums, **options):
+        def loss(*args):
+            return jnp.sum(_on_kernels(*args, **options).astype(jnp.float32))
+
+        traced = jax.jit(jax.grad(loss, argnums)).trace(*arguments)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        return _custom_calls(text, "@jaxflash_backward_v2"), "dot_general" in text
+
+    # Bias (4, 1, 16, 16) has a tile of rows and columns, the table (8, 15) an index of q - kv.
+    (backward,), blockwise = gradient((0, 3, 4, 5))
+    assert "xui8>, tensor<4x16x16xf32>, tensor<1x8x15xf32>)" in backward
+    assert "gradient_loads = dense<[0, 0, 1, 0, 0, 1, -1, -1, 1, 0]>" in backward
+    assert not blockwise
+    (backward,), blockwise = gradient((3,))
+    assert "xui8>, tensor<4x16x16xf32>)" in backward
+    assert not blockwise
+    (backward,), blockwise = gradient((0, 5))
+    assert backward.rstrip().endswith("xui8>)")
+    assert not blockwise
+    # Nothing orders the additions to the table: the blockwise path makes its gradient.
+    (backward,), blockwise = gradient((0, 3, 4), deterministic_backward=True)
+    assert "xui8>, tensor<4x16x16xf32>)" in backward
+    assert blockwise
+
+
+@_needs_kernels
+def test_gradients_of_captures_are_summed_over_shards():
+    mesh = Mesh(np.array(jax.devices("cpu")[:8]).reshape(2, 4), ("x", "y"))
+    specs = (P("x", None, "y"), P("x", None, "y"), P("x", None, "y"), P("x"), P(), P())
+    arguments = [
+        jax.device_put(x, NamedSharding(mesh, spec))
+        for x, spec in zip(_kernel_arguments(), specs, strict=True)
+    ]
+
+    def gradient(*args):
+        return jax.grad(lambda *args: jnp.sum(_on_kernels(*args) * 1.0), (3, 4))(*args)
+
+    traced = jax.jit(gradient).trace(*arguments)
+    text = traced.lower(lowering_platforms=("cuda",)).compile().as_text()
+    sums = [x for x in text.splitlines() if " all-reduce(" in x]
+    # The bias is split as the batch, and every head adds to it.
+    assert any("f32[2,16,16]" in x and "{'y'}" in x for x in sums), sums
+    assert any("f32[1,8,15]" in x and "{'x','y'}" in x for x in sums), sums
     assert "all-gather" not in text
 
 

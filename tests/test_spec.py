@@ -413,24 +413,34 @@ def test_slow_path_on_cuda_warns():
 
 @_needs_kernels
 @pytest.mark.parametrize("name", ["bias", "alibi_slopes", "score_mod"])
-def test_slow_gradients_on_cuda_warn(name):
-    """Once, of a program that computes one; not where the gradients are the kernels'."""
-    x = jnp.ones((N, T, S) if name == "bias" else N, jnp.float32)
+@pytest.mark.parametrize("implementation", [None, "cuda"])
+def test_gradients_of_captures_on_cuda(name, implementation):
+    """They are the kernels', of which nobody warns; where additions have no order and must have
+    one, the warning says why, once."""
+    x = jnp.ones((N, T, S) if name == "bias" else (N, T + S) if name == "score_mod" else N)
 
-    def lowering_warnings(wanted, fresh):
+    def lowering_warnings(fresh, **options):
         def gradient(attend):
             def loss(x, query, key, value):
-                option = (lambda score, b, h, q, kv: score + x[h]) if name == "score_mod" else x
-                return jnp.sum(attend(query, key, value, **{name: option}))
+                option = x
+                if name == "score_mod":
+                    option = lambda score, b, h, q, kv: score + x[h, q - kv + S]  # noqa: E731
+                options_of_call = {name: option, **options, "implementation": implementation}
+                return jnp.sum(attend(query, key, value, **options_of_call))
 
-            return lambda *qkv: jax.grad(loss, wanted)(x, *qkv)
+            return lambda *qkv: jax.grad(loss, (0, 1))(x, *qkv)
 
         return _lowering_warnings("cuda", fresh, gradient)
 
-    assert lowering_warnings((1, 2, 3), True) == []
-    (text,) = lowering_warnings((0, 1), True)
+    assert lowering_warnings(True) == []
+    texts = lowering_warnings(True, deterministic_backward=True)
+    if name != "score_mod":
+        assert texts == []
+        return
+    (text,) = texts
     assert "gradients of captured arrays" in text
-    assert lowering_warnings(0, False) == []
+    assert "deterministic_backward with the gradient of an array that score_mod reads" in text
+    assert lowering_warnings(False, deterministic_backward=True) == []
 
 
 def test_slow_path_warning_can_be_an_error():

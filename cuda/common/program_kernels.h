@@ -33,6 +33,19 @@ TypeName type_name() {
   return {begin, static_cast<int>(std::strrchr(signature, ']') - begin)};
 }
 
+// The type of a mask, in a kernel's name expression.
+inline const char* mask_name(MaskKind mask) {
+  switch (mask) {
+    case MaskKind::kBand:
+      return "jaxflash::BandMask";
+    case MaskKind::kRanges:
+      return "jaxflash::RangeMask<false>";
+    case MaskKind::kSegments:
+      return "jaxflash::RangeMask<true>";
+  }
+  return "";
+}
+
 // Calls use(Tile{}) for the tile of that number; the last for every number beyond.
 template <class First, class... Rest, class Use>
 Status use_tile(ProgramTiles<First, Rest...>, int number, const Use& use) {

@@ -13,6 +13,34 @@ std::optional<MaskKind> mask_of(int64_t kind) {
   return static_cast<MaskKind>(kind);
 }
 
+std::optional<std::vector<CaptureLoad>> loads_of(const ProgramAttributes& program,
+                                                 const GradientAttributes& gradients) {
+  constexpr size_t kNumbers = 5;
+  const auto numbers = gradients.loads;
+  if (numbers.size() % kNumbers != 0) return std::nullopt;
+  if ((numbers.size() == 0) != gradients.source.empty()) return std::nullopt;
+  std::vector<CaptureLoad> loads;
+  bool taken[kMaxCaptures] = {};
+  for (size_t i = 0; i < numbers.size(); i += kNumbers) {
+    const int64_t capture = numbers[i], query_axis = numbers[i + 1], key_axis = numbers[i + 2];
+    if (capture < 0 || capture >= static_cast<int64_t>(program.capture_ranks.size()) ||
+        capture >= kMaxCaptures) {
+      return std::nullopt;
+    }
+    if (taken[capture] && loads.back().capture != capture) return std::nullopt;
+    taken[capture] = true;
+    const int64_t rank = program.capture_ranks[capture];
+    if (query_axis < -1 || query_axis >= rank || key_axis < -1 || key_axis >= rank ||
+        (query_axis >= 0 && query_axis == key_axis)) {
+      return std::nullopt;
+    }
+    loads.push_back({static_cast<int32_t>(capture), static_cast<int32_t>(rank),
+                     static_cast<int32_t>(query_axis), static_cast<int32_t>(key_axis),
+                     numbers[i + 3] != 0, numbers[i + 4] != 0});
+  }
+  return loads;
+}
+
 void set_sizes(int64_t q_len, int64_t kv_len, int64_t q_heads, int64_t kv_heads, int64_t head_dim,
                int64_t value_dim, Problem* problem) {
   problem->q_len = static_cast<int32_t>(q_len);
@@ -190,6 +218,61 @@ Captures ProgramOperands::describe(size_t batch_rank, const BatchAxes& axes) con
     axes.strides({dims}, size, capture.batch_stride);
   }
   return result;
+}
+
+ffi::Error CaptureGradientResults::take(const ProgramAttributes& program,
+                                        const GradientAttributes& gradients,
+                                        const ProgramOperands& operands, Shape full,
+                                        ffi::RemainingRets results) {
+  const std::optional<std::vector<CaptureLoad>> loads = loads_of(program, gradients);
+  if (!loads) return invalid("unknown loads of captured arrays");
+  if (!loads->empty() && program.source.empty()) {
+    return invalid("gradients of captured arrays need a score program");
+  }
+  const size_t batch_rank = full.batch_rank();
+  for (const CaptureLoad& load : *loads) {
+    if (!results_.empty() && results_.back().capture == load.capture) {
+      if (results_.back().narrow || load.narrow) {
+        return invalid("the gradient of several loads is float32");
+      }
+      continue;
+    }
+    auto buffer = results.get<ffi::AnyBuffer>(results_.size());
+    if (!buffer.has_value()) return invalid("the gradient of a captured array has no result");
+    const ffi::AnyBuffer result = **buffer;
+    const ffi::AnyBuffer& capture = operands.capture(load.capture);
+    const auto dims = result.dimensions(), own = capture.dimensions();
+    const ffi::DataType dtype = capture.element_type();
+    const bool floating =
+        dtype == ffi::DataType::F32 || dtype == ffi::DataType::F16 || dtype == ffi::DataType::BF16;
+    bool fits = floating && dims.size() == own.size() && batch_fits({dims}, full) &&
+                (!load.narrow || dtype != ffi::DataType::F32) &&
+                result.element_type() == (load.narrow ? dtype : ffi::DataType::F32);
+    for (size_t axis = batch_rank; fits && axis < dims.size(); ++axis) {
+      fits = dims[axis] == own[axis];
+    }
+    if (!fits) return invalid("the gradient of a captured array has another shape or dtype");
+    results_.push_back({load.capture, load.narrow, result});
+  }
+  if (results.size() != results_.size()) {
+    return invalid("the number of results is not that of the gradients");
+  }
+  return ffi::Error::Success();
+}
+
+void CaptureGradientResults::add_shapes(std::vector<Shape>* shapes) const {
+  for (const Gradient& result : results_) shapes->push_back({result.buffer.dimensions()});
+}
+
+void CaptureGradientResults::describe(size_t batch_rank, const BatchAxes& axes,
+                                      CaptureGradientArray (&arrays)[kMaxCaptures]) const {
+  for (const Gradient& result : results_) {
+    const auto dims = result.buffer.dimensions();
+    int64_t size = 1;
+    for (size_t axis = batch_rank; axis < dims.size(); ++axis) size *= dims[axis];
+    arrays[result.capture].data = result.buffer.untyped_data();
+    axes.strides({dims}, size, arrays[result.capture].batch_stride);
+  }
 }
 
 }  // namespace jaxflash

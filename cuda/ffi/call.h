@@ -34,6 +34,18 @@ struct ProgramAttributes {
   ffi::Span<const int64_t> capture_ranks;  // axes of each captured array beside the batch axes
 };
 
+// What the backward pass is told of gradients of captures, attributes of their own.
+struct GradientAttributes {
+  std::string_view source;  // the program with a struct for each load; empty without any
+  // Five numbers for each load: capture, query axis, key axis, whether it scatters, whether it is
+  // narrow, see CaptureLoad. Loads of one capture are neighbours.
+  ffi::Span<const int64_t> loads;
+};
+
+// The loads; nothing if the attribute tells of ones that cannot be.
+std::optional<std::vector<CaptureLoad>> loads_of(const ProgramAttributes& program,
+                                                 const GradientAttributes& gradients);
+
 // The smallest and the largest mean what lies beyond them.
 int32_t clamp_side(int64_t side);
 
@@ -57,6 +69,8 @@ class ProgramOperands {
   // For BatchAxes.
   void add_shapes(std::vector<Shape>* shapes) const;
 
+  const ffi::AnyBuffer& capture(size_t i) const { return captures_[i]; }
+
   Captures describe(size_t batch_rank, const BatchAxes& axes) const;
 
  private:
@@ -64,6 +78,30 @@ class ProgramOperands {
   ffi::Span<const int64_t> ranks_;
   std::optional<ffi::Buffer<ffi::S32>> batch_numbers_, head_numbers_;
   std::vector<ffi::AnyBuffer> captures_;
+};
+
+// The results after the workspace: gradients of captures in the order of their loads, float32 or as
+// narrow as the capture, whose batch axes are full or, where they are summed over, 1.
+class CaptureGradientResults {
+ public:
+  ffi::Error take(const ProgramAttributes& program, const GradientAttributes& gradients,
+                  const ProgramOperands& operands, Shape full, ffi::RemainingRets results);
+
+  bool wanted() const { return !results_.empty(); }
+
+  // For BatchAxes.
+  void add_shapes(std::vector<Shape>* shapes) const;
+
+  void describe(size_t batch_rank, const BatchAxes& axes,
+                CaptureGradientArray (&arrays)[kMaxCaptures]) const;
+
+ private:
+  struct Gradient {
+    int32_t capture;
+    bool narrow;
+    ffi::AnyBuffer buffer;
+  };
+  std::vector<Gradient> results_;
 };
 
 }  // namespace jaxflash

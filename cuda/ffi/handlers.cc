@@ -30,7 +30,8 @@ ffi::TypeId ProgramState::id = {};
 
 // While XLA compiles.
 ffi::ErrorOr<std::unique_ptr<ProgramState>> instantiate(bool forward, const Attributes& attributes,
-                                                        const ProgramAttributes& program) {
+                                                        const ProgramAttributes& program,
+                                                        const GradientAttributes& gradients) {
   auto state = std::make_unique<ProgramState>();
   if (program.source.empty()) return state;
   const std::optional<Math> math = math_of(program.dtype, attributes.highest_precision);
@@ -56,6 +57,14 @@ ffi::ErrorOr<std::unique_ptr<ProgramState>> instantiate(bool forward, const Attr
   if (!mask) return ffi::Unexpected(invalid("unknown kind of mask"));
   description.mask = *mask;
   description.one_sided = (attributes.left >= kUnlimited) != (attributes.right >= kUnlimited);
+  const std::string gradient_source(gradients.source);
+  const std::optional<std::vector<CaptureLoad>> loads = loads_of(program, gradients);
+  if (!loads) return ffi::Unexpected(invalid("unknown loads of captured arrays"));
+  if (!loads->empty()) {
+    description.gradient_source = gradient_source.c_str();
+    description.gradient_loads = loads->data();
+    description.num_gradient_loads = static_cast<int32_t>(loads->size());
+  }
   const Status status = jaxflash_create_program(&description, &state->kernels);
   if (!status.ok()) return ffi::Unexpected(to_error(status));
   return state;
@@ -71,15 +80,17 @@ ffi::ErrorOr<std::unique_ptr<ProgramState>> instantiate_forward(
     Attributes attributes, std::string_view source, bool unit_slope, int64_t head_dim,
     int64_t value_dim, std::string_view dtype, ffi::Span<const int64_t> capture_ranks) {
   return instantiate(true, attributes,
-                     {source, unit_slope, head_dim, value_dim, dtype, capture_ranks});
+                     {source, unit_slope, head_dim, value_dim, dtype, capture_ranks}, {});
 }
 
 ffi::ErrorOr<std::unique_ptr<ProgramState>> instantiate_backward(
     Attributes attributes, std::string_view source, bool unit_slope, int64_t head_dim,
     int64_t value_dim, std::string_view dtype, ffi::Span<const int64_t> capture_ranks,
-    bool /*has_dlse*/, bool /*deterministic*/) {
+    bool /*has_dlse*/, bool /*deterministic*/, std::string_view gradient_source,
+    ffi::Span<const int64_t> gradient_loads) {
   return instantiate(false, attributes,
-                     {source, unit_slope, head_dim, value_dim, dtype, capture_ranks});
+                     {source, unit_slope, head_dim, value_dim, dtype, capture_ranks},
+                     {gradient_source, gradient_loads});
 }
 
 ffi::Error forward(CUstream_st* stream, ProgramState* state, Attributes attributes,
@@ -128,11 +139,13 @@ ffi::Error forward(CUstream_st* stream, ProgramState* state, Attributes attribut
 ffi::Error backward(CUstream_st* stream, ProgramState* state, Attributes attributes,
                     std::string_view source, bool unit_slope, int64_t head_dim, int64_t value_dim,
                     std::string_view dtype, ffi::Span<const int64_t> capture_ranks, bool has_dlse,
-                    bool deterministic, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
-                    ffi::AnyBuffer out, ffi::AnyBuffer dout, ffi::Buffer<ffi::F32> lse,
-                    ffi::RemainingArgs optional, ffi::Result<ffi::AnyBuffer> dq,
-                    ffi::Result<ffi::AnyBuffer> dk, ffi::Result<ffi::AnyBuffer> dv,
-                    ffi::Result<ffi::Buffer<ffi::U8>> workspace) {
+                    bool deterministic, std::string_view gradient_source,
+                    ffi::Span<const int64_t> gradient_loads, ffi::AnyBuffer q, ffi::AnyBuffer k,
+                    ffi::AnyBuffer v, ffi::AnyBuffer out, ffi::AnyBuffer dout,
+                    ffi::Buffer<ffi::F32> lse, ffi::RemainingArgs optional,
+                    ffi::Result<ffi::AnyBuffer> dq, ffi::Result<ffi::AnyBuffer> dk,
+                    ffi::Result<ffi::AnyBuffer> dv, ffi::Result<ffi::Buffer<ffi::U8>> workspace,
+                    ffi::RemainingRets more) {
   // Values of the value's head size, but full batch extents, which the query gradient has.
   const Shape out_shape{out.dimensions()}, dout_shape{dout.dimensions()};
   const Shape dq_shape{dq->dimensions()}, dk_shape{dk->dimensions()}, dv_shape{dv->dimensions()};
@@ -163,11 +176,18 @@ ffi::Error backward(CUstream_st* stream, ProgramState* state, Attributes attribu
     return invalid("lse must have the shape of dq without its last axis");
   }
   const size_t lengths = attributes.has_q_lengths + attributes.has_kv_lengths;
+  const ProgramAttributes program_attributes = {source,    unit_slope, head_dim,
+                                                value_dim, dtype,      capture_ranks};
   ProgramOperands program;
   const auto mask = static_cast<MaskKind>(attributes.mask);
-  if (ffi::Error error =
-          program.take({source, unit_slope, head_dim, value_dim, dtype, capture_ranks}, mask, full,
-                       optional, lengths + has_dlse, &params.problem);
+  if (ffi::Error error = program.take(program_attributes, mask, full, optional, lengths + has_dlse,
+                                      &params.problem);
+      error.failure()) {
+    return error;
+  }
+  CaptureGradientResults gradients;
+  if (ffi::Error error = gradients.take(program_attributes, {gradient_source, gradient_loads},
+                                        program, full, more);
       error.failure()) {
     return error;
   }
@@ -178,6 +198,7 @@ ffi::Error backward(CUstream_st* stream, ProgramState* state, Attributes attribu
   }
   std::vector<Shape> shapes = {q_shape, k_shape, v_shape, out_shape, dout_shape};
   program.add_shapes(&shapes);
+  gradients.add_shapes(&shapes);
   const BatchAxes axes(full, shapes);
   if (!axes.fits()) return invalid("too many batch axes that broadcast differently");
   axes.describe(&params.problem);
@@ -204,7 +225,13 @@ ffi::Error backward(CUstream_st* stream, ProgramState* state, Attributes attribu
   if (workspace->size_bytes() < jaxflash_backward_workspace_bytes(&params.problem)) {
     return invalid("the backward workspace is too small");
   }
-  return to_error(jaxflash_backward(&params, stream));
+  Status status = jaxflash_backward(&params, stream);
+  if (status.ok() && gradients.wanted()) {
+    CaptureGradientArray arrays[kMaxCaptures] = {};
+    gradients.describe(full.batch_rank(), axes, arrays);
+    status = jaxflash_capture_gradients(&params, arrays, stream);
+  }
+  return to_error(status);
 }
 
 // What all handlers of both passes bind after their contexts, in the order of their parameters.
@@ -224,7 +251,9 @@ template <class Binding>
 auto with_backward_attributes(Binding&& binding) {
   return with_attributes(std::forward<Binding>(binding))
       .template Attr<bool>("has_dlse")
-      .template Attr<bool>("deterministic");
+      .template Attr<bool>("deterministic")
+      .template Attr<std::string_view>("gradient_program")
+      .template Attr<ffi::Span<const int64_t>>("gradient_loads");
 }
 
 XLA_FFI_DEFINE_HANDLER(kInstantiateForward, instantiate_forward,
@@ -267,7 +296,8 @@ XLA_FFI_DEFINE_HANDLER(kBackward, backward,
                            .Ret<ffi::AnyBuffer>()         // dq (*B, T, N, H)
                            .Ret<ffi::AnyBuffer>()         // dk (*B, S, K, H)
                            .Ret<ffi::AnyBuffer>()         // dv (*B, S, K, h)
-                           .Ret<ffi::Buffer<ffi::U8>>(),  // workspace
+                           .Ret<ffi::Buffer<ffi::U8>>()   // workspace
+                           .RemainingRets(),              // gradients of captures
                        {ffi::Traits::kCmdBufferCompatible});
 
 #endif  // JAXFLASH_WITH_KERNELS

@@ -2,6 +2,7 @@
 
 #include <tuple>
 
+#include "common/program_kernels.h"
 #include "common/status.h"
 
 namespace jaxflash {
@@ -17,18 +18,19 @@ ScoreKernels::ScoreKernels(const ProgramDescription& description)
   problem_.head_dim = description.head_dim;
   problem_.value_dim = description.value_dim;
   problem_.scale = description.scale;
+  if (description.num_gradient_loads > 0) {
+    capture_gradients_ = std::make_unique<CaptureGradients>(description);
+  }
 }
 
 namespace {
 
 // The name of a kernel with another mask than that of plain calls.
 std::string with_mask(std::string name, MaskKind mask) {
-  constexpr char kBand[] = "jaxflash::BandMask";
+  const std::string band = mask_name(MaskKind::kBand);
   if (mask == MaskKind::kBand) return name;
-  const char* const ranges =
-      mask == MaskKind::kSegments ? "jaxflash::RangeMask<true>" : "jaxflash::RangeMask<false>";
-  for (size_t at = name.find(kBand); at != std::string::npos; at = name.find(kBand, at + 1)) {
-    name.replace(at, sizeof(kBand) - 1, ranges);
+  for (size_t at = name.find(band); at != std::string::npos; at = name.find(band, at + 1)) {
+    name.replace(at, band.size(), mask_name(mask));
   }
   return name;
 }

@@ -8,16 +8,12 @@
 #include <vector>
 
 #include "attention.h"
+#include "host/capture_gradients.h"
+#include "host/gpu_traits.h"
 #include "host/runtime_kernel.h"
 #include "launcher.h"
 
 namespace jaxflash {
-
-struct GpuTraits {
-  int arch;           // 10 * major + minor
-  int shared_bytes;   // that a block may have
-  int portable_arch;  // what the portable kernels' code that it runs was compiled for
-};
 
 struct ScoreKernels {
  public:
@@ -26,6 +22,8 @@ struct ScoreKernels {
   bool forward() const { return forward_; }
   // As the launchers' lists are searched; no lengths or strides are known.
   const Problem& problem() const { return problem_; }
+  // nullptr where none is wanted.
+  const CaptureGradients* capture_gradients() const { return capture_gradients_.get(); }
 
   // The kernel of the first tile of the variant that hardly spills and does not serialise its
   // warpgroup instructions; where there is none, of the one that does so least.
@@ -64,6 +62,7 @@ struct ScoreKernels {
   MaskKind mask_;
   bool one_sided_;
   Problem problem_;
+  std::unique_ptr<CaptureGradients> capture_gradients_;
   mutable std::mutex mutex_;  // of what follows: where the kernels are
   mutable std::vector<Loaded> loaded_;
 };

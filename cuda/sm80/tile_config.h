@@ -149,4 +149,54 @@ struct BackwardTiles<0, 128> : BackwardTiles<4, 128> {};
 template <>
 struct BackwardTiles<0, 256> : BackwardTiles<4, 256> {};
 
+// --- gradients of captures -----------------------------------------------------------------------
+
+// kRowWarps x kKeyWarps warps, each with its part of both products and of the sum in registers.
+template <int kRows_, int kKeys_, int kRowWarps_, int kKeyWarps_, int kBlocksPerSM_>
+struct CaptureGradientTile {
+  static constexpr int kRows = kRows_;
+  static constexpr int kKeys = kKeys_;
+  static constexpr int kRowWarps = kRowWarps_;
+  static constexpr int kKeyWarps = kKeyWarps_;
+  static constexpr int kBlocksPerSM = kBlocksPerSM_;  // what the registers are limited for
+};
+
+// Large and Small as for the forward pass. Every step reads all four operands: the larger a tile,
+// the less comes from the L2.
+template <int kGroup, int kHeadDim>
+struct CaptureGradientTiles;
+
+template <>
+struct CaptureGradientTiles<2, 64> {
+  using Large = CaptureGradientTile<128, 128, 4, 2, 1>;  // 101 KB
+  using Small = CaptureGradientTile<64, 64, 2, 2, 2>;
+};
+template <>
+struct CaptureGradientTiles<2, 128> {
+  using Large = CaptureGradientTile<128, 128, 4, 2, 1>;  // 165 KB
+  using Small = CaptureGradientTile<64, 64, 2, 2, 1>;    // 74 KB
+};
+template <>
+struct CaptureGradientTiles<2, 256> {
+  using Large = CaptureGradientTile<64, 128, 2, 4, 1>;  // 212 KB
+  using Small = CaptureGradientTile<32, 32, 2, 2, 1>;   // 70 KB
+};
+template <>
+struct CaptureGradientTiles<4, 64> {
+  using Large = CaptureGradientTile<64, 64, 2, 2, 2>;  // 74 KB
+  using Small = Large;
+};
+template <>
+struct CaptureGradientTiles<4, 128> {
+  using Large = CaptureGradientTile<64, 64, 2, 2, 1>;  // 138 KB
+  using Small = CaptureGradientTile<32, 32, 2, 2, 1>;  // 70 KB
+};
+template <>
+struct CaptureGradientTiles<4, 256> {
+  using Large = CaptureGradientTile<32, 64, 2, 2, 1>;  // 202 KB
+  using Small = CaptureGradientTile<16, 32, 1, 2, 1>;  // 99 KB
+};
+template <int kHeadDim>
+struct CaptureGradientTiles<0, kHeadDim> : CaptureGradientTiles<4, kHeadDim> {};
+
 }  // namespace jaxflash::sm80

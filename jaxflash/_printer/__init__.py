@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 from jaxflash._printer.builder import (
     CAPTURE_DTYPES,
@@ -17,6 +18,7 @@ from jaxflash._printer.builder import (
     Builder,
     NotPrintable,
 )
+from jaxflash._printer.gradients import Load, LoadRoots
 from jaxflash._printer.graph import Graph
 from jaxflash._printer.writer import Roots, Writer
 from jaxflash._scores import Program
@@ -25,9 +27,12 @@ __all__ = [
     "CAPTURE_DTYPES",
     "MAX_CAPTURES",
     "MAX_CAPTURE_RANK",
+    "Load",
     "NotPrintable",
     "Printed",
+    "PrintedGradients",
     "print_cuda",
+    "print_gradients",
 ]
 
 
@@ -84,3 +89,54 @@ def print_cuda(
         unit_slope=addend is not None,
         exact_length=1 << 24 if graph.subtracts_positions else None,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class PrintedGradients:
+    """A program with what the gradients of some captures take.
+
+    Attributes:
+        source: the C++ struct, with a struct `Load0`, `Load1` ... for each load.
+        loads: one kernel each, in this order; those of one capture are neighbours. A capture that
+            the logit does not depend on has none.
+    """
+
+    source: str
+    loads: tuple[Load, ...]
+
+
+def print_gradients(
+    program: Program,
+    captures: Sequence[int],
+    *,
+    lengths: tuple,
+    distance_is_difference: bool,
+    dropout: int | None = None,
+) -> PrintedGradients:
+    """The struct `jaxflash::Program` with a struct for each load of some captures.
+
+    Args:
+        program: of float32 scores.
+        captures: numbers of captures, of floats.
+        lengths: of queries and of keys.
+        distance_is_difference: as for `print_cuda`.
+        dropout: the number of `_dropout.kernel_parameters` among the captures, or None.
+
+    Raises:
+        NotPrintable: the text says why, naming the equation.
+    """
+    graph = Graph(distance_is_difference)
+    loads: list[LoadRoots] = []
+    logit = graph.constant(0.0)
+    for capture in captures:
+        logit, partials = Builder(graph).build_partials(program, capture)
+        array = program.capture_types[capture]
+        if logit.op == "select" and logit.args[2] is graph.constant(-math.inf):
+            partials = {i: graph.given(x, logit.args[0]) for i, x in partials.items()}
+        partials = {i: x for i, x in partials.items() if x is not graph.constant(0.0)}
+        loads += [
+            LoadRoots.of(capture, array, index, partial, lengths, alone=len(partials) == 1)
+            for index, partial in partials.items()
+        ]
+    writer = Writer(graph, Roots(graph.scaled(logit, LOG2_E), loads=tuple(loads)))
+    return PrintedGradients(writer.struct(dropout), tuple(x.load for x in loads))

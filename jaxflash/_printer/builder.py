@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
 from jaxflash._printer.formats import COMPUTED, INTEGER_FORMATS, STORED, WITH_SUFFIX
 from jaxflash._printer.graph import COLUMN, COMPARE, DISTANCE, FLOATS, ROW, SCORE, Graph, Node
-from jaxflash._scores import ARGUMENTS, Program, View, is_literal
+from jaxflash._scores import Program, Result, View, is_literal
 
 if TYPE_CHECKING:
     from jax.extend import core
@@ -23,7 +24,7 @@ _LN_2 = math.log(2.0)
 _INTEGERS = ("int32", "uint32")
 # Each is one entry of `FLOAT_FORMATS`.
 _SAME = ("exp2", "tanh", "erf_inv", "pow", "atan2", *WITH_SUFFIX)
-_PASSED_ON = ("stop_gradient", "copy", "copy_p", "pvary", "optimization_barrier")
+_PASSED_ON = ("stop_gradient", "copy", "copy_p", "pvary", "reshard", "optimization_barrier")
 
 
 class NotPrintable(Exception):
@@ -47,19 +48,50 @@ class Builder:
             # What has no derivative has an equation that is refused, most likely.
             self._results(program.jaxpr, program)
             raise NotPrintable(f"has no derivative in reverse mode: {error}") from error
+        logit, slope = self._results(closed, program)
+        return logit, slope
+
+    def build_partials(
+        self, program: Program, capture: int
+    ) -> tuple[Node, dict[tuple[Node, ...], Node]]:
+        """(logit, d logit / d loaded value by the indices of each element of a capture that is
+        loaded)."""
+        self._check_captures(program)
+        try:
+            closed, views = program.value_and_partials(capture)
+        except (TypeError, ValueError, NotImplementedError) as error:
+            raise NotPrintable(f"has no derivative in reverse mode: {error}") from error
+        graph = self._graph
+        zeros = (graph.constant(0.0),) * len(views)
+        logit, *results = self._results(closed, program, zeros)
+        partials: dict[tuple[Node, ...], Node] = {}
+        for view, partial in zip(views, results, strict=False):
+            if any(axis is not None for axis in view.axes):
+                raise NotPrintable(f"uses capture {capture} otherwise than by single elements")
+            index = []
+            for axis, i in enumerate(view.index):
+                if isinstance(i, Result):
+                    node = self._signed(results[i.number - 1])
+                else:
+                    node = graph.constant(i or 0, "int32")
+                index.append(self._wrapped(node, view, axis))
+            key = tuple(index)
+            partials[key] = graph.add(partials[key], partial) if key in partials else partial
+        return logit, partials
+
+    def _results(
+        self, closed: core.ClosedJaxpr, program: Program, leading: Sequence[Node] = ()
+    ) -> list[Node]:
+        """Nodes of the results of a jaxpr of `leading` and the program's arguments."""
         if closed.consts:
             raise NotPrintable("has arrays inside a function with a derivative of its own")
         if closed.effects:
             raise NotPrintable(f"has side effects: {', '.join(map(str, closed.effects))}")
-        logit, slope = self._results(closed, program)
-        return logit, slope
-
-    def _results(self, closed: core.ClosedJaxpr, program: Program) -> list[Node]:
-        """Nodes of the results of a jaxpr of the program's arguments."""
         graph, jaxpr = self._graph, closed.jaxpr
         scale = graph.input("scale", "float32", 0)
         product = graph.input("score", "float32", SCORE)
         arguments = (
+            *leading,
             graph.multiply(product, scale),
             graph.input("b", "int32", 0),
             graph.input("h", "int32", 0),
@@ -68,7 +100,7 @@ class Builder:
             graph.input("distance", "int32", DISTANCE),
         )
         self._values.update(zip(jaxpr.invars, arguments, strict=False))
-        captures = zip(jaxpr.invars[len(ARGUMENTS) :], program.capture_types, strict=True)
+        captures = zip(jaxpr.invars[len(arguments) :], program.capture_types, strict=True)
         for number, (variable, capture) in enumerate(captures):
             self._values[variable] = View.whole(number, capture.shape)
             self._capture_dtypes.append(str(capture.dtype))
@@ -89,7 +121,7 @@ class Builder:
                     f"captures an array of {len(capture.shape)} axes; allowed are "
                     f"{MAX_CAPTURE_RANK}"
                 )
-            if any(size >= 2**31 for size in capture.shape):
+            if any(isinstance(size, int) and size >= 2**31 for size in capture.shape):
                 raise NotPrintable(f"captures an array with an axis of 2**31: {capture.shape}")
 
     def _equation(self, eqn) -> list[Node | View]:
@@ -110,6 +142,8 @@ class Builder:
             _refuse(eqn, "works on arrays")
         if math.prod(out.shape) != 1:
             _refuse(eqn, "makes an array")
+        if not eqn.invars:
+            _refuse(eqn, "has no operands, a size that is symbolic")
         args = [self._scalar(atom, eqn) for atom in eqn.invars]
         narrow = str(out.dtype) in FLOATS and (name == "select_n" or name in _PASSED_ON)
         if str(out.dtype) not in COMPUTED and not narrow:
@@ -125,11 +159,13 @@ class Builder:
         node = self._scalar(atom, eqn)
         if node.deps & SCORE:
             _refuse(eqn, "has an index that depends on the score")
-        if node.dtype == "uint32":
-            largest = self._graph.constant(2**31 - 1, "uint32")
-            node = self._graph.integer("min", node, largest)
-            return self._graph.node("to_int", (node,), "int32")
-        return node
+        return self._signed(node)
+
+    def _signed(self, index: Node) -> Node:
+        if index.dtype != "uint32":
+            return index
+        largest = self._graph.constant(2**31 - 1, "uint32")
+        return self._graph.node("to_int", (self._graph.integer("min", index, largest),), "int32")
 
     def _scalar(self, atom, eqn) -> Node:
         graph = self._graph

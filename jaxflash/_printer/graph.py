@@ -15,6 +15,7 @@ import numpy as np
 
 # What a node depends on, beyond batch element and head.
 ROW, COLUMN, DISTANCE, SCORE = 1, 2, 4, 8
+ELEMENT = ROW | COLUMN | DISTANCE
 
 FLOAT_MAX = float(np.finfo(np.float32).max)
 FLOATS = ("float32", "bfloat16", "float16")
@@ -173,7 +174,7 @@ class Graph:
 
     def _with_distance(self, x: Node) -> Node:
         """`x` with float(q) - float(kv) replaced by the distance, where that is the same."""
-        constant, terms = _linear(x)
+        constant, terms = linear(x)
         q, kv = (
             self.node("to_float", (self.input(name, "int32", deps),), "float32")
             for name, deps in (("q", ROW), ("kv", COLUMN))
@@ -195,8 +196,8 @@ class Graph:
         return self.node(op, args, "float32")
 
     def add(self, x: Node, y: Node) -> Node:
-        constant, terms = _linear(x)
-        other_constant, other_terms = _linear(y)
+        constant, terms = linear(x)
+        other_constant, other_terms = linear(y)
         for term, coefficient in other_terms.items():
             terms[term] = terms.get(term, 0.0) + coefficient
             if terms[term] == 0.0 and is_finite(term):
@@ -206,7 +207,7 @@ class Graph:
     def scaled(self, x: Node, factor: float) -> Node:
         if factor == 1.0:
             return x
-        constant, terms = _linear(x)
+        constant, terms = linear(x)
         return self._sum(
             _times(constant, factor) if constant or not terms else 0.0,
             {term: _times(coefficient, factor) for term, coefficient in terms.items()},
@@ -228,7 +229,7 @@ class Graph:
                 and _hoistable(a)
                 and len(b.args) > 1 - (b.value[0] != 0.0)
             ):
-                constant, terms = _linear(b)
+                constant, terms = linear(b)
                 result = self.scaled(a, constant) if constant else self.constant(0.0)
                 for term, coefficient in terms.items():
                     result = self.add(result, self.scaled(self.multiply(a, term), coefficient))
@@ -236,7 +237,7 @@ class Graph:
         factor = 1.0
         factors: list[Node] = []
         for a in (x, y):
-            constant, terms = _linear(a)
+            constant, terms = linear(a)
             if len(terms) == 1 and constant == 0.0:
                 ((a, coefficient),) = terms.items()
                 factor = _times(factor, coefficient)
@@ -324,9 +325,9 @@ class Graph:
             if condition.deps & SCORE or yes is None or no is None:
                 return None
             return self.select(condition, yes, no)
-        constant, terms = _linear(x)
+        constant, terms = linear(x)
         terms = {term: c for term, c in terms.items() if not term.deps & SCORE}
-        in_score = [term for term in _linear(x)[1] if term.deps & SCORE]
+        in_score = [term for term in linear(x)[1] if term.deps & SCORE]
         scale = self.input("scale", "float32", 0)
         score = self.multiply(self.input("score", "float32", SCORE), scale)
         return self._sum(constant, terms) if in_score == [score] else None
@@ -434,7 +435,7 @@ def _times(x: float, factor: float) -> float:
     return result
 
 
-def _linear(x: Node) -> tuple[float, dict[Node, float]]:
+def linear(x: Node) -> tuple[float, dict[Node, float]]:
     """The constant and the coefficients of the terms of a float."""
     if x.op == "constant":
         return x.value, {}
@@ -445,7 +446,7 @@ def _linear(x: Node) -> tuple[float, dict[Node, float]]:
 
 def _polynomial(x: Node) -> tuple[Node, dict[int, float]] | None:
     """(tanh, coefficients by power) of a polynomial of one tanh."""
-    constant, terms = _linear(x)
+    constant, terms = linear(x)
     powers = {0: constant} if constant else {}
     atoms = set()
     for term, coefficient in terms.items():

@@ -20,6 +20,7 @@ from jaxflash._printer.formats import (
     STORED,
     UNSIGNED_FORMATS,
 )
+from jaxflash._printer.gradients import LoadRoots
 from jaxflash._printer.graph import COLUMN, FLOAT_MAX, ROW, SCORE, Graph, Node, is_finite, wraps
 
 # Where a node is computed, from early to late, and which of its inputs are parameters there.
@@ -43,6 +44,11 @@ _SIGNATURES = {
     "logit_and_slope": "float logit_and_slope(const Head& head, const Row& row,"
     " const Column& column, int q, int kv, float distance, float s, float* slope)",
     "sink": "float sink(const Head& head)",
+    "slice": "int64_t slice(const Head& head)",
+    "index": "int64_t index(const Head& head, const Row& row, const Column& column, int q, int kv,"
+    " float distance)",
+    "partial": "float partial(const Head& head, const Row& row, const Column& column, int q,"
+    " int kv, float distance, float s)",
     "dropout": "Dropout dropout(const Captures& captures, const Problem& problem, int64_t batch,"
     " int b, int h)",
 }
@@ -54,12 +60,21 @@ def _place(x: Node) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Roots:
-    """What the struct computes; the addend with a slope of 1 alone, the sink where there is one."""
+    """What the struct computes.
+
+    Attributes:
+        logit: in units of log 2.
+        slope: d logit / d score, where the score's gradient is wanted.
+        addend: what the logit adds to the score, with a slope of 1 alone.
+        sink: where there is one.
+        loads: those whose gradients are wanted.
+    """
 
     logit: Node
-    slope: Node
-    addend: Node | None
-    sink: Node | None
+    slope: Node | None = None
+    addend: Node | None = None
+    sink: Node | None = None
+    loads: tuple[LoadRoots, ...] = ()
 
 
 class Writer:
@@ -70,8 +85,9 @@ class Writer:
         self._instructions: dict[Node, Node] = {}
         self._names: dict[Node, str] = {}
         self._adds = roots.addend is not graph.constant(0.0)
-        self._guards_slope = not is_finite(roots.slope)
-        self._logit, self._slope = self._lowered(roots.logit), self._lowered(roots.slope)
+        self._guards_slope = roots.slope is not None and not is_finite(roots.slope)
+        self._logit = self._lowered(roots.logit)
+        self._slope = None if roots.slope is None else self._lowered(roots.slope)
         self._addend = None if roots.addend is None else self._lowered(roots.addend)
         self._sink = None if roots.sink is None else self._lowered(roots.sink)
         self._members: dict[str, list[Node]] = {place: [] for place in _PLACES}
@@ -80,6 +96,12 @@ class Writer:
             if root is not None:
                 self._need(root, "end" if root is self._sink else "element")
                 self._visit(root, seen)
+        self._loads = [(x, self._offset(x), self._lowered(x.partial)) for x in roots.loads]
+        for load, offset, partial in self._loads:
+            self._need(offset, "element" if load.load.scatter else "end")
+            self._visit(offset, seen)
+            self._need(partial, "element")
+            self._visit(partial, seen)
 
     def struct(self, dropout: int | None) -> str:
         """The text; `dropout` is the capture that says what is dropped."""
@@ -110,7 +132,7 @@ class Writer:
                 "logit(head, row, column, q, kv, distance, s)",
                 "*slope = 1.0f;",
             )
-        else:
+        elif self._slope is not None:
             slope = self._text(self._slope, "element")
             if self._guards_slope:
                 # Where the logit is -inf, the slope may be infinite or NaN; its weight is 0.
@@ -127,6 +149,8 @@ class Writer:
         if dropout is not None:
             parameters = f"capture_data<uint32_t>(captures, {dropout}, problem, batch)"
             lines += self._function("dropout", "end", [], f"Dropout({parameters}, b, h)")
+        for number, load in enumerate(self._loads):
+            lines += self._load_struct(number, *load)
         return "\n".join([*lines, "};", "}  // namespace jaxflash", ""])
 
     def _function(self, name: str, place: str, roots, result: str, *last: str) -> list[str]:
@@ -136,6 +160,32 @@ class Writer:
         for root in roots:
             self._define(root, place, done, body)
         return [signature, *(f"    {x}" for x in (*body, *last, f"return {result};")), "  }"]
+
+    def _load_struct(self, number: int, roots: LoadRoots, offset: Node, partial: Node) -> list[str]:
+        load = roots.load
+        lines = [f"struct Load{number} {{"]
+        for name, value in (
+            ("kCapture", load.capture),
+            ("kRank", len(roots.index)),
+            ("kQueryAxis", load.query_axis),
+            ("kKeyAxis", load.key_axis),
+        ):
+            lines.append(f"  static constexpr int {name} = {value};")
+        for name, value in (("kScatter", load.scatter), ("kDiagonal", load.diagonal)):
+            lines.append(f"  static constexpr bool {name} = {'true' if value else 'false'};")
+        lines.append(f"  using Result = {roots.result};")
+        if load.scatter:
+            text = self._text(offset, "element")
+            lines += self._function("index", "element", [offset], text)
+        else:
+            lines += self._function("slice", "end", [], self._text(offset, "end"))
+        text, needed = self._text(partial, "element"), [partial]
+        if not is_finite(roots.partial):
+            # Where the logit is -inf, the derivative may be infinite or NaN; its weight is 0.
+            text = f"{self._text(self._logit, 'element')} == -INFINITY ? 0.0f : {text}"
+            needed = [self._logit, partial]
+        lines += self._function("partial", "element", needed, text)
+        return [f"  {line}" for line in (*lines, "};")]
 
     # ---- Text -------------------------------------------------------------------------------
 
@@ -299,6 +349,30 @@ class Writer:
 
     def _extent(self, capture: int, axis: int) -> Node:
         return self._graph.node("extent", (), "int32", (capture, axis))
+
+    def _offset(self, roots: LoadRoots) -> Node:
+        """Of the loaded element, without what the owned axes add."""
+        load = roots.load
+        node = self._graph.node
+        offsets: dict[str, Node] = {}
+        stride = None
+        for axis in reversed(range(len(roots.index))):
+            i, extent = self._lowered(roots.index[axis]), self._extent(load.capture, axis)
+            is_zero = i.op == "constant" and i.value == 0
+            if axis not in (load.query_axis, load.key_axis) and not is_zero:
+                offset = node("clamp_index", (i, extent), "int64_t")
+                if stride is not None:
+                    offset = node("scale_offset", (offset, stride), "int64_t")
+                place = _place(i)
+                if place in offsets:
+                    offset = node("add_offset", (offsets[place], offset), "int64_t")
+                offsets[place] = offset
+            wide = node("widen", (extent,), "int64_t")
+            stride = wide if stride is None else node("scale_offset", (stride, wide), "int64_t")
+        total = None
+        for offset in (offsets[place] for place in _PLACES if place in offsets):
+            total = offset if total is None else node("add_offset", (total, offset), "int64_t")
+        return self._graph.constant(0, "int32") if total is None else total
 
     def _lowered_load(self, x: Node) -> Node:
         """What the head knows of the address is added there, then what the row knows."""

@@ -1,0 +1,138 @@
+"""How the gradient of a captured array is divided, as cuda/common/capture_gradient.h has it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+
+from jaxflash._printer.formats import STORED
+from jaxflash._printer.graph import ELEMENT, Node, linear
+
+# Elements of the gradient that blocks own side by side, each of which looks for its heads.
+_MAX_SLICES = 1 << 16
+# Elements of a gradient that has a block for every multiprocessor, for tiles of 128 x 128.
+_MIN_NARROW = 1 << 23
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """How the gradient of one load of a captured array is computed.
+
+    Attributes:
+        capture: number of the capture.
+        query_axis: its axis whose index is q, each value of which one row has; or -1.
+        key_axis: its axis whose index is kv, likewise.
+        scatter: whether some other index depends on q or kv: nothing orders the additions.
+        diagonal: whether it does so through their difference alone.
+        narrow: whether the gradient has the capture's dtype, not float32.
+    """
+
+    capture: int
+    query_axis: int
+    key_axis: int
+    scatter: bool
+    diagonal: bool
+    narrow: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadRoots:
+    """A load as the struct has it.
+
+    Attributes:
+        load: see there.
+        dtype: of the capture.
+        index: for each axis of the capture.
+        partial: d logit / d loaded value, in natural units.
+    """
+
+    load: Load
+    dtype: str
+    index: tuple[Node, ...]
+    partial: Node
+
+    @classmethod
+    def of(
+        cls, capture: int, array, index: tuple[Node, ...], partial: Node, lengths, *, alone: bool
+    ) -> LoadRoots:
+        """A load of a capture of some type, in a call of `lengths`, of queries and of keys; `alone`
+        if the capture has no other."""
+        axes = [-1, -1]
+        elsewhere = False
+        for axis, i in enumerate(index):
+            if i.op == "input" and i.value in ("q", "kv"):
+                which = ("q", "kv").index(i.value)
+                # Where clamping brings several rows to one element, they do not own it.
+                if axes[which] < 0 and _at_most(lengths[which], array.shape[axis]):
+                    axes[which] = axis
+                    continue
+            elsewhere = elsewhere or i.deps != 0
+        slices = math.prod(n for axis, n in enumerate(array.shape) if axis not in axes)
+        scatter = elsewhere or not _at_most(slices, _MAX_SLICES)
+        query_axis, key_axis = (-1, -1) if scatter else axes
+        diagonal = scatter and all(map(_depends_on_difference, index))
+        dtype = str(array.dtype)
+        # Each element is stored once, by one of many blocks.
+        stored = query_axis >= 0 and key_axis >= 0 and alone and dtype != "float32"
+        narrow = stored and _at_most(_MIN_NARROW, math.prod(array.shape))
+        load = Load(capture, query_axis, key_axis, scatter, diagonal, narrow)
+        return cls(load, dtype, index, partial)
+
+    @property
+    def result(self) -> str:
+        """C++ type of the gradient's elements."""
+        return STORED[self.dtype] if self.load.narrow else "float"
+
+
+def _at_most(size: Any, limit: Any) -> bool:
+    """Whether one is no larger than the other, for sure where they are symbolic."""
+    try:
+        return bool(size <= limit)
+    except jax.errors.InconclusiveDimensionOperation:
+        return False
+
+
+def _depends_on_difference(x: Node) -> bool:
+    """Whether a node depends on the numbers of row and column through their difference alone."""
+    if not x.deps & ELEMENT:
+        return True
+    if x.op == "input":
+        return x.value == "distance"
+    if x.op == "sum":
+        constant, terms = linear(x)
+        numbers = {
+            term.args[0].value: coefficient
+            for term, coefficient in terms.items()
+            if term.op == "to_float" and term.args[0].op == "input"
+        }
+        if numbers.keys() & {"q", "kv"}:
+            # Nothing else, whose sum with one of them would be rounded.
+            exact = numbers in ({"q": 1.0, "kv": -1.0}, {"q": -1.0, "kv": 1.0})
+            return exact and len(terms) == 2 and constant.is_integer()
+        return all(map(_depends_on_difference, terms))
+    if x.dtype == "int32":
+        coefficients = _affine(x)
+        if coefficients is not None:
+            return sum(coefficients) == 0
+    return bool(x.args) and all(map(_depends_on_difference, x.args))
+
+
+def _affine(x: Node) -> tuple[int, int] | None:
+    """Coefficients of q and kv of an integer that is linear in them; None for another."""
+    if not x.deps:
+        return 0, 0
+    if x.op == "input":
+        return {"q": (1, 0), "kv": (0, 1), "distance": (1, -1)}.get(x.value)
+    if x.op not in ("add", "sub", "neg"):
+        return None
+    q, kv = 0, 0
+    for number, a in enumerate(x.args):
+        part = _affine(a)
+        if part is None:
+            return None
+        sign = -1 if x.op == "neg" or (x.op == "sub" and number == 1) else 1
+        q, kv = q + sign * part[0], kv + sign * part[1]
+    return q, kv
