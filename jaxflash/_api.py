@@ -180,7 +180,8 @@ def dot_product_attention(
         ``DotAlgorithmPreset``, those with float32 operands or several products (``X3`` ...) are
         HIGHEST, the others DEFAULT.
       deterministic_backward: gradients are bitwise the same from run to run. The output is so
-        always.
+        always. The kernels then leave to the blockwise path the gradients of arrays that score_mod
+        reads by an index computed of ``q`` or ``kv``, such as a table of ``q - kv``.
 
     Returns:
       Output ``(*B, T, N, h)`` in query's dtype. With ``return_residual``, a pair of it and the lse
@@ -202,8 +203,8 @@ def dot_product_attention(
 
     The function has derivatives of every order in forward and reverse mode, in query, key, value,
     a traced scale, bias, sink, alibi_slopes and what score_mod captures, of the output and the lse,
-    in linear memory. On the kernels' path the forward pass and the first gradients of query, key,
-    value and sink run kernels; all else is computed blockwise. Masked-out keys never reach the
+    in linear memory. On the kernels' path the forward pass and the first gradients run kernels; all
+    else is computed blockwise. Masked-out keys never reach the
     result or a derivative, NaN or infinity in them or in their tangents included, if no row of the
     call sees them; with segments on the kernels, if they stand before the first or after the last
     key that a row sees.

@@ -247,7 +247,8 @@ def masked(program: Program, mask_axes: tuple[int, ...], mask_type, packed: int 
         return jnp.where(visible, logit, -jnp.inf)
 
     types = (*program.capture_types, mask_type)
-    return trace(function, types, program.jaxpr.in_avals[0].dtype)[0]
+    score: Any = program.jaxpr.in_avals[0]
+    return trace(function, types, score.dtype)[0]
 
 
 def pack_bits(mask, axis: int):
@@ -408,14 +409,15 @@ def _with_partials(
         indices = [_read(values, i) for view in loads.values() for i in view.index if _is_read(i)]
         return logit, tuple(loads.values()), indices
 
-    loads: tuple[View, ...] = ()
+    found: list[View] = []
 
-    def count(*arguments):
-        nonlocal loads
-        logit, loads, _ = run((), arguments)
+    def find(*arguments):
+        logit, views, _ = run((), arguments)
+        found.extend(views)
         return logit
 
-    _traced(count, closed.in_avals)
+    _traced(find, closed.in_avals)
+    loads = tuple(found)
     numbers = itertools.count(1 + len(loads))
     numbered = tuple(
         dataclasses.replace(

@@ -500,6 +500,68 @@ SCORE_MOD_ROWS = (
          logits_soft_cap=3.0, sink=True, dropout_rate=0.2, is_causal=True, q_heads=4, kv_heads=2),
 )  # fmt: skip
 
+# Gradients of captured arrays past one tile: a tile of the gradient that a block owns, sums over
+# rows, over keys and over both, diagonals of a table, two loads of one array; sums over batch
+# elements and heads that share an array, divided among blocks, in turns where they have an order.
+GRADIENTS_OF_CAPTURES = (
+    _row("capture-bias-64", bias="1NTS", q_len=200, kv_len=333, q_heads=4, kv_heads=2, head_dim=64,
+         dtype="bfloat16", is_causal=True, gpu_only=True),
+    _row("capture-bias-256", bias="BNTS", q_len=200, kv_len=333, head_dim=256, dtype="float16",
+         gpu_only=True),
+    _row("capture-bias-float32", bias="NTS", q_len=200, kv_len=333, head_dim=128, gpu_only=True),
+    _row("capture-bias-highest", bias="11TS", q_len=100, kv_len=133, head_dim=64,
+         precision="highest", gpu_only=True),
+    _row("capture-bias-shared", bias="TS", batch=(3, 2), q_len=200, kv_len=333, q_heads=4,
+         head_dim=128, dtype="bfloat16", gpu_only=True),
+    _row("capture-bias-shared-deterministic", bias="TS", batch=(3, 2), q_len=200, kv_len=333,
+         q_heads=4, head_dim=128, dtype="bfloat16", deterministic_backward=True, gpu_only=True),
+    # In bfloat16 from the kernel: a block for every multiprocessor.
+    _row("capture-bias-narrow", bias="1NTS", batch=(1,), q_len=2048, q_heads=2, head_dim=64,
+         dtype="bfloat16", is_causal=True, gpu_only=True),
+    _row("capture-rows", bias="BNT1", q_len=300, kv_len=200, head_dim=128, dtype="bfloat16",
+         local_window_size=(50, 60), gpu_only=True),
+    _row("capture-keys-deterministic", bias="B11S", q_len=300, kv_len=200, q_heads=4, head_dim=64,
+         dtype="float16", deterministic_backward=True, gpu_only=True),
+    _row("capture-heads", bias="1N11", q_len=300, kv_len=200, q_heads=4, kv_heads=2, head_dim=128,
+         dtype="bfloat16", gpu_only=True),
+    _row("capture-slopes-deterministic", alibi="N", q_len=200, kv_len=333, q_heads=4, head_dim=64,
+         dtype="bfloat16", deterministic_backward=True, gpu_only=True),
+    _row("capture-bias-mask-dropout", bias="1NTS", mask="B1TS", dropout_rate=0.3, q_len=200,
+         kv_len=333, head_dim=128, dtype="bfloat16", gpu_only=True),
+    _row("capture-bias-segments-dropout", bias="1NTS", segments="shared", dropout_rate=0.2,
+         q_len=300, q_heads=4, kv_heads=2, head_dim=64, dtype="bfloat16", is_causal=True,
+         gpu_only=True),
+    _row("capture-bias-lengths", bias="1NTS", q_len=200, kv_len=333, query_lengths=(200, 77),
+         kv_lengths=(100, 333), head_dim=128, dtype="bfloat16", gpu_only=True),
+    _row("capture-bias-poison", bias="1NTS", poison=True, q_len=200, kv_len=333,
+         query_lengths=(200, 77), kv_lengths=(100, 320), head_dim=64, dtype="bfloat16",
+         gpu_only=True),
+    _row("capture-bias-cap-sink", bias="BNTS", logits_soft_cap=2.0, sink=True, q_len=200,
+         kv_len=150, head_dim=256, dtype="bfloat16", gpu_only=True),
+    _row("capture-table", score_mod="relative-table", q_len=200, kv_len=333, q_heads=4, kv_heads=2,
+         head_dim=128, dtype="bfloat16", gpu_only=True),
+    _row("capture-table-window", score_mod="relative-table", q_len=300, head_dim=64,
+         dtype="float16", is_causal=True, local_window_size=(60, 0), gpu_only=True),
+    _row("capture-table-segments", score_mod="relative-table", segments="shared", q_len=300,
+         head_dim=128, dtype="bfloat16", dropout_rate=0.2, gpu_only=True),
+    _row("capture-table-256", score_mod="relative-table", q_len=150, kv_len=200, head_dim=256,
+         dtype="bfloat16", gpu_only=True),
+    _row("capture-table-bottom-right", score_mod="buckets", q_len=150, kv_len=200, head_dim=64,
+         is_causal=True, causal_alignment="bottom_right", dtype="bfloat16", gpu_only=True),
+    _row("capture-table-deterministic", score_mod="relative-table", q_len=60,
+         deterministic_backward=True),
+    _row("capture-scalar", score_mod="learned-cap", q_len=200, kv_len=333, q_heads=4, head_dim=128,
+         dtype="bfloat16", gpu_only=True),
+    _row("capture-scalar-deterministic", score_mod="learned-cap", q_len=200, kv_len=333,
+         head_dim=64, dtype="bfloat16", deterministic_backward=True, gpu_only=True),
+    _row("capture-head-vector", score_mod="temperature", q_len=200, kv_len=333, q_heads=4,
+         kv_heads=2, head_dim=64, dtype="bfloat16", is_causal=True, gpu_only=True),
+    _row("capture-two-loads", score_mod="from-the-end", q_len=200, kv_len=133, head_dim=64,
+         dtype="bfloat16", gpu_only=True),
+    _row("capture-lookup", score_mod="lookup-of-lookup", q_len=200, kv_len=133, head_dim=64,
+         dtype="bfloat16", gpu_only=True),
+)  # fmt: skip
+
 # Faults: empty arrays, and what must not leak.
 FAULTS = (
     _row("empty-batch", batch=(0,), dtype="bfloat16"),
@@ -621,5 +683,6 @@ LARGE = (
 )  # fmt: skip
 
 CASES = (
-    *BASE, *HEADS, *BANDS, *SCORES, *SCORES_OF_TILES, *SCORE_MOD_ROWS, *FAULTS, *DECODE, *LARGE
+    *BASE, *HEADS, *BANDS, *SCORES, *SCORES_OF_TILES, *SCORE_MOD_ROWS,
+    *GRADIENTS_OF_CAPTURES, *FAULTS, *DECODE, *LARGE
 )  # fmt: skip

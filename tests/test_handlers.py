@@ -21,7 +21,7 @@ jax.ffi.register_ffi_target = as_cpu_target
 jax.ffi.register_ffi_type = lambda name, info, platform: register_type(name, info, platform="cpu")
 import jaxflash
 
-def attend(query, key, value, lengths):
+def attend(query, key, value, lengths, table):
     return jaxflash.dot_product_attention(
         query, key, value, implementation="cuda", is_causal=True, {options}
     )
@@ -31,7 +31,7 @@ def loss(*operands):
 
 query = jnp.zeros((2, 16, 4, 64))
 key = value = jnp.zeros((2, 16, 2, 64))
-operands = query, key, value, jnp.full(2, 16, jnp.int32)
+operands = query, key, value, jnp.full(2, 16, jnp.int32), jnp.zeros((4, 31))
 function = {function}
 compiled = jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",)).compile()
 try:
@@ -42,7 +42,11 @@ except Exception as error:
 
 
 @pytest.mark.skipif(not _ffi.extension.kernels, reason="the library was built without kernels")
-@pytest.mark.parametrize("function", ["attend", "jax.grad(loss)"], ids=["forward", "gradient"])
+@pytest.mark.parametrize(
+    "function",
+    ["attend", "jax.grad(loss)", "jax.grad(loss, (0, 4))"],
+    ids=["forward", "gradient", "gradient of a capture"],
+)
 @pytest.mark.parametrize(
     "options",
     [
@@ -52,8 +56,9 @@ except Exception as error:
         "segment_ids=jnp.ones((2, 16), jnp.int32)",
         "mask=jnp.ones((2, 1, 16, 16), bool)",
         "mask=jnp.ones((1, 1, 1, 16), bool), logits_soft_cap=3.0",
+        "bias=table[:, None, :16], score_mod=lambda s, b, h, q, kv: s + table[h, q - kv + 15]",
     ],
-    ids=["plain", "lengths", "soft cap", "segments", "mask", "mask of keys"],
+    ids=["plain", "lengths", "soft cap", "segments", "mask", "mask of keys", "captures"],
 )
 def test_handlers_take_what_they_are_given(function, options):
     printed = run_python(_ON_CPU.format(function=function, options=options))

@@ -356,6 +356,66 @@ def test_an_index_of_the_difference_is_summed_along_diagonals():
         assert f"kDiagonal = {'true' if diagonal else 'false'};" in source
 
 
+def test_rounded_differences_are_not_summed_along_diagonals():
+    """Elements of a diagonal would be read at different places."""
+    table = jnp.ones((_SIZES.heads, 17))
+
+    def function(factor, shift):
+        def score_mod(s, b, h, q, kv):
+            index = factor * q.astype(jnp.float32) + shift - factor * kv.astype(jnp.float32)
+            return s + table[h, index.astype(jnp.int32)]
+
+        return score_mod
+
+    for factor, shift, diagonal in ((1.0, 0.0, True), (1.0, 0.1, False), (0.1, 0.0, False)):
+        program, _ = _traced(function(factor, shift))
+        gradients = _printer.print_gradients(
+            program, (0,), lengths=_LENGTHS, distance_is_difference=False
+        )
+        (load,) = gradients.loads
+        assert (load.scatter, load.diagonal) == (True, diagonal)
+
+
+def test_what_has_no_derivative_has_no_load():
+    table = jnp.ones((_SIZES.heads, _SIZES.q_len))
+    for function in (
+        lambda s, b, h, q, kv: s + jax.lax.stop_gradient(table)[h, q],
+        lambda s, b, h, q, kv: s + jax.lax.stop_gradient(table[h, q]),
+        lambda s, b, h, q, kv: s + table[h, q].astype(jnp.int32).astype(jnp.float32),
+        lambda s, b, h, q, kv: jnp.where(table[h, q] > 0, s, -jnp.inf),
+    ):
+        assert _loads(function).loads == ()
+    (load,) = _loads(
+        lambda s, b, h, q, kv: s * jax.lax.stop_gradient(table[h, q]) + table[h, kv]
+    ).loads
+    assert load.query_axis == -1
+
+
+def test_gradients_under_a_mask():
+    """The mask is a capture of the program, and where it hides nobody asks for a derivative."""
+    bias = jnp.ones((_SIZES.heads, _SIZES.q_len, _SIZES.kv_len))
+    program, _ = _traced(lambda s, b, h, q, kv: jnp.tanh(s) + bias[h, q, kv])
+    program = _scores.masked(program, (1, 2), _LENGTHS)
+    printed = _printer.print_gradients(
+        program, (0,), lengths=_LENGTHS, distance_is_difference=True, dropout=3
+    )
+    (load,) = printed.loads
+    assert (load.capture, load.query_axis, load.key_axis, load.scatter) == (0, 1, 2, False)
+    assert re.search(r"float partial\(.*\n *return 1\.0f;", printed.source)
+    assert "capture_data<bool>(captures, 1, problem, batch)" in printed.source
+    assert "capture_data<uint32_t>(captures, 3, problem, batch)" in printed.source
+
+
+def test_gradients_of_a_dense_bias_are_as_narrow_as_it():
+    for shape, narrow in (((2, 64, 64), False), ((2, 2048, 2048), True)):
+        bias = jnp.zeros(shape, jnp.bfloat16)
+        program, _ = _traced(lambda s, b, h, q, kv, x=bias: s + x[h, q, kv].astype(jnp.float32))
+        (load,) = _printer.print_gradients(
+            program, (0,), lengths=shape[1:], distance_is_difference=True
+        ).loads
+        assert load.narrow == narrow
+
+
 def test_equal_loads_are_one():
     bias = jnp.ones((_SIZES.q_len, _SIZES.kv_len))
     gradients = _loads(lambda s, b, h, q, kv: s * bias[q, kv] + jnp.sin(bias[q, kv]))

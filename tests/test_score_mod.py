@@ -569,6 +569,81 @@ def test_gradients_of_captures_are_summed_over_shards():
     assert "all-gather" not in text
 
 
+def _bias_and_slopes(implementation):
+    def gradients(q, k, v, bias, slopes):
+        def loss(*args):
+            q, k, v, bias, slopes = args
+            out = jaxflash.dot_product_attention(
+                q, k, v, bias, alibi_slopes=slopes, implementation=implementation
+            )
+            return jnp.sum(jnp.sin(out.astype(jnp.float32)))
+
+        return jax.grad(loss, (0, 3, 4))(q, k, v, bias, slopes)
+
+    return gradients
+
+
+def _inside_shard_map(function, mesh, manual):
+    split, whole = P("x"), P()
+    return jax.jit(
+        jax.shard_map(
+            function,
+            mesh=mesh,
+            in_specs=(split, split, split, whole, whole),
+            out_specs=(split, whole, whole),
+            axis_names=manual,
+        )
+    )
+
+
+def _split_arguments():
+    mesh = Mesh(np.array(jax.devices("cpu")[:8]).reshape(2, 4), ("x", "y"))
+    q, k, v = _qkv()
+    bias = jnp.asarray(np.random.default_rng(2).standard_normal((_N, _T, _S)), jnp.float32)
+    return mesh, (q, k, v, bias, jnp.linspace(0.1, 0.4, _N))
+
+
+@pytest.mark.parametrize("manual", [{"x"}, {"x", "y"}], ids=["part", "all"])
+def test_gradients_of_captures_inside_shard_map(manual):
+    mesh, arguments = _split_arguments()
+    expected = jax.jit(_bias_and_slopes("xla"))(*arguments)
+    actual = _inside_shard_map(_bias_and_slopes("xla"), mesh, manual)(*arguments)
+    for x, y in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5)
+
+
+@_needs_kernels
+@pytest.mark.parametrize("manual", [{"x"}, {"x", "y"}], ids=["part", "all"])
+def test_gradients_of_captures_of_the_custom_call_inside_shard_map(manual):
+    """Where some mesh axes are automatic, no sum can name their devices: nothing is split there."""
+    mesh, arguments = _split_arguments()
+    function = _inside_shard_map(_bias_and_slopes("cuda"), mesh, manual)
+    text = function.trace(*arguments).lower(lowering_platforms=("cuda",)).compile().as_text()
+    (backward,) = [x for x in _custom_calls(text, '"jaxflash_backward_v2"') if "custom-call" in x]
+    assert f"f32[1,{_N},{_T},{_S}]" in backward
+
+
+@_needs_kernels
+def test_gradients_of_captures_on_an_explicit_mesh():
+    """Beside the kernels' other gradients they are the blockwise path's, which says so."""
+    kinds = (jax.sharding.AxisType.Explicit,) * 2
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=kinds)
+    _, arguments = _split_arguments()
+    specs = (*(P("x", None, "y"),) * 3, P("y"), P("y"))
+    arguments = [
+        jax.device_put(x, NamedSharding(mesh, spec))
+        for x, spec in zip(arguments, specs, strict=True)
+    ]
+    _support._warned.clear()
+    with jax.set_mesh(mesh):
+        traced = jax.jit(_bias_and_slopes("cuda")).trace(*arguments)
+        with pytest.warns(jaxflash.SlowPathWarning, match="explicit mesh"):
+            lowered = traced.lower(lowering_platforms=("cuda",))
+        text = lowered.compile().as_text()
+    (backward,) = [x for x in _custom_calls(text, '"jaxflash_backward_v2"') if "custom-call" in x]
+    assert f"{_T},{_S}]" not in backward.split("custom-call(")[0]
+
+
 def test_programs_for_the_kernels_do_not_depend_on_lengths():
     def source(q_len, kv_len):
         q, k = jnp.zeros((1, q_len, 8, 64)), jnp.zeros((1, kv_len, 4, 64))
