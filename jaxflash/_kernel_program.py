@@ -92,7 +92,8 @@ def make(spec: AttentionSpec, operands: Operands, pass_: Pass) -> KernelProgram 
         raise NotPrintable(
             f"has a sink of dtype {sink_dtype}; allowed are {', '.join(_printer.CAPTURE_DTYPES)}"
         )
-    printed = _printed(program, _distance_is_difference(spec, operands), sink_dtype, drops)
+    paired = _paired(program, operands) if pass_ == "forward" else ()
+    printed = _printed(program, _distance_is_difference(spec, operands), sink_dtype, drops, paired)
     if isinstance(printed, NotPrintable):
         raise printed
     return KernelProgram(printed.source, printed.unit_slope, printed.exact_length, ranks)
@@ -127,6 +128,15 @@ def _with_mask(program: _scores.Program, operands: Operands, pass_: Pass) -> _sc
     mask = jax.eval_shape(lambda o: _mask(o, pass_), operands)
     own = jax.ShapeDtypeStruct(mask.shape[operands.mask.ndim - 3 :], mask.dtype)
     return _scores.masked(program, _mask_axes(operands), own, _packed_axis(operands, pass_))
+
+
+def _paired(program: _scores.Program, operands: Operands) -> tuple[int, ...]:
+    """Captures that may have an element for each key, of which neighbours can be loaded at once."""
+    kv_len = operands.key.shape[-3]
+    if not isinstance(kv_len, int) or kv_len % 2:
+        return ()
+    types = enumerate(program.capture_types)
+    return tuple(i for i, t in types if t.shape and t.shape[-1] == kv_len)
 
 
 def _distance_is_difference(spec: AttentionSpec, operands: Operands) -> bool:
@@ -166,7 +176,11 @@ def _packed_axis(operands: Operands, pass_: Pass) -> int | None:
 
 @functools.lru_cache(maxsize=256)
 def _printed(
-    program: _scores.Program, distance_is_difference: bool, sink_dtype: str | None, drops: bool
+    program: _scores.Program,
+    distance_is_difference: bool,
+    sink_dtype: str | None,
+    drops: bool,
+    paired: tuple[int, ...],
 ) -> _printer.Printed | NotPrintable:
     try:
         return _printer.print_cuda(
@@ -174,6 +188,7 @@ def _printed(
             distance_is_difference=distance_is_difference,
             sink_dtype=sink_dtype,
             drops=drops,
+            paired=paired,
         )
     except NotPrintable as reason:
         return reason

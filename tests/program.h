@@ -66,6 +66,10 @@ inline float load_capture(const BFloat16* data, int64_t i) {
   return __int_as_float(int(uint32_t(data[i].bits) << 16));
 }
 inline float load_capture(const Float16* data, int64_t i) { return float(data[i].value); }
+template <class T>
+float load_of_pair(const T* data, int64_t pair, int odd) {
+  return load_capture(data, 2 * pair + odd);
+}
 
 inline float exp2_approx(float x) { return exp2f(x); }
 inline float log2_approx(float x) { return log2f(x); }

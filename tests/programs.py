@@ -10,6 +10,7 @@ struct Program {{
   static constexpr bool kAdds = {adds};
   static constexpr bool kHasSink = {has_sink};
   static constexpr bool kDrops = {drops};
+  static constexpr bool kSharesLoads = false;
   struct Head {{
     float scale;
     float value;

@@ -670,6 +670,29 @@ def _evaluate(expression, environment):
     return function(*(_evaluate(x, environment) for x in inner))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_neighbours_of_a_row_are_loaded_in_pairs(tmp_path, dtype):
+    """Where each key has an element, and no other index knows the key."""
+    if _COMPILER is None:
+        pytest.skip("needs a C++ compiler")
+    rng = np.random.default_rng(5)
+    kv_len = _SIZES.kv_len // 2 * 2
+    bias = jnp.asarray(rng.standard_normal((_SIZES.heads, _SIZES.q_len, kv_len)), dtype)
+    square = jnp.asarray(rng.standard_normal((kv_len, kv_len)), dtype)
+
+    def function(s, b, h, q, kv):
+        return s + bias[h, q, kv].astype(jnp.float32) + square[kv, kv].astype(jnp.float32)
+
+    printed, captures = _printed(function, paired=(0, 1))
+    assert all(load in printed.source for load in ("load_of_pair(", "load_capture("))
+    assert "kSharesLoads = true" in printed.source
+    assert "kSharesLoads = false" in _printed(function)[0].source
+    library = _Compiled([printed.source], tmp_path)
+    indices, s = _points(rng)
+    indices[3] %= kv_len
+    _check(library, 0, printed, captures, function, (indices, s))
+
+
 @settings(max_examples=6)
 @given(st.lists(_expressions(), min_size=4, max_size=4))
 def test_random_programs(tmp_path_factory, expressions):

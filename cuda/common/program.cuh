@@ -11,6 +11,7 @@
 //   float addend(head, row, column, q, kv, distance)   with kUnitSlope: logit - scale * s, in log 2
 //   bool kAdds                                     the addend is not 0 everywhere
 //   bool kDrops                                    the weights stage: probabilities are dropped
+//   bool kSharesLoads                              neighbouring elements take parts of one load
 //   Dropout dropout(captures, problem, batch, b, h)    with kDrops: those of which bits
 //
 // `b` and `h` are the numbers that the program means, `batch` counts the elements of this call.
@@ -61,26 +62,52 @@ __device__ __forceinline__ int head_number(const Captures& captures, int head) {
   return captures.head_numbers == nullptr ? head : __ldg(captures.head_numbers + head);
 }
 
+// Loads that the compiler makes once where they stand twice, as it does not with __ldg: a column's
+// for all rows of a thread, a word of bits or two neighbours for all that is taken of them.
+__device__ __forceinline__ uint32_t load_word(const void* address) {
+  uint32_t word;
+  asm("ld.global.nc.u32 %0, [%1];" : "=r"(word) : "l"(address));
+  return word;
+}
+__device__ __forceinline__ uint16_t load_half_word(const void* address) {
+  uint16_t word;
+  asm("ld.global.nc.u16 %0, [%1];" : "=h"(word) : "l"(address));
+  return word;
+}
 __device__ __forceinline__ float load_capture(const float* data, int64_t i) {
-  return __ldg(data + i);
+  return __uint_as_float(load_word(data + i));
 }
 __device__ __forceinline__ float load_capture(const BFloat16* data, int64_t i) {
-  return to_float(BFloat16{__ldg(&data[i].bits)});
+  return to_float(BFloat16{load_half_word(data + i)});
 }
 __device__ __forceinline__ float load_capture(const Float16* data, int64_t i) {
-  return to_float(Float16{__ldg(&data[i].bits)});
+  return to_float(Float16{load_half_word(data + i)});
 }
 __device__ __forceinline__ int32_t load_capture(const int32_t* data, int64_t i) {
-  return __ldg(data + i);
+  return static_cast<int32_t>(load_word(data + i));
 }
-// __ldg is repeated where it stands twice: this one loads a word of bits once for its elements.
 __device__ __forceinline__ uint32_t load_capture(const uint32_t* data, int64_t i) {
-  uint32_t word;
-  asm("ld.global.nc.u32 %0, [%1];" : "=r"(word) : "l"(data + i));
-  return word;
+  return load_word(data + i);
 }
 __device__ __forceinline__ bool load_capture(const bool* data, int64_t i) {
   return __ldg(reinterpret_cast<const unsigned char*>(data) + i) != 0;
+}
+
+// An element of a pair of neighbours: the second one if `odd`.
+__device__ __forceinline__ float load_of_pair(const float* data, int64_t pair, int odd) {
+  float first, second;
+  asm("ld.global.nc.v2.f32 {%0, %1}, [%2];"
+      : "=f"(first), "=f"(second)
+      : "l"(data + 2 * pair));
+  return odd != 0 ? second : first;
+}
+__device__ __forceinline__ float load_of_pair(const BFloat16* data, int64_t pair, int odd) {
+  const uint32_t both = load_word(data + 2 * pair);
+  return __uint_as_float(odd != 0 ? both & 0xffff0000u : both << 16);
+}
+__device__ __forceinline__ float load_of_pair(const Float16* data, int64_t pair, int odd) {
+  const uint32_t both = load_word(data + 2 * pair);
+  return to_float(Float16{static_cast<uint16_t>(odd != 0 ? both >> 16 : both)});
 }
 
 __device__ __forceinline__ int64_t clamp_index(int i, int extent) {

@@ -144,10 +144,6 @@ class ProgramLogits {
                                            const Use& use) const {
     const int thread = late_thread();
     const int first_row = row + Fragment::column(thread);
-    // The same, and with columns joined by "or": the compiler sees where in a word of bits they are.
-    constexpr int kRows = 2 * kElements;
-    static_assert((kRows & (kRows - 1)) == 0);
-    const int joined_row = (row & -kRows) | Fragment::column(thread);
     const int first_key = key + Fragment::row(thread);
     const float distance[2] = {static_cast<float>(first_row + diagonal_ - first_key),
                                static_cast<float>(first_row + diagonal_ - first_key - 8)};
@@ -156,7 +152,11 @@ class ProgramLogits {
       if constexpr (kDrops) lse_of_row += log2_share_;
       const int lower = Fragment::lower(i);
       const int column = Fragment::column_of(i);
-      const int q = joined_row | column;
+      int q = first_row + column;
+      if constexpr (Program::kSharesLoads) {
+        // The same by "or", which the compiler sees through: tiles are multiples of 32 rows.
+        q = ((row & -32) + column / 32 * 32) | Fragment::column(thread) | column % 32;
+      }
       const int kv = first_key + 8 * lower;
       const float at = distance[lower] + column;
       if constexpr (!Program::kAdds) {

@@ -107,8 +107,12 @@ class ProgramScores {
   __device__ __forceinline__ float element(int i, const Of& of) const {
     const int r = Fragment::lower(i);
     const int column = Fragment::column_of(i);
-    return of(rows_[r], Program::column(head_, key_ + column), row_[r], key_ + column,
-              distance_[r] - column);
+    int key = key_ + column;
+    if constexpr (Program::kSharesLoads) {
+      // The same by "or", which the compiler sees through: tiles are multiples of 16 keys.
+      key = ((key_ & -16) + column / 16 * 16) | (key_ & 6) | column % 16;
+    }
+    return of(rows_[r], Program::column(head_, key), row_[r], key, distance_[r] - column);
   }
   __device__ __forceinline__ float logit(int i, float s) const {
     return element(i, [&](const auto& row, const auto& column, int q, int kv, float distance) {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from jaxflash._printer.builder import (
     CAPTURE_DTYPES,
@@ -58,6 +58,7 @@ def print_cuda(
     distance_is_difference: bool,
     sink_dtype: str | None = None,
     drops: bool = False,
+    paired: Collection[int] = (),
 ) -> Printed:
     """The struct `jaxflash::Program` for a score program.
 
@@ -66,6 +67,8 @@ def print_cuda(
         distance_is_difference: whether `distance` is q - kv in this call.
         sink_dtype: of the sink's logits (heads), the capture after those of the program; or None.
         drops: whether the last capture is `_dropout.kernel_parameters`.
+        paired: captures whose last axis has an even number of elements, one for each key, in a pass
+            whose threads have neighbouring keys of a row.
 
     Raises:
         NotPrintable: the text says why, naming the equation.
@@ -83,7 +86,7 @@ def print_cuda(
         sink = graph.scaled(sink, LOG2_E)
     logit = graph.scaled(logit, LOG2_E)
     addend = graph.without_score(logit) if slope is graph.constant(1.0) else None
-    writer = Writer(graph, Roots(logit, slope, addend, sink))
+    writer = Writer(graph, Roots(logit, slope, addend, sink, paired=paired))
     return Printed(
         writer.struct(captures if drops else None),
         unit_slope=addend is not None,

@@ -100,5 +100,7 @@ ADDRESS_FORMATS = {
     "widen": "static_cast<int64_t>({0})",
     "clamp_index": "clamp_index({0}, {1})",
     "clamp_column": "static_cast<int>(clamp_index({0}, {1}))",
+    "clamp_pair": "static_cast<int>(clamp_index({0} >> 1, {1} >> 1))",
     "load_capture": "load_capture({0}, {1})",
+    "load_of_pair": "load_of_pair({0}, {1}, {2} & 1)",
 }

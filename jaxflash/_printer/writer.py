@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Collection
 
 import numpy as np
 
@@ -21,7 +22,17 @@ from jaxflash._printer.formats import (
     UNSIGNED_FORMATS,
 )
 from jaxflash._printer.gradients import LoadRoots
-from jaxflash._printer.graph import COLUMN, FLOAT_MAX, ROW, SCORE, Graph, Node, is_finite, wraps
+from jaxflash._printer.graph import (
+    COLUMN,
+    FLOAT_MAX,
+    FLOATS,
+    ROW,
+    SCORE,
+    Graph,
+    Node,
+    is_finite,
+    wraps,
+)
 
 # Where a node is computed, from early to late, and which of its inputs are parameters there.
 _PLACES = ("head", "row", "column", "element")
@@ -68,6 +79,7 @@ class Roots:
         addend: what the logit adds to the score, with a slope of 1 alone.
         sink: where there is one.
         loads: those whose gradients are wanted.
+        paired: captures of whose rows, an element for each column, a thread takes neighbours.
     """
 
     logit: Node
@@ -75,6 +87,7 @@ class Roots:
     addend: Node | None = None
     sink: Node | None = None
     loads: tuple[LoadRoots, ...] = ()
+    paired: Collection[int] = ()
 
 
 class Writer:
@@ -82,6 +95,7 @@ class Writer:
 
     def __init__(self, graph: Graph, roots: Roots):
         self._graph = graph
+        self._paired = roots.paired
         self._instructions: dict[Node, Node] = {}
         self._names: dict[Node, str] = {}
         self._adds = roots.addend is not graph.constant(0.0)
@@ -112,6 +126,7 @@ class Writer:
             ("kAdds", self._adds),
             ("kHasSink", sink is not None),
             ("kDrops", dropout is not None),
+            ("kSharesLoads", self._shares_loads()),
         ):
             lines.append(f"  static constexpr bool {name} = {'true' if value else 'false'};")
         for place in _PLACES[:3]:
@@ -381,13 +396,16 @@ class Writer:
         stored = STORED[dtype]
         pointer = f"const {stored}*"
         address = node("capture_data", (), pointer, (capture, stored))
+        paired = self._is_of_pair(x)
         offsets: dict[str, Node] = {}
         stride = None
         for axis in reversed(range(len(x.args))):
             i, extent = self._lowered(x.args[axis]), self._extent(capture, axis)
             if not (i.op == "constant" and i.value == 0):
                 place = _place(i)
-                if stride is None and place == "column":
+                if stride is None and paired:
+                    offset = node("clamp_pair", (i, extent), "int32")
+                elif stride is None and place == "column":
                     offset = node("clamp_column", (i, extent), "int32")
                 else:
                     offset = node("clamp_index", (i, extent), "int64_t")
@@ -407,7 +425,26 @@ class Writer:
         index = late[0]
         for offset in late[1:]:
             index = node("add_offset", (index, offset), "int64_t")
+        if paired:
+            return node("load_of_pair", (address, index, x.args[-1]), x.dtype)
         return node("load_capture", (address, index), x.dtype)
+
+    def _shares_loads(self) -> bool:
+        """Whether neighbours take parts of one load: pairs, or words of bits."""
+        return any(
+            x.op == "load_of_pair" or (x.op == "load_capture" and x.dtype == "uint32")
+            for x in self._instructions.values()
+        )
+
+    def _is_of_pair(self, x: Node) -> bool:
+        """Whether a load is of neighbours of a thread, side by side along the last axis."""
+        capture, dtype = x.value
+        if capture not in self._paired or dtype not in FLOATS:
+            return False
+        *others, last = x.args
+        return (last.op, last.value) == ("input", "kv") and all(
+            _place(i) in ("head", "row") for i in others
+        )
 
 
 def _literal(x: Node) -> str:
