@@ -205,11 +205,12 @@ def test_mask_arrays_on_hopper(head_dim, pass_):
 
 
 _LOADS = {
-    # A tile of the gradient in registers; its sums over rows; over all; along diagonals.
+    # A tile of the gradient in registers; its sums over rows; over all; along diagonals; none.
     "bias": (lambda s, b, h, q, kv, distance, x: s + x[h, q, kv], (4, 64, 64)),
     "keys": (lambda s, b, h, q, kv, distance, x: s + x[h, kv], (4, 64)),
     "slopes": (lambda s, b, h, q, kv, distance, x: s - x[h] * jnp.abs(q - kv), (4,)),
     "table": (lambda s, b, h, q, kv, distance, x: s + x[h, jnp.clip(q - kv, 0, 8)], (4, 9)),
+    "lookup": (lambda s, b, h, q, kv, distance, x: s + x[h, (q + kv) % 9], (4, 9)),
 }
 
 
@@ -217,7 +218,7 @@ _LOADS = {
     ("load", "math", "head_dim", "architecture", "options"),
     [
         *(("bias", "kBFloat16", head_dim, "sm_90", {}) for head_dim in (64, 128, 256)),
-        *((load, "kBFloat16", 128, "sm_90", {}) for load in ("keys", "slopes", "table")),
+        *((load, "kBFloat16", 128, "sm_90", {}) for load in ("keys", "slopes", "table", "lookup")),
         ("bias", "kFloat16", 128, "sm_80", {}),
         ("bias", "kTF32", 128, "sm_90", {}),
         ("bias", "kFloat32", 64, "sm_80", {}),
