@@ -382,7 +382,7 @@ def test_kernels_on_a_cpu_are_an_error_that_says_so():
     jax.block_until_ready(jaxflash.dot_product_attention(*arrays))
 
 
-def _lowering_warnings(platform, fresh=True, function=None, **options):
+def _lowering_warnings(*platforms, fresh=True, function=None, **options):
     """Texts of the warnings of the slow path when a call is lowered."""
     if fresh:
         _support._warned.clear()
@@ -392,7 +392,7 @@ def _lowering_warnings(platform, fresh=True, function=None, **options):
         warnings.simplefilter("always")
         traced = jax.jit((function or (lambda f: f))(attend)).trace(*_arrays().values())
         assert not caught  # the platform is not known yet
-        traced.lower(lowering_platforms=(platform,))
+        traced.lower(lowering_platforms=platforms)
     assert all(issubclass(w.category, jaxflash.SlowPathWarning) for w in caught)
     return [str(w.message) for w in caught]
 
@@ -407,6 +407,9 @@ def test_slow_path_on_cuda_warns():
     if _ffi.extension.kernels:
         assert _lowering_warnings("cuda") == []  # the kernels
     assert _lowering_warnings("cpu", mask=_MASK) == []
+    # As jax.export has it, and from no cache.
+    for _ in range(2):
+        assert _lowering_warnings("cpu", "cuda", mask=_MASK) == [text]
     assert _lowering_warnings("cuda", mask=_MASK, implementation="xla") == []
 
 
@@ -424,7 +427,7 @@ def test_slow_gradients_on_cuda_warn(name):
 
             return lambda *qkv: jax.grad(loss, wanted)(x, *qkv)
 
-        return _lowering_warnings("cuda", fresh, gradient)
+        return _lowering_warnings("cuda", fresh=fresh, function=gradient)
 
     assert lowering_warnings((1, 2, 3), True) == []
     (text,) = lowering_warnings((0, 1), True)
