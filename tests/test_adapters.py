@@ -392,7 +392,8 @@ def _parameters(module):
 
 
 def _rotate(query, key, value):
-    rope = jax.vmap(eqx.nn.RotaryPositionalEmbedding(query.shape[-1]), in_axes=1, out_axes=1)
+    embedding = eqx.nn.RotaryPositionalEmbedding(query.shape[-1], dtype=query.dtype)
+    rope = jax.vmap(embedding, in_axes=1, out_axes=1)
     return rope(query), rope(key), value
 
 
