@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxflash import _dropout
 from jaxflash._spec import AttentionSpec, Operands
-from jaxflash._tile import Tiles, blocks, captures_of, cut, put
+from jaxflash._tile import Block, Blocks, Tiles, blocks, captures_of, cut, is_one, put
 
 
 def forward(spec: AttentionSpec, operands: Operands):
@@ -27,19 +27,21 @@ def forward(spec: AttentionSpec, operands: Operands):
     q, k, v = operands.query, operands.key, operands.value
     dtype = compute_dtype(q)
     *batch, q_len, q_heads, _ = q.shape
-    kv_len, kv_heads, value_dim = v.shape[-3:]
+    kv_heads, value_dim = v.shape[-2:]
 
     out = filled(0, q, (*batch, q_len, q_heads, value_dim), q.dtype)
     lse = filled(-math.inf, q, (*batch, q_len, q_heads), dtype)
     if 0 in q.shape or 0 in k.shape:
         return out, lse
 
-    rows, columns = tiling(q, kv_len)
+    rows, columns = tiling(spec, operands)
     tiles = Tiles(spec, operands, rows, columns)
     product = Products(spec, dtype, len(batch) + 1)
     captures = captures_of(spec, operands)
     sink = None if operands.sink is None else sink_of(operands, dtype)
-    k_all, v_all = keys_major(k), keys_major(v)
+    keys, values = _KeyBlocks(k, rows), _KeyBlocks(v, rows)
+    # Not -inf, which is no number to be subtracted from one.
+    lowest = float(jnp.finfo(dtype).min)
 
     def query_block(i, results):
         out, lse = results
@@ -48,27 +50,33 @@ def forward(spec: AttentionSpec, operands: Operands):
 
         def key_block(j, state):
             column_block = columns[j]
-            k_block, v_block = (cut(x, column_block, -2) for x in (k_all, v_all))
+            k_block, v_block = keys[column_block], values[column_block]
             tile = tiles.at(row_block, column_block, fresh_rows=False)
             scores = product.qk(q_block, k_block) * spec.scale
             logits = tiles.logits(scores, tiles.captured(captures, tile), tile)
             logits = tile.hide(logits, -jnp.inf)
-            maximum = jnp.maximum(state.maximum, jnp.max(logits, axis=-1, keepdims=True))
-            shift = jnp.where(maximum == -jnp.inf, 0.0, maximum)
-            p = jnp.exp(logits - shift)
-            rescale = jnp.exp(state.maximum - shift)
-            total = state.total * rescale + jnp.sum(p, axis=-1, keepdims=True)
-            p = tile.drop(p).astype(v.dtype)
-            weighted = state.weighted * rescale + product.pv(p, tile.hide_keys(v_block))
+            maximum = jnp.max(logits, axis=-1, keepdims=True, initial=lowest)
+            if state is not None:
+                maximum = jnp.maximum(state.maximum, maximum)
+            p = jnp.exp(logits - maximum)
+            total = jnp.sum(p, axis=-1, keepdims=True)
+            weighted = product.pv(tile.drop(p).astype(v.dtype), tile.hide_keys(v_block))
+            if state is not None:
+                rescale = jnp.exp(state.maximum - maximum)
+                total = state.total * rescale + total
+                weighted = state.weighted * rescale + weighted
             return _Softmax(maximum, total, weighted)
 
-        row_shape = (*q_block.shape[:-1], 1)
-        empty = _Softmax(
-            maximum=filled(-math.inf, q_block, row_shape, dtype),
-            total=filled(0, q_block, row_shape, dtype),
-            weighted=filled(0, q_block, (*q_block.shape[:-1], value_dim), dtype),
-        )
-        state = loop(*tiles.columns_seen_by(row_block), key_block, empty)
+        if is_one(columns.count):
+            state = key_block(0, None)
+        else:
+            row_shape = (*q_block.shape[:-1], 1)
+            empty = _Softmax(
+                maximum=filled(lowest, q_block, row_shape, dtype),
+                total=filled(0, q_block, row_shape, dtype),
+                weighted=filled(0, q_block, (*q_block.shape[:-1], value_dim), dtype),
+            )
+            state = loop(*tiles.columns_seen_by(row_block), key_block, empty)
         out_block, lse_block = _finish(spec, state, sink)
         return (
             put(out, row_block, -3, ungrouped(out_block)),
@@ -96,7 +104,7 @@ def backward(
     q, k, v = operands.query, operands.key, operands.value
     dtype = compute_dtype(q)
     batch = q.shape[:-3]
-    kv_len, kv_heads = k.shape[-3:-1]
+    kv_heads = k.shape[-2]
 
     def zeros(name):
         x = operands.named()[name]
@@ -105,7 +113,7 @@ def backward(
     if 0 in q.shape or 0 in k.shape:
         return operands.holding({name: zeros(name) for name in wanted})
 
-    rows, columns = tiling(q, kv_len)
+    rows, columns = tiling(spec, operands)
     tiles = Tiles(spec, operands, rows, columns)
     product = Products(spec, dtype, len(batch) + 1)
     captures = captures_of(spec, operands)
@@ -119,11 +127,12 @@ def backward(
         delta = delta - dlse.astype(dtype)
     delta = grouped(jnp.where(alive, delta, 0.0)[..., None], kv_heads)
     lse_all = grouped(jnp.where(alive, lse, jnp.inf)[..., None], kv_heads)
-    q_all = grouped(jnp.where(alive[..., None], q, 0), kv_heads)
+    q_all = grouped(q, kv_heads)
     dout_all = grouped(jnp.where(alive[..., None], dout, 0), kv_heads)
     # Copies whose rows run along the last axis, once: the products that sum over rows are then
     # plain row-major ones, three times as fast on a CPU.
-    q_turned, dout_turned = _turned(q_all), _turned(dout_all)
+    q_turned = _turned(grouped(jnp.where(alive[..., None], q, 0), kv_heads))
+    dout_turned = _turned(dout_all)
     kept_scale = _dropout.kept_scale(spec.dropout_rate)
 
     def key_block(i, gradients):
@@ -144,7 +153,7 @@ def backward(
                 product.qk(q_block, k_block) * spec.scale,
                 tiles.captured(moving, tile),
             )
-            p = tile.hide(jnp.exp(logits - lse_block), 0.0)
+            p = jnp.exp(tile.hide(logits - lse_block, -jnp.inf))
             dp = tile.drop(product.qk(dout_block, v_block))
             dv, dk, dq = sums.value, sums.key, sums.query
             if dv is not None:
@@ -233,14 +242,14 @@ def tangent(spec: AttentionSpec, operands: Operands, out, lse, tangents: dict[st
     q, k, v = operands.query, operands.key, operands.value
     dtype = compute_dtype(q)
     *batch, _, _, _ = q.shape
-    kv_len, kv_heads, value_dim = v.shape[-3:]
+    kv_heads, value_dim = v.shape[-2:]
 
     t_out = filled(0, q, out.shape, out.dtype)
     t_lse = filled(0, q, lse.shape, dtype)
     if 0 in q.shape or 0 in k.shape:
         return t_out, t_lse
 
-    rows, columns = tiling(q, kv_len)
+    rows, columns = tiling(spec, operands)
     tiles = Tiles(spec, operands, rows, columns)
     product = Products(spec, dtype, len(batch) + 1)
     captures = captures_of(spec, operands)
@@ -255,8 +264,8 @@ def tangent(spec: AttentionSpec, operands: Operands, out, lse, tangents: dict[st
     lse_all = grouped(jnp.where(alive, lse, jnp.inf)[..., None], kv_heads)
     t_q, t_k, t_v = (tangents.get(name) for name in ("query", "key", "value"))
     t_q_all = None if t_q is None else all_rows(t_q)
-    k_all, v_all = keys_major(k), keys_major(v)
-    t_k_all, t_v_all = (None if x is None else keys_major(x) for x in (t_k, t_v))
+    keys, values = _KeyBlocks(k, rows), _KeyBlocks(v, rows)
+    t_keys, t_values = (None if x is None else _KeyBlocks(x, rows) for x in (t_k, t_v))
     logits_move = t_q is not None or t_k is not None or bool(t_captures)
     # p * (tangent of the logit) has no bound, and float16 has one.
     wide = jnp.float32 if v.dtype == jnp.float16 else v.dtype
@@ -269,13 +278,13 @@ def tangent(spec: AttentionSpec, operands: Operands, out, lse, tangents: dict[st
         def key_block(j, state):
             column_block = columns[j]
             tile = tiles.at(row_block, column_block, fresh_rows=False)
-            k_block, v_block = (cut(x, column_block, -2) for x in (k_all, v_all))
+            k_block, v_block = keys[column_block], values[column_block]
             scores = product.qk(q_block, k_block) * spec.scale
             t_scores = jnp.zeros_like(scores)
             if t_q_all is not None:
                 t_scores += product.qk(cut(t_q_all, row_block, -2), k_block) * spec.scale
-            if t_k_all is not None:
-                t_scores += product.qk(q_block, cut(t_k_all, column_block, -2)) * spec.scale
+            if t_keys is not None:
+                t_scores += product.qk(q_block, t_keys[column_block]) * spec.scale
             captured = tiles.captured(captures, tile)
             logits, t_logits = jax.jvp(
                 lambda scores, moved: tiles.logits(scores, captured | moved, tile),
@@ -296,8 +305,8 @@ def tangent(spec: AttentionSpec, operands: Operands, out, lse, tangents: dict[st
                 weighted = weighted + product.pv(
                     tile.drop(moved).astype(wide), tile.hide_keys(v_block).astype(wide)
                 )
-            if t_v_all is not None:
-                t_v_block = tile.hide_keys(cut(t_v_all, column_block, -2))
+            if t_values is not None:
+                t_v_block = tile.hide_keys(t_values[column_block])
                 weighted = weighted + product.pv(tile.drop(p).astype(v.dtype), t_v_block)
             return _Tangent(centre, seen, total, weighted)
 
@@ -353,14 +362,13 @@ class _Softmax(NamedTuple):
 
 def _finish(spec: AttentionSpec, state: _Softmax, sink):
     """(out, lse) of a block of rows."""
-    # Not from the maximum: on a CPU that of NaN logits is -inf, and a row of NaN must stay one.
-    sees_no_key = state.total == 0.0
-    maximum = state.maximum if sink is None else jnp.maximum(state.maximum, sink)
-    maximum = jnp.where(sees_no_key, 0.0, maximum)
-    rescale = jnp.exp(state.maximum - maximum)
-    total = state.total * rescale
+    maximum, total, rescale = state.maximum, state.total, 1.0
+    # Not from the maximum: that of NaN logits may be any, and a row of NaN must stay one.
+    sees_no_key = total == 0.0
     if sink is not None:
-        total = total + jnp.exp(sink - maximum)
+        maximum = jnp.maximum(maximum, sink)
+        rescale = jnp.exp(state.maximum - maximum)
+        total = total * rescale + jnp.exp(sink - maximum)
     total = jnp.where(sees_no_key, 1.0, total)
     weight = rescale / total
     if spec.dropout_rate > 0.0:
@@ -380,15 +388,31 @@ class Products:
 
     def qk(self, q, k):
         """(*B, K, G, rows, H) and (*B, K, columns, H) to (*B, K, G, rows, columns)."""
+        if q.shape[-3:-1] == (1, 1):
+            return jnp.sum(self._wide(q)[..., None, :] * self._of_one_row(k), axis=-1)
         return self._dot(q, k, (q.ndim - 1,), (k.ndim - 1,))
 
     def pv(self, p, v):
         """(*B, K, G, rows, columns) and (*B, K, columns, h) to (*B, K, G, rows, h)."""
+        if p.shape[-3:-1] == (1, 1):
+            return jnp.sum(self._wide(p)[..., None] * self._of_one_row(v), axis=-2)
         return self._dot(p, v, (p.ndim - 1,), (v.ndim - 2,))
 
     def over_rows(self, x, p):
         """(*B, K, h, G, rows) and (*B, K, G, rows, columns) to (*B, K, h, columns)."""
+        if p.shape[-3:-1] == (1, 1):
+            return self._wide(x)[..., 0] * self._wide(p)[..., 0, :]
         return self._dot(x, p, (x.ndim - 2, x.ndim - 1), (p.ndim - 3, p.ndim - 2))
+
+    # Of one row, memory is all that counts: arrays are read as they lie, their transposes and
+    # slices part of the loop that multiplies and sums, where a matrix product would want copies.
+
+    def _of_one_row(self, x):
+        """(*B, K, columns, h) to (*B, K, 1, 1, columns, h)."""
+        return self._wide(x)[..., None, None, :, :]
+
+    def _wide(self, x):
+        return x.astype(self._dtype)
 
     def _dot(self, x, y, x_axes, y_axes):
         return jax.lax.dot_general(
@@ -410,14 +434,20 @@ _TILE_ELEMENTS = 1 << 21
 _SMALLEST_BLOCK, _LARGEST_BLOCK = 128, 1024
 
 
-def tiling(q, kv_len: int):
-    """(rows, columns) as blocks: square tiles of about `_TILE_ELEMENTS`."""
+def tiling(spec: AttentionSpec, operands: Operands) -> tuple[Blocks, Blocks]:
+    """(rows, columns) as blocks: tiles of about `_TILE_ELEMENTS`, wide where rows are few."""
+    q, kv_len = operands.query, operands.key.shape[-3]
     # A symbolic batch size (jax.export) counts as 1.
     batch = (n for n in q.shape[:-3] if isinstance(n, int))
     heads = math.prod(batch) * q.shape[-2]
     at_most = 1 << (max(math.isqrt(_TILE_ELEMENTS // heads).bit_length() - 1, 0))
     at_most = min(max(at_most, _SMALLEST_BLOCK), _LARGEST_BLOCK)
-    return blocks(q.shape[-3], at_most), blocks(kv_len, at_most)
+    rows = blocks(q.shape[-3], at_most)
+    # A band and lengths leave out whole blocks, the more the smaller they are.
+    leaves_none_out = spec.left is None and spec.right is None
+    if leaves_none_out and operands.key_value_seq_lengths is None and isinstance(rows.size, int):
+        at_most = max(at_most, _TILE_ELEMENTS // (heads * rows.size))
+    return rows, blocks(kv_len, at_most)
 
 
 def compute_dtype(q):
@@ -443,6 +473,18 @@ def ungrouped(x):
     x = jnp.moveaxis(x, -2, -4)
     *rest, kv_heads, group, dim = x.shape
     return x.reshape(*rest, kv_heads * group, dim)
+
+
+class _KeyBlocks:
+    """Blocks of keys or values (*B, S, K, h), as (*B, K, columns, h)."""
+
+    def __init__(self, x, rows: Blocks):
+        # Where there are more blocks of rows than one, turned once for all of them.
+        self._is_turned = not is_one(rows.count)
+        self._x = keys_major(x) if self._is_turned else x
+
+    def __getitem__(self, block: Block):
+        return cut(self._x, block, -2) if self._is_turned else keys_major(cut(self._x, block, -3))
 
 
 def keys_major(x):

@@ -93,15 +93,16 @@ def _platform_primitives():
     # Here, because its import takes longer than that of all the rest.
     from jax.extend.core import Primitive
 
-    primitives = Primitive("jaxflash_checked"), Primitive("jaxflash_announced")
-    # Not from a cache: a program is to warn however much of it was lowered before.
-    lowerings = (_check_on_cuda, _check_elsewhere, True), (_announce, lambda _, x, **__: [x], False)
-    for primitive, (on_cuda, elsewhere, cacheable) in zip(primitives, lowerings, strict=True):
+    primitives = checked, announced = Primitive("jaxflash_checked"), Primitive("jaxflash_announced")
+    for primitive in primitives:
         primitive.def_impl(lambda x, **_: x)  # under `jax.disable_jit`
         primitive.def_abstract_eval(lambda x, **_: x)
-        mlir.register_lowering(primitive, on_cuda, platform="cuda", cacheable=cacheable)
-        mlir.register_lowering(primitive, elsewhere)
         batching.primitive_batchers[primitive] = functools.partial(_batch_identity, primitive)
+    mlir.register_lowering(checked, _check_on_cuda, platform="cuda")
+    mlir.register_lowering(checked, _check_elsewhere)
+    # Not from a cache: a program is to warn however much of it was lowered before. A rule for each
+    # platform JAX takes for several at once (jax.export) from its cache alone.
+    mlir.register_lowering(announced, _announce, cacheable=False)
     return primitives
 
 
@@ -125,7 +126,8 @@ def _check_elsewhere(ctx, x, *, only_cuda):
 
 
 def _announce(ctx, x, *, announce):
-    announce()
+    if "cuda" in (ctx.platforms or ctx.module_context.platforms):
+        announce()
     return [x]
 
 

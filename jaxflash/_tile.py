@@ -58,6 +58,11 @@ def blocks(length: int, at_most: int) -> Blocks:
     return Blocks(length, size, count, ragged=count * size != length)
 
 
+def is_one(count) -> bool:
+    """Whether a count, which may be symbolic or an array, is known to be 1."""
+    return isinstance(count, int) and count == 1
+
+
 def cut(x, block: Block, axis: int):
     """The block of an array along one axis; an axis of size 1 is broadcast and stays."""
     if x.shape[axis] == 1:
@@ -79,6 +84,7 @@ class Tile(NamedTuple):
     columns: Block
     place: Place | None  # for the score program, if there is one
     visible: Any  # bool, broadcastable to the tile, or None: everything is
+    seen: Any  # bool (*#B, #K, columns), the keys that a row sees, or None: all
     kept: Any  # bool, what dropout keeps, or None: everything
 
     def hide(self, x, value):
@@ -91,10 +97,7 @@ class Tile(NamedTuple):
         """Zero for the keys (axis -2 of `x`, (*B, K, columns, dim)) that no row of the tile sees:
         a product with probability 0 would let their NaN through.
         """
-        if self.visible is None:
-            return x
-        seen = jnp.any(self.visible, axis=(-3, -2))[..., None]
-        return jnp.where(seen, x, 0)
+        return x if self.seen is None else jnp.where(self.seen[..., None], x, 0)
 
 
 class Tiles:
@@ -153,14 +156,14 @@ class Tiles:
 
     def columns_seen_by(self, rows: Block):
         """(begin, end) of the column blocks in which these rows may see something."""
-        if not self._static_band:
+        if not self._static_band or is_one(self._columns.count):
             return 0, self.column_count
         begin, end = _blocks_met(rows, self._offset, self._left, self._right, self._columns)
         return begin, _smaller(end, self.column_count)
 
     def rows_seeing(self, columns: Block):
         """(begin, end) of the row blocks that may see something of these columns."""
-        if not self._static_band:
+        if not self._static_band or is_one(self._rows.count):
             return 0, self.row_count
         begin, end = _blocks_met(columns, -self._offset, self._right, self._left, self._rows)
         return begin, _smaller(end, self.row_count)
@@ -185,7 +188,8 @@ class Tiles:
                 difference if self._scores.asks_for_distance else None,
             )
             place = Place(rows.start, columns.start, rows.size, columns.size, indices)
-        return Tile(rows, columns, place, visible, kept)
+        seen = None if visible is None else self._seen(rows, columns, visible, fresh_rows)
+        return Tile(rows, columns, place, visible, seen, kept)
 
     def captured(self, captures: dict[str, Any], tile: Tile) -> dict[str, Any]:
         """What a tile reads of the arrays of `captures_of`, or of tangents of theirs: for each a
@@ -255,6 +259,21 @@ class Tiles:
             visible = visible & term
         # Both block axes in full, so that reductions over them need not know what broadcasts.
         return jnp.broadcast_to(visible, (*visible.shape[:-2], rows.size, columns.size))
+
+    def _seen(self, rows: Block, columns: Block, visible, fresh_rows: bool):
+        others = (self._q_len, self._kv_len, self._q_ids, self._mask)
+        if not self._static_band or any(x is not None for x in others):
+            return jnp.any(visible, axis=(-3, -2))
+        # Of a band, the first and the last row know, and nothing is summed over rows.
+        column = self._column_numbers(columns)
+        first = (rows.fresh if fresh_rows else rows.start) + self._offset
+        last = rows.start + (rows.size - 1) + self._offset
+        seen = column >= columns.fresh
+        if self._left is not None:
+            seen &= first - column <= self._left
+        if self._right is not None:
+            seen &= last - column >= -self._right
+        return seen[..., 0, 0, :]
 
     def _kept(self, rows: Block, columns: Block):
         rank = self._rank
@@ -348,11 +367,7 @@ def _(axis_size, mapped, lengths):
 
 def _count_up_to(lengths, blocks: Blocks):
     """How many blocks hold one of the first elements that the sequences have."""
-    if (
-        lengths is None
-        or 0 in lengths.shape
-        or (isinstance(blocks.count, int) and blocks.count < 2)
-    ):
+    if lengths is None or 0 in lengths.shape or is_one(blocks.count):
         return blocks.count
     longest = jnp.clip(_largest(lengths), 0, blocks.length)
     return (longest + (blocks.size - 1)) // blocks.size

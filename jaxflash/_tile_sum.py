@@ -271,7 +271,7 @@ class _TileSum(Op):
             value=None,
             captures=(None,) * (len(spec.program.capture_types) if spec.program else 0),
         ).replacing(fixed)
-        rows, columns = _blockwise.tiling(operands.query, kv_len)
+        rows, columns = _blockwise.tiling(spec, operands)
         tiles = Tiles(spec, operands, rows, columns)
         product = _blockwise.Products(spec, dtype, len(batch) + 1)
 

@@ -384,7 +384,7 @@ def test_equinox(per_example):
 
 
 def _multihead(kind, **options):
-    return kind(HEADS, FEATURES, key=jax.random.key(0), **options)
+    return kind(HEADS, FEATURES, dtype=jnp.float32, key=jax.random.key(0), **options)
 
 
 def _parameters(module):
@@ -392,7 +392,8 @@ def _parameters(module):
 
 
 def _rotate(query, key, value):
-    rope = jax.vmap(eqx.nn.RotaryPositionalEmbedding(query.shape[-1]), in_axes=1, out_axes=1)
+    embedding = eqx.nn.RotaryPositionalEmbedding(query.shape[-1], dtype=query.dtype)
+    rope = jax.vmap(embedding, in_axes=1, out_axes=1)
     return rope(query), rope(key), value
 
 
@@ -438,7 +439,7 @@ def test_multihead_attention(options, call):
 
 
 def test_multihead_attention_takes_over_parameters():
-    theirs = eqx.nn.MultiheadAttention(HEADS, FEATURES, key=jax.random.key(3))
+    theirs = eqx.nn.MultiheadAttention(HEADS, FEATURES, dtype=jnp.float32, key=jax.random.key(3))
     ours = eqx.tree_at(
         _parameters, _multihead(jaxflash.equinox.MultiheadAttention), _parameters(theirs)
     )

@@ -162,7 +162,7 @@ def test_flops_count_what_is_visible(options):
     call = _check.Call(2, 12, 17, 2, 1, 8, 4, **options)
     qkv, _ = call.draw()
     # A row of ones and zeros for each key: the output is the keys that a row sees.
-    value = jnp.broadcast_to(jnp.eye(17)[:, None], (2, 17, 1, 17))
+    value = jnp.broadcast_to(jnp.eye(17, dtype=jnp.float32)[:, None], (2, 17, 1, 17))
     qkv = (jnp.zeros_like(qkv[0]), jnp.zeros_like(qkv[1]), value)
     seen = jaxflash.reference.dot_product_attention(*qkv, **call.static, **call.arrays()) > 0
     assert call.flops("forward") == 2 * (8 + 4) * int(seen.sum())

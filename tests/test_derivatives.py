@@ -311,7 +311,8 @@ def _layers(attend, wrap):
         def layer(x, scale):
             return jnp.tanh(x + attend(x, key * scale, value)), None
 
-        return jnp.sum(jax.lax.scan(wrap(layer), query, jnp.array([1.0, 0.5]))[0] ** 2)
+        scales = jnp.array([1.0, 0.5], jnp.float32)
+        return jnp.sum(jax.lax.scan(wrap(layer), query, scales)[0] ** 2)
 
     return run
 

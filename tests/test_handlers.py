@@ -29,9 +29,9 @@ def attend(query, key, value, lengths, table):
 def loss(*operands):
     return jnp.sum(attend(*operands))
 
-query = jnp.zeros((2, 16, 4, 64))
-key = value = jnp.zeros((2, 16, 2, 64))
-operands = query, key, value, jnp.full(2, 16, jnp.int32), jnp.zeros((4, 31))
+query = jnp.zeros((2, 16, 4, 64), jnp.float32)
+key = value = jnp.zeros((2, 16, 2, 64), jnp.float32)
+operands = query, key, value, jnp.full(2, 16, jnp.int32), jnp.zeros((4, 31), jnp.float32)
 function = {function}
 compiled = jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",)).compile()
 try:

@@ -514,7 +514,7 @@ def test_another_size_prints_the_same():
     def function(table):
         return _printed(lambda s, b, h, q, kv: s + table[h, q - kv] * table[0, kv])[0].source
 
-    assert function(jnp.zeros((4, 9))) == function(jnp.zeros((16, 100)))
+    assert function(jnp.zeros((4, 9), jnp.float32)) == function(jnp.zeros((16, 100), jnp.float32))
 
 
 def test_slope_where_the_logit_is_minus_infinity_is_finite(tmp_path):
@@ -570,14 +570,67 @@ def test_sink_is_a_capture_of_its_own():
     assert _body(printed, "addend") == ["return 0.0f;"]
 
 
+# ---- 64-bit types --------------------------------------------------------------------------------
+
+_OF_PYTHON_NUMBERS = {
+    "constant": lambda s, b, h, q, kv: s * 0.5 + jnp.asarray(_SLOPES)[h],
+    "infinity": lambda s, b, h, q, kv: jnp.where(q >= kv, s, -jnp.inf),
+    "integer": lambda s, b, h, q, kv: jnp.where(q >= kv, s, -(10**9)),
+    "clip": lambda s, b, h, q, kv: jnp.clip(s, -3, 3),
+    "times indices": lambda s, b, h, q, kv: s - 0.1 * jnp.abs(q - kv),
+    "functions": lambda s, b, h, q, kv: s * jnp.sqrt(2.0) + jnp.exp(-0.5 * h) * jnp.sin(0.1 * q),
+    "choice": lambda s, b, h, q, kv: s + jnp.where(q > kv, 0.0, 1.0) * jnp.where(q > h, 2, -1),
+    "division": lambda s, b, h, q, kv: s + jnp.asarray(_SLOPES)[q // 3 % 4] * (kv / 7),
+    "truth": lambda s, b, h, q, kv: s + (q > kv) * 3,
+}
+
+
+def test_python_numbers_of_64_bits_are_of_32(tmp_path):
+    """What JAX_ENABLE_X64 makes of them is weakly typed: it yields to the score."""
+    if _COMPILER is None:
+        pytest.skip("needs a C++ compiler")
+    functions = _OF_PYTHON_NUMBERS.values()
+    with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"):
+        narrow = [_printed(function)[0].source for function in functions]
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        printed = [_printed(function) for function in functions]
+        library, points = (
+            _Compiled([p.source for p, _ in printed], tmp_path),
+            _points(np.random.default_rng(4)),
+        )
+        for number, function in enumerate(functions):
+            _check(library, number, *printed[number], function, points)
+    assert [p.source for p, _ in printed] == narrow
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (lambda s, b, h, q, kv: s + jnp.float64(0.1), "computes in float64"),
+        (lambda s, b, h, q, kv: s + (q - kv).astype(jnp.float64), "computes in float64"),
+        (lambda s, b, h, q, kv: s + jnp.int64(q) * 3, "computes in int64"),
+        (lambda s, b, h, q, kv: s + jnp.where(q > kv, 2**31, 0), "operand of dtype int64"),
+        (lambda s, b, h, q, kv: s + jnp.where(q > kv, 2**30, 0) * 5, "may not hold"),
+    ],
+    ids=["constant", "conversion", "index", "beyond", "product"],
+)
+def test_explicit_64_bits_are_refused(function, said):
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        with pytest.raises(_printer.NotPrintable, match=said):
+            _printed(function)
+        captured = jnp.ones(8, jnp.float64)
+        with pytest.raises(_printer.NotPrintable, match="captures an array of dtype float64"):
+            _printed(lambda s, b, h, q, kv: s + captured[h].astype(jnp.float32))
+
+
 # ---- What cannot be printed ----------------------------------------------------------------------
 
-_ROWS = jnp.ones((8, 8))
+_ROWS = jnp.ones((8, 8), jnp.float32)
 _REFUSED = {
     "while": lambda s, b, h, q, kv: jax.lax.while_loop(lambda x: x < 3.0, lambda x: x + 1.0, s),
     "scan": lambda s, b, h, q, kv: jax.lax.fori_loop(0, 3, lambda i, x: x * 1.1, s),
     "cond": lambda s, b, h, q, kv: jax.lax.cond(q > kv, lambda: s, lambda: -s),
-    "random_bits": lambda s, b, h, q, kv: s + jax.random.uniform(jax.random.key(0)),
+    "random_bits": lambda s, b, h, q, kv: s + jax.random.uniform(jax.random.key(0), (), "float32"),
     "reduce_sum": lambda s, b, h, q, kv: s + jnp.sum(_ROWS[h] * _ROWS[q]),
     "dot_general": lambda s, b, h, q, kv: s + _ROWS[q] @ _ROWS[kv],
     "digamma": lambda s, b, h, q, kv: jax.lax.lgamma(s),
@@ -604,7 +657,7 @@ def test_refusal_names_the_primitive_and_shows_the_equation(primitive):
     ("capture", "said"),
     [
         (lambda: jnp.zeros(4, jnp.int8), "int8"),
-        (lambda: jnp.zeros((1,) * 7), "7 axes"),
+        (lambda: jnp.zeros((1,) * 7, jnp.float32), "7 axes"),
         (lambda: jax.random.split(jax.random.key(0), 4), "key"),
     ],
 )
@@ -614,7 +667,7 @@ def test_captures_that_kernels_do_not_take(capture, said):
     def function(s, b, h, q, kv):
         element = array[(h,) + (0,) * (array.ndim - 1)]
         if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-            return s + jax.random.uniform(element)
+            return s + jax.random.uniform(element, (), jnp.float32)
         return s + element.astype(jnp.float32)
 
     with pytest.raises(_printer.NotPrintable, match=said):

@@ -211,7 +211,7 @@ def _unprintable(table):
 
     def score_mod(score, b, h, q, kv):
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(3), q), kv)
-        noise = jax.random.uniform(key)
+        noise = jax.random.uniform(key, (), jnp.float32)
         x = jax.lax.while_loop(lambda x: jnp.abs(x) > 0.5, lambda x: 0.5 * x, score)
         return x + noise + jnp.mean(table[h] * table[0])
 
@@ -243,7 +243,7 @@ def test_keys_can_be_captured():
 
     def out(attention, qkv):
         def score_mod(score, b, h, q, kv):
-            return score + jax.random.normal(jax.random.fold_in(key, q * _S + kv))
+            return score + jax.random.normal(jax.random.fold_in(key, q * _S + kv), (), jnp.float32)
 
         return attention(*qkv, score_mod=score_mod)
 
@@ -391,7 +391,8 @@ def _on_kernels(q, k, v, bias, table, sink, **options):
 
 def _kernel_arguments(dtype=jnp.bfloat16):
     q, k = jnp.zeros((4, 16, 8, 64), dtype), jnp.zeros((4, 16, 4, 64), dtype)
-    return q, k, k, jnp.zeros((4, 1, 16, 16)), jnp.zeros((8, 15)), jnp.zeros(8)
+    others = (jnp.zeros(shape, jnp.float32) for shape in ((4, 1, 16, 16), (8, 15), (8,)))
+    return q, k, k, *others
 
 
 def _custom_calls(text: str, target: str) -> list[str]:
@@ -646,10 +647,11 @@ def test_gradients_of_captures_on_an_explicit_mesh():
 
 def test_programs_for_the_kernels_do_not_depend_on_lengths():
     def source(q_len, kv_len):
-        q, k = jnp.zeros((1, q_len, 8, 64)), jnp.zeros((1, kv_len, 4, 64))
-        options = {**_api.DEFAULTS, "alibi_slopes": jnp.zeros(8), "is_causal": True}
+        shapes = (1, q_len, 8, 64), (1, kv_len, 4, 64), (8, q_len, kv_len), (8,)
+        q, k, bias, slopes = (jnp.zeros(shape, jnp.float32) for shape in shapes)
+        options = {**_api.DEFAULTS, "alibi_slopes": slopes, "is_causal": True}
         del options["score_mod"]
-        spec, operands = _spec.make(q, k, k, jnp.zeros((8, q_len, kv_len)), None, **options)
+        spec, operands = _spec.make(q, k, k, bias, None, **options)
         program = _kernel_program.make(*_scores.compose(spec, operands, None), "forward")
         assert program is not None
         return program
@@ -662,7 +664,7 @@ def test_sharded_arrays_on_the_blockwise_path(kind):
     """Where shardings are part of types, too; what is built in gathers nothing."""
     q, k, v = _qkv()
     bias = jnp.asarray(np.random.default_rng(2).standard_normal((_B, _N, _T, _S)), jnp.float32)
-    arguments = (q, k, v, bias, jnp.linspace(0.1, 0.4, _N), _table())
+    arguments = (q, k, v, bias, jnp.linspace(0.1, 0.4, _N, dtype=jnp.float32), _table())
 
     def loss(score_mod, q, k, v, bias, slopes, table):
         options = dict(bias=bias, alibi_slopes=slopes, logits_soft_cap=3.0)

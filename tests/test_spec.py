@@ -383,7 +383,7 @@ def test_kernels_on_a_cpu_are_an_error_that_says_so():
     jax.block_until_ready(jaxflash.dot_product_attention(*arrays))
 
 
-def _lowering_warnings(platform, fresh=True, function=None, **options):
+def _lowering_warnings(*platforms, fresh=True, function=None, **options):
     """Texts of the warnings of the slow path when a call is lowered."""
     if fresh:
         _support._warned.clear()
@@ -393,7 +393,7 @@ def _lowering_warnings(platform, fresh=True, function=None, **options):
         warnings.simplefilter("always")
         traced = jax.jit((function or (lambda f: f))(attend)).trace(*_arrays().values())
         assert not caught  # the platform is not known yet
-        traced.lower(lowering_platforms=(platform,))
+        traced.lower(lowering_platforms=platforms)
     assert all(issubclass(w.category, jaxflash.SlowPathWarning) for w in caught)
     return [str(w.message) for w in caught]
 
@@ -408,6 +408,9 @@ def test_slow_path_on_cuda_warns():
     if _ffi.extension.kernels:
         assert _lowering_warnings("cuda") == []  # the kernels
     assert _lowering_warnings("cpu", **_REFUSED) == []
+    # As jax.export has it, and from no cache.
+    for _ in range(2):
+        assert _lowering_warnings("cpu", "cuda", **_REFUSED) == [text]
     assert _lowering_warnings("cuda", **_REFUSED, implementation="xla") == []
 
 
@@ -430,7 +433,7 @@ def test_gradients_of_captures_on_cuda(name, implementation):
 
             return lambda *qkv: jax.grad(loss, (0, 1))(x, *qkv)
 
-        return _lowering_warnings("cuda", fresh, gradient)
+        return _lowering_warnings("cuda", fresh=fresh, function=gradient)
 
     assert lowering_warnings(True) == []
     texts = lowering_warnings(True, deterministic_backward=True)

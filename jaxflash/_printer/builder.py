@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from jaxflash._printer.formats import COMPUTED, INTEGER_FORMATS, STORED, WITH_SUFFIX
-from jaxflash._printer.graph import COLUMN, COMPARE, DISTANCE, FLOATS, ROW, SCORE, Graph, Node
+from jaxflash._printer.graph import (
+    COLUMN,
+    COMPARE,
+    DISTANCE,
+    FLOATS,
+    ROW,
+    SCORE,
+    Graph,
+    Node,
+    wraps,
+)
 from jaxflash._scores import Program, Result, View, is_literal
 
 if TYPE_CHECKING:
@@ -145,12 +155,15 @@ class Builder:
         if not eqn.invars:
             _refuse(eqn, "has no operands, a size that is symbolic")
         args = [self._scalar(atom, eqn) for atom in eqn.invars]
-        narrow = str(out.dtype) in FLOATS and (name == "select_n" or name in _PASSED_ON)
-        if str(out.dtype) not in COMPUTED and not narrow:
+        dtype = _computed_in(out)
+        narrow = dtype in FLOATS and (name == "select_n" or name in _PASSED_ON)
+        if dtype not in COMPUTED and not narrow:
             _refuse(eqn, f"computes in {out.dtype}; allowed are {', '.join(COMPUTED)}")
-        result = self._operation(eqn, name, str(out.dtype), args)
+        result = self._operation(eqn, name, dtype, args)
         if result is None:
             _refuse(eqn, "has no counterpart in CUDA")
+        if str(out.dtype) == "int64" and wraps(result):
+            _refuse(eqn, "computes in int64, and 32 bits may not hold the result")
         return [result]
 
     def _index(self, atom, eqn) -> Node:
@@ -173,13 +186,12 @@ class Builder:
             if np.size(atom.val) != 1:
                 _refuse(eqn, "works on a constant array")
             aval: Any = atom.aval
-            dtype = str(aval.dtype)
-            if dtype not in COMPUTED and dtype not in FLOATS:
-                _refuse(eqn, f"has an operand of dtype {dtype}")
-            return graph.constant(
-                np.asarray(atom.val).reshape(()).item(),
-                "float32" if dtype in FLOATS else dtype,
-            )
+            dtype = _computed_in(aval)
+            value = np.asarray(atom.val).reshape(()).item()
+            is_held = dtype == str(aval.dtype) or dtype != "int32" or -(2**31) <= value < 2**31
+            if (dtype not in COMPUTED and dtype not in FLOATS) or not is_held:
+                _refuse(eqn, f"has an operand of dtype {aval.dtype}")
+            return graph.constant(value, "float32" if dtype in FLOATS else dtype)
         value = self._values[atom]
         if isinstance(value, Node):
             return value
@@ -330,6 +342,14 @@ class Builder:
         for part in (high, 2.0 * math.pi - high):
             x = graph.atom("fma", turns, graph.constant(-part), x)
         return x
+
+
+def _computed_in(aval) -> str:
+    """The dtype that stands for the one of a value: under JAX_ENABLE_X64 a Python number is of 64
+    bits, and so is what it makes of int32, both weakly: they yield to the score's float32.
+    """
+    dtype = str(aval.dtype)
+    return {"float64": "float32", "int64": "int32"}.get(dtype, dtype) if aval.weak_type else dtype
 
 
 def _is_variable(atoms) -> bool:

@@ -391,6 +391,8 @@ def _range(x: Node) -> tuple[int, int]:
         return x.value, x.value
     if x.op == "input":
         return (-_LARGEST_INPUT if x.value == "distance" else 0), _LARGEST_INPUT
+    if x.op == "to_int" and x.args[0].dtype == "bool":
+        return 0, 1
     if x.dtype != "int32" or x.op not in _RANGED:
         return _INT32_RANGE
     ranges = [_range(a) for a in x.args if a.dtype == "int32"]
