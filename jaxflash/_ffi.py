@@ -22,8 +22,9 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.interpreters import batching, mlir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxflash import _dense_mask, _kernel_program, _nvrtc, _ranges
 from jaxflash import _extension as extension
-from jaxflash import _kernel_program, _nvrtc, _ranges
+from jaxflash._dense_mask import Pass
 from jaxflash._kernel_program import KernelGradients, KernelProgram
 from jaxflash._spec import AttentionSpec, Operands
 
@@ -140,8 +141,8 @@ def _batch_identity(primitive, args, axes, **options):
 
 def forward(spec: AttentionSpec, program: KernelProgram | None, operands: Operands):
     """(out, lse) of the kernels."""
-    operands = _without_unseen(operands)
-    ranges = _ranges.of_call(spec, operands)
+    operands = _without_unseen(operands, "forward")
+    ranges = _ranges.of_call(spec, operands, "forward")
     kernel = _Forward(_banded(spec, operands), _Lengths.of(operands), program, _kind_of(ranges))
     return _mapped(kernel)(
         operands.query,
@@ -164,9 +165,9 @@ def backward(
     dlse,
 ):
     """((dq, dk, dv), gradients of captures by their numbers) of the kernels; dlse may be None."""
-    operands = _without_unseen(operands)
+    operands = _without_unseen(operands, "backward")
     # The deterministic order of blocks is not one of ranges: a mask's tiles are all visited.
-    ranges = None if spec.deterministic_backward else _ranges.of_call(spec, operands)
+    ranges = None if spec.deterministic_backward else _ranges.of_call(spec, operands, "backward")
     captures = () if gradients is None else gradients.captures
     batch_rank = operands.query.ndim - 3
     kernel = _Backward(
@@ -195,23 +196,22 @@ def backward(
     return (dq, dk, dv), of_captures
 
 
-def _without_unseen(operands: Operands) -> Operands:
+def _without_unseen(operands: Operands, pass_: Pass) -> Operands:
     """With zeros where a mask hides a whole row or key: a kernel multiplies what it hides by 0,
     which NaN and infinity survive."""
     mask, query, key, value = operands.mask, operands.query, operands.key, operands.value
     if mask is None:
         return operands
-    # By the hulls, which the ranges need in any case.
-    rows = jnp.swapaxes(_ranges.hulls(mask, -1, key.shape[-3]), -2, -3)  # (*#B, #T, #N, 2)
-    columns = _ranges.hulls(mask, -2, query.shape[-3])
-    columns = jnp.max(columns, axis=-3)[..., None, :]  # (*#B, #S, 1, 2), of any head
+    keys = _dense_mask.seen_keys(mask, pass_)[..., None, None]  # (*#B, #S, 1, 1)
 
-    def shown(x, hulls):
-        return jnp.where(hulls[..., 1:] > 0, x, jnp.zeros_like(x))
+    def shown(x, visible):
+        return jnp.where(visible, x, jnp.zeros_like(x))
 
-    return operands._replace(
-        query=shown(query, rows), key=shown(key, columns), value=shown(value, columns)
-    )
+    operands = operands._replace(value=shown(value, keys))
+    if pass_ == "forward":
+        return operands  # where hidden products are not multiplied, but selected
+    rows = jnp.swapaxes(_dense_mask.seeing_rows(mask, pass_), -1, -2)[..., None]
+    return operands._replace(query=shown(query, rows), key=shown(key, keys))
 
 
 def _banded(spec: AttentionSpec, operands: Operands) -> AttentionSpec:
@@ -244,7 +244,7 @@ def _program_operands(
     spec: AttentionSpec,
     program: KernelProgram | None,
     operands: Operands,
-    pass_: _kernel_program.Pass,
+    pass_: Pass,
 ) -> tuple[Any, ...]:
     """What the kernels get after all else: the numbers by which the program knows batch elements
     and heads, which a shard or a mapped call cannot count itself, and the captures.

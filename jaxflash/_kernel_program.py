@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxflash import _dropout, _printer, _scores
+from jaxflash import _dense_mask, _dropout, _printer, _scores
+from jaxflash._dense_mask import Pass
 from jaxflash._printer import NotPrintable
 from jaxflash._spec import AttentionSpec, Operands
 
@@ -52,13 +53,6 @@ class KernelGradients:
     def is_narrow(self, capture: int) -> bool:
         """Whether a gradient has the capture's dtype, not float32."""
         return any(load.narrow for load in self.loads if load.capture == capture)
-
-
-Pass = Literal["forward", "backward"]
-
-# Of a mask's axes (h, q, kv): what runs along a fragment's rows in the kernels of a pass, so that
-# a thread has several elements of a word.
-_PACKED = {"forward": 2, "backward": 1}
 
 
 def make(spec: AttentionSpec, operands: Operands, pass_: Pass) -> KernelProgram | None:
@@ -127,7 +121,9 @@ def _with_mask(program: _scores.Program, operands: Operands, pass_: Pass) -> _sc
         return program
     mask = jax.eval_shape(lambda o: _mask(o, pass_), operands)
     own = jax.ShapeDtypeStruct(mask.shape[operands.mask.ndim - 3 :], mask.dtype)
-    return _scores.masked(program, _mask_axes(operands), own, _packed_axis(operands, pass_))
+    return _scores.masked(
+        program, _dense_mask.axes(operands.mask), own, _dense_mask.packed_axis(operands.mask, pass_)
+    )
 
 
 def _paired(program: _scores.Program, operands: Operands) -> tuple[int, ...]:
@@ -157,21 +153,9 @@ def captures(spec: AttentionSpec, operands: Operands, pass_: Pass) -> tuple[Any,
 
 def _mask(operands: Operands, pass_: Pass):
     """The mask as the kernels get it: (*#B, *axes that it depends on)."""
-    mask, packed = operands.mask, _packed_axis(operands, pass_)
-    if packed is not None:
-        mask = _scores.pack_bits(mask, packed - 3)
-    sizes = (mask.shape[axis - 3] for axis in _mask_axes(operands))
+    mask = _dense_mask.words(operands.mask, pass_)
+    sizes = (mask.shape[axis - 3] for axis in _dense_mask.axes(operands.mask))
     return mask.reshape(*mask.shape[:-3], *sizes)
-
-
-def _mask_axes(operands: Operands) -> tuple[int, ...]:
-    """Which of heads, rows and columns a mask depends on."""
-    return tuple(i for i, size in enumerate(operands.mask.shape[-3:]) if size != 1)
-
-
-def _packed_axis(operands: Operands, pass_: Pass) -> int | None:
-    packed = _PACKED[pass_]
-    return packed if packed in _mask_axes(operands) else None
 
 
 @functools.lru_cache(maxsize=256)

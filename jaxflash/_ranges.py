@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
+from jaxflash import _dense_mask
+from jaxflash._dense_mask import Pass
 from jaxflash._spec import AttentionSpec, Operands
 
 # cuda/problem.h: kRangeBlock, kMaxLength.
@@ -34,13 +36,13 @@ class Ranges(NamedTuple):
     key_ids: Any = None  # (*B, S)
 
 
-def of_call(spec: AttentionSpec, operands: Operands) -> Ranges | None:
+def of_call(spec: AttentionSpec, operands: Operands, pass_: Pass) -> Ranges | None:
     """Those of a call's segments or packed sequences, or else of its dense mask; or None. In packed
     ones the band of the spec (causal, window) is part of the intervals."""
     if 0 in (*operands.query.shape, *operands.key.shape):
         return None  # nothing to see
     if operands.query_segment_ids is None:
-        return None if operands.mask is None else _of_mask(operands)
+        return None if operands.mask is None else _of_mask(operands, pass_)
     arrays = [operands.query_segment_ids, operands.key_segment_ids]
     if operands.query_boundaries is None:
         for_one = _of_segments
@@ -57,33 +59,23 @@ def of_call(spec: AttentionSpec, operands: Operands) -> Ranges | None:
     return for_one(*arrays)
 
 
-def _of_mask(operands: Operands) -> Ranges:
+def _of_mask(operands: Operands, pass_: Pass) -> Ranges:
     """The hulls of all heads."""
     q_len, kv_len = operands.query.shape[-3], operands.key.shape[-3]
-    keys = _joined(hulls(operands.mask, -1, kv_len), axis=-3)
-    rows = _joined(hulls(operands.mask, -2, q_len), axis=-3)
+    batch = operands.query.shape[:-3]
+    hulls = _dense_mask.hulls(operands.mask, pass_, q_len, kv_len)
+    # The kernels read ranges of every batch element.
+    keys, rows = (
+        jnp.broadcast_to(x, (*batch, *x.shape[-2:])) for x in (_joined(x, axis=-3) for x in hulls)
+    )
     solid = jnp.ones((), jnp.bool_)
 
     def for_one(keys, rows):
-        keys = jnp.broadcast_to(keys, (q_len, 2))
-        return _summarised(keys, solid, jnp.broadcast_to(rows, (kv_len, 2)), solid)
+        return _summarised(keys, solid, rows, solid)
 
-    for _ in range(keys.ndim - 2):
+    for _ in batch:
         for_one = jax.vmap(for_one)
     return for_one(keys, rows)
-
-
-def hulls(mask, axis: int, length: int):
-    """Along an axis the intervals that hold what is True, (..., 2); (0, 0) where nothing is.
-    Another size than `length` is 1, for `length` times the same."""
-    if mask.shape[axis] != length:
-        begin = jnp.zeros_like(mask, jnp.int32)
-        end = jnp.where(mask, jnp.int32(length), 0)
-        return jnp.squeeze(jnp.stack((begin, end), axis=-1), axis - 1)
-    index = jax.lax.broadcasted_iota(jnp.int32, mask.shape, mask.ndim + axis)
-    begin = jnp.min(jnp.where(mask, index, _FAR), axis=axis)
-    end = jnp.max(jnp.where(mask, index + 1, 0), axis=axis)
-    return jnp.stack((jnp.where(end > 0, begin, 0), end), axis=-1)
 
 
 def _joined(intervals, axis: int):

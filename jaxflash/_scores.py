@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxflash import _dense_mask
 from jaxflash._spec import AttentionSpec, Operands, ScoreMod, checked_score_mod
 
 if TYPE_CHECKING:
@@ -227,7 +228,7 @@ def _with_score_mod(built_in: _BuiltIn, types, score_mod: ScoreMod, dtype):
 @functools.lru_cache(maxsize=256)
 def masked(program: Program, mask_axes: tuple[int, ...], mask_type, packed: int | None) -> Program:
     """A program with a mask after it, its last capture, whose axes are indexed by those of
-    (h, q, kv) that `mask_axes` numbers; the axis of `packed` is one of `pack_bits`."""
+    (h, q, kv) that `mask_axes` numbers; that of `packed` is one of words."""
     from jax.extend.core import jaxpr_as_fun
 
     own = jaxpr_as_fun(program.jaxpr)
@@ -242,36 +243,13 @@ def masked(program: Program, mask_axes: tuple[int, ...], mask_type, packed: int 
             i = index[packed].astype(jnp.uint32)  # negative ones would cost an instruction
             index[packed] = i >> np.uint32(5)
             word = mask[tuple(index[axis] for axis in mask_axes)]
-            first, further = _bit_of(i)
+            first, further = _dense_mask.bit_of(i)
             visible = (((word >> first) >> further) & np.uint32(1)) != np.uint32(0)
         return jnp.where(visible, logit, -jnp.inf)
 
     types = (*program.capture_types, mask_type)
     score: Any = program.jaxpr.in_avals[0]
     return trace(function, types, score.dtype)[0]
-
-
-def pack_bits(mask, axis: int):
-    """Bools along an axis as uint32 of 32 each, in the order of `_bit_of`; those behind the end are
-    False."""
-    axis %= mask.ndim
-    count = -(-mask.shape[axis] // 32)
-    padding = [(0, 0)] * mask.ndim
-    padding[axis] = (0, 32 * count - mask.shape[axis])
-    shape = (*mask.shape[:axis], count, 32, *mask.shape[axis + 1 :])
-    bits = jnp.pad(mask, padding).reshape(shape).astype(jnp.uint32)
-    numbers = jax.lax.broadcasted_iota(jnp.uint32, shape, axis + 1)
-    return jnp.sum(bits << sum(_bit_of(numbers)), axis=axis + 1, dtype=jnp.uint32)
-
-
-def _bit_of(i):
-    """The bit of element i of 32, as a sum: of what depends on a thread, and of a number that the
-    compiler knows. Of 16 columns of a matrix product's fragment a thread holds two pairs."""
-
-    def part(shift, mask, factor):
-        return ((i >> np.uint32(shift)) & np.uint32(mask)) * np.uint32(factor)
-
-    return part(4, 1, 16) + part(1, 3, 4), part(3, 1, 2) + part(0, 1, 1)
 
 
 def trace(function: Callable, captures: Sequence[Any], dtype) -> tuple[Program, tuple[Any, ...]]:

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jaxflash
 from jaxflash import (
     _api,
+    _dense_mask,
     _derivatives,
     _kernel_program,
     _ranges,
@@ -452,15 +453,14 @@ def test_masks_are_captures(shape, capture):
     (forward,) = _custom_calls(
         traced.lower(lowering_platforms=("cuda",)).as_text(), "@jaxflash_forward_v2"
     )
-    batch, q_len = shape[0], 16
-    hulls = f"tensor<{batch}x{q_len}x2xi32>, tensor<{batch}x40x2xi32>"
+    hulls = f"tensor<{_B}x16x2xi32>, tensor<{_B}x40x2xi32>"  # of every batch element
     assert f"{capture}, tensor<1x4xf32>, {hulls}, " in forward
 
 
 @pytest.mark.parametrize("pass_", ["forward", "backward"])
 @pytest.mark.parametrize("shape", [(2, 3, 70, 45), (1, 1, 64, 96), (2, 1, 1, 45), (1, 3, 70, 1)])
 def test_masks_as_the_kernels_read_them(shape, pass_):
-    """Every bit of a packed mask is that of its element, and hulls hold what is visible."""
+    """Every bit of a word is that of its element, and hulls hold what is visible."""
     mask = np.random.default_rng(0).random(shape) < 0.1
     mask[0, :, 5:9] = False  # rows that see nothing, if there are rows
     q_len, kv_len = 70 if shape[2] == 1 else shape[2], 45 if shape[3] == 1 else shape[3]
@@ -469,13 +469,10 @@ def test_masks_as_the_kernels_read_them(shape, pass_):
     del options["score_mod"]
     spec, operands = _spec.make(q, k, k, None, mask, **options)
     (words,) = _kernel_program.captures(spec, operands, pass_)
-    axes = tuple(axis for axis in range(3) if shape[1 + axis] != 1)
+    axes, packed = _dense_mask.axes(mask), _dense_mask.packed_axis(mask, pass_)
     own = jax.ShapeDtypeStruct(words.shape[1:], words.dtype)
-    packed = {"forward": 2, "backward": 1}[pass_]
-    program = _scores.masked(
-        _kernel_program._identity(), axes, own, packed if packed in axes else None
-    )
-    assert words.dtype == (jnp.uint32 if packed in axes else jnp.bool_)
+    program = _scores.masked(_kernel_program._identity(), axes, own, packed)
+    assert words.dtype == (jnp.bool_ if packed is None else jnp.uint32)
 
     def logit(words, h, q, kv):
         distance = q - kv
@@ -491,15 +488,27 @@ def test_masks_as_the_kernels_read_them(shape, pass_):
         expected = np.where(np.broadcast_to(mask[batch], h.shape), 2.0, -np.inf)
         np.testing.assert_array_equal(logits.reshape(h.shape), expected)
 
-    ranges = _ranges.of_call(spec, operands)
+    ranges = _ranges.of_call(spec, operands, pass_)
     assert ranges is not None
     seen = np.broadcast_to(mask.any(1), (shape[0], q_len, kv_len))
-    for intervals, visible in ((ranges.keys_of_row, seen), (ranges.rows_of_key, seen.mT)):
-        intervals = np.asarray(intervals)
-        for index in np.ndindex(visible.shape[:2]):
-            places = np.flatnonzero(visible[index])
-            hull = (places[0], places[-1] + 1) if places.size else (0, 0)
-            assert tuple(intervals[index]) == hull, index
+    for intervals, visible, words_along in (
+        (ranges.keys_of_row, seen, packed == 2),
+        (ranges.rows_of_key, seen.mT, packed == 1),
+    ):
+        # Of words of 32 along the axis, or of all 32 that share a word across it.
+        other = 32 if packed is not None and not words_along else 1
+        unit = 32 if words_along else 1
+        for batch, i in np.ndindex(visible.shape[:2]):
+            group = visible[batch, i // other * other : i // other * other + other].any(0)
+            places = np.flatnonzero(group)
+            hull = (0, 0)
+            if places.size:
+                end = (places[-1] // unit + 1) * unit
+                hull = (places[0] // unit * unit, min(end, visible.shape[2]))
+            assert tuple(np.asarray(intervals)[batch, i]) == hull, (batch, i)
+    rows = np.broadcast_to(_dense_mask.seeing_rows(mask, pass_), (*shape[:2], shape[2]))
+    np.testing.assert_array_equal(rows, mask.any(-1))
+    np.testing.assert_array_equal(_dense_mask.seen_keys(mask, pass_), mask.any((1, 2)))
 
 
 @_needs_kernels
@@ -628,7 +637,7 @@ def test_gradients_of_captures_of_the_custom_call_inside_shard_map(manual):
 def test_gradients_of_captures_on_an_explicit_mesh():
     """Beside the kernels' other gradients they are the blockwise path's, which says so."""
     kinds = (jax.sharding.AxisType.Explicit,) * 2
-    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=kinds)
+    mesh = jax.make_mesh((2, 2), ("x", "y"), devices=jax.devices("cpu")[:4], axis_types=kinds)
     _, arguments = _split_arguments()
     specs = (*(P("x", None, "y"),) * 3, P("y"), P("y"))
     arguments = [
@@ -673,7 +682,9 @@ def test_sharded_arrays_on_the_blockwise_path(kind):
         out = jaxflash.dot_product_attention(q, k, v, **options, implementation="xla")
         return jnp.sum(jnp.sin(out))
 
-    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(kind, kind))
+    mesh = jax.make_mesh(
+        (2, 2), ("x", "y"), devices=jax.devices("cpu")[:4], axis_types=(kind, kind)
+    )
     specs = (*(P("x", None, "y"),) * 3, P("x", "y"), P("y"), P())
     shardings = (NamedSharding(mesh, spec) for spec in specs)
     sharded = [jax.device_put(x, s) for x, s in zip(arguments, shardings, strict=True)]

@@ -12,7 +12,7 @@ from jax import export
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxflash
-from check import assert_same_bits
+from check import assert_same_bits, on_gpu
 from jaxflash import _ffi
 from jaxprs import calls_of, equations, products
 
@@ -69,8 +69,12 @@ def _both(attend, transform, *arguments):
 
 
 def test_jit_is_eager(attend):
+    """To the bit; XLA's own products on a GPU follow what surrounds them."""
     qkv = _qkv(B)
-    assert_same_bits(jax.jit(attend)(*qkv), attend(*qkv))
+    compare = (
+        _close if on_gpu() and attend.keywords["implementation"] == "xla" else assert_same_bits
+    )
+    compare(jax.jit(attend)(*qkv), attend(*qkv))
 
 
 def test_residual_changes_nothing(attend):
@@ -534,7 +538,10 @@ def test_lowering_for_cuda_without_a_gpu():
 
 def test_lowering_for_cuda_of_what_the_kernels_lack():
     qkv = _qkv(B, dtype=jnp.bfloat16)
-    attend = functools.partial(jaxflash.dot_product_attention, mask=np.ones((T, S), bool))
+    ids = np.ones((B, T), np.int32), np.ones((B, S), np.int32)
+    attend = functools.partial(
+        jaxflash.dot_product_attention, segment_ids=ids, deterministic_backward=True
+    )
     assert "custom_call @jaxflash" not in _lowered(attend, "cuda", *qkv)
 
 

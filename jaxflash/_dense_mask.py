@@ -1,0 +1,124 @@
+"""A dense mask as the kernels read it: words of bits, and from these what can be skipped.
+
+A pass packs the axis along which a thread has neighbouring elements, 32 to a word, if the mask
+depends on it. What else is asked of a mask is asked of the words, an eighth of its bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Pass = Literal["forward", "backward"]
+
+# Of a mask's axes (h, q, kv): what runs along a fragment's rows in the kernels of a pass.
+_PACKED = {"forward": 2, "backward": 1}
+_BITS = 32
+
+
+def axes(mask) -> tuple[int, ...]:
+    """Which of (h, q, kv) a mask depends on."""
+    return tuple(i for i, size in enumerate(mask.shape[-3:]) if size != 1)
+
+
+def packed_axis(mask, pass_: Pass) -> int | None:
+    """Which of (h, q, kv) is in words, if one is."""
+    axis = _PACKED[pass_]
+    return axis if axis in axes(mask) else None
+
+
+def words(mask, pass_: Pass):
+    """A mask of uint32, 32 elements each along the packed axis; bool where no axis is packed."""
+    axis = packed_axis(mask, pass_)
+    return mask if axis is None else _pack(mask, axis - 3)
+
+
+def bit_of(i):
+    """The bit of element i of a word, as a sum: of what depends on a thread, and of a number that
+    the compiler knows. Of 16 columns of a matrix product's fragment a thread holds two pairs."""
+
+    def part(shift, mask, factor):
+        return ((i >> np.uint32(shift)) & np.uint32(mask)) * np.uint32(factor)
+
+    return part(4, 1, 16) + part(1, 3, 4), part(3, 1, 2) + part(0, 1, 1)
+
+
+def hulls(mask, pass_: Pass, q_len, kv_len):
+    """Intervals (begin, end) that hold the keys of each row, (..., #N, q_len, 2), and the rows of
+    each key, (..., #N, kv_len, 2); (0, 0) where there are none. Where elements are in words, words
+    are what is held."""
+    axis = packed_axis(mask, pass_)
+    visible = words(mask, pass_).astype(jnp.bool_)
+    rows, keys = (_BITS if axis == i else 1 for i in (1, 2))
+    keys_of_row = _hulls(visible, -1, kv_len, keys)
+    rows_of_key = _hulls(visible, -2, q_len, rows)
+    return _spread(keys_of_row, q_len, rows), _spread(rows_of_key, kv_len, keys)
+
+
+def seeing_rows(mask, pass_: Pass):
+    """Rows that see a key, (..., #N, #T)."""
+    return _any(mask, pass_, 2)
+
+
+def seen_keys(mask, pass_: Pass):
+    """Keys that a row of some head sees, (..., #S)."""
+    return jnp.any(_any(mask, pass_, 1), axis=-2)
+
+
+def _any(mask, pass_: Pass, axis: int):
+    """Whether there is an element along one of (h, q, kv)."""
+    packed = packed_axis(mask, pass_)
+    if packed is None:
+        return jnp.any(mask, axis=axis - 3)
+    x = words(mask, pass_)
+    if packed == axis:
+        return jnp.any(x != 0, axis=axis - 3)
+    x = jax.lax.reduce_or(x, (x.ndim + axis - 3,))
+    return _unpack(x)[..., : mask.shape[packed - 3]]
+
+
+def _pack(mask, axis: int):
+    """Those behind the end are False."""
+    axis %= mask.ndim
+    count = -(-mask.shape[axis] // _BITS)
+    padding = [(0, 0)] * mask.ndim
+    padding[axis] = (0, _BITS * count - mask.shape[axis])
+    shape = (*mask.shape[:axis], count, _BITS, *mask.shape[axis + 1 :])
+    bits = jnp.pad(mask, padding).reshape(shape)
+    if axis < mask.ndim - 1:
+        # Not as a reduction, for which XLA reads bytes one by one.
+        parts = jnp.unstack(bits, axis=axis + 1)
+        numbers = sum(bit_of(np.arange(_BITS, dtype=np.uint32)))
+        shifted = (x.astype(jnp.uint32) << n for x, n in zip(parts, numbers, strict=True))
+        return functools.reduce(jax.lax.bitwise_or, shifted)
+    numbers = jax.lax.broadcasted_iota(jnp.uint32, shape, axis + 1)
+    return jnp.sum(bits.astype(jnp.uint32) << sum(bit_of(numbers)), axis=-1, dtype=jnp.uint32)
+
+
+def _unpack(x):
+    """Along the last axis."""
+    numbers = jax.lax.broadcasted_iota(jnp.uint32, (*x.shape, _BITS), x.ndim)
+    bits = (x[..., None] >> sum(bit_of(numbers))) & np.uint32(1)
+    return (bits != 0).reshape(*x.shape[:-1], -1)
+
+
+def _hulls(visible, axis: int, length, unit: int):
+    """Along an axis of units; another size than theirs is 1, for as many times the same."""
+    if visible.shape[axis] != -(-length // unit):
+        end = jnp.where(visible, jnp.int32(length), 0)
+        return jnp.squeeze(jnp.stack((jnp.zeros_like(end), end), axis=-1), axis - 1)
+    number = jax.lax.broadcasted_iota(jnp.int32, visible.shape, visible.ndim + axis)
+    begin = jnp.min(jnp.where(visible, number, visible.shape[axis]), axis=axis) * unit
+    end = jnp.minimum(jnp.max(jnp.where(visible, number + 1, 0), axis=axis) * unit, length)
+    return jnp.stack((jnp.where(end > 0, begin, 0), end), axis=-1)
+
+
+def _spread(intervals, length, unit: int):
+    """Those of units for their elements, or of one for all."""
+    if intervals.shape[-2] == 1 and unit == 1:
+        return jnp.broadcast_to(intervals, (*intervals.shape[:-2], length, 2))
+    return jnp.repeat(intervals, unit, axis=-2)[..., :length, :]
