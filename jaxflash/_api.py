@@ -181,7 +181,8 @@ def dot_product_attention(
         HIGHEST, the others DEFAULT.
       deterministic_backward: gradients are bitwise the same from run to run. The output is so
         always. The kernels then leave to the blockwise path the gradients of arrays that score_mod
-        reads by an index computed of ``q`` or ``kv``, such as a table of ``q - kv``.
+        reads by an index computed of ``q`` or ``kv``, such as a table of ``q - kv``: on a GPU the
+        last bits of these alone may differ, unless XLA is told to be deterministic.
 
     Returns:
       Output ``(*B, T, N, h)`` in query's dtype. With ``return_residual``, a pair of it and the lse

@@ -57,7 +57,7 @@ def check_attention(case: AttentionCase, implementation: str | None) -> None:
     it. A call that the kernels do not take must say so."""
     if implementation == "cuda" and case.missing_in_kernels:
         return check_refused(case)
-    bounds = expected(case, arithmetic(case, implementation))
+    bounds = expected(case, arithmetic(case, implementation), implementation == "cuda")
     run = jitted(case, implementation)
     actual = run(case.arrays(), *case.cotangents())
     for name, bound in bounds.items():
@@ -97,9 +97,11 @@ def repro(case: AttentionCase, implementation: str | None) -> str:
 
 def repeatable(case: AttentionCase, name: str, implementation: str | None) -> bool:
     """Where the same bits are promised from run to run."""
-    if implementation == "xla":  # on a GPU, XLA adds up what was gathered in any order
-        return not (on_gpu() and name.startswith("dscore_mod"))
-    return name in ("out", "lse") or case.deterministic_backward
+    if on_gpu() and name.startswith("dscore_mod") and implementation == "xla":
+        return False  # XLA adds up what was gathered in any order
+    if on_gpu() and name == "dscore_mod.table":
+        return False  # read by an index computed of q and kv: by XLA, too
+    return name in ("out", "lse") or case.deterministic_backward or implementation == "xla"
 
 
 def on_gpu() -> bool:
@@ -156,12 +158,12 @@ def _values_and_gradients(attend, with_gradient, others, dout, dlse):
 
 
 @functools.lru_cache(maxsize=4)
-def expected(case: AttentionCase, arithmetic: str) -> dict[str, Bound]:
+def expected(case: AttentionCase, arithmetic: str, kernels: bool = False) -> dict[str, Bound]:
     """Truth and allowed error of out, lse and each gradient, computed on the CPU."""
     arrays, (dout, dlse) = case.arrays(clean=True), case.cotangents()
     with jax.default_device(_CPU), jax.enable_x64(True):
         truth, natural = _truth(case, arrays, dout, dlse)
-        plain = _plain(case, arrays, dout, dlse, arithmetic)
+        plain = _plain(case, arrays, dout, dlse, arithmetic, kernels)
     # A backward pass recomputes p = exp(logit - lse) from the lse as it is stored, in float32.
     top = np.max(np.abs(truth["lse"]), where=np.isfinite(truth["lse"]), initial=0.0)
     floors = {name: FLOOR if name in ("out", "lse") else FLOOR + 2 * UNIT * top for name in truth}
@@ -198,17 +200,23 @@ def _truth(case, arrays, dout, dlse):
     )
 
 
-def _plain(case, arrays, dout, dlse, arithmetic):
+def _plain(case, arrays, dout, dlse, arithmetic, kernels):
     """Results of plain computations of the given arithmetic, rounded to the dtypes of the call: one
     per dither, along a new first axis."""
+    fast_tanh = kernels and arithmetic not in ("float32", "float64")
     weights = _dropout_weights(case, arrays) if case.dropout_rate else None
     wide = jnp.float64 if case.dtype == "float64" else jnp.float32
 
     def run(with_gradient, dout, dlse, dither):
         upcast = {name: jnp.asarray(x, wide) for name, x in with_gradient.items()}
         rounding = functools.partial(_round, arithmetic, dither)
+        # The GPU's instruction has the bits of TF32 (docs/precision.md).
+        tanh_rounding = functools.partial(_round, "tf32" if fast_tanh else "float64", dither)
         (out, lse), pull = jax.vjp(
-            lambda operands: plain_attention(case, operands, arrays, rounding, weights), upcast
+            lambda operands: plain_attention(
+                case, operands, arrays, rounding, weights, tanh_rounding
+            ),
+            upcast,
         )
         rounded = out.astype(case.dtype)
         dout, dlse = dout.astype(wide), dlse.astype(wide)
@@ -226,7 +234,7 @@ def _plain(case, arrays, dout, dlse, arithmetic):
     return jax.device_get(run_all(split(arrays)[0], dout, dlse))
 
 
-def plain_attention(case, operands, arrays, rounding, dropout_weights):
+def plain_attention(case, operands, arrays, rounding, dropout_weights, tanh_rounding=lambda x: x):
     """(out, lse) with a dense array of logits, independent of the package."""
     group = case.q_heads // case.num_kv_heads
     query = operands["query"]
@@ -242,7 +250,7 @@ def plain_attention(case, operands, arrays, rounding, dropout_weights):
         slopes = to_rank(operands["alibi_slopes"][..., None, None], logits.ndim)
         logits -= slopes * away[..., None, :, :].astype(wide)
     if case.logits_soft_cap is not None:
-        logits = case.logits_soft_cap * jnp.tanh(logits / case.logits_soft_cap)
+        logits = case.logits_soft_cap * tanh_rounding(jnp.tanh(logits / case.logits_soft_cap))
     if case.score_mod is not None:
         captured = {name: x for name, x in arrays.items() if name.startswith(CAPTURED)}
         captured = {**jax.tree.map(jnp.asarray, captured), **operands}
