@@ -47,6 +47,11 @@ def bit_of(i):
     return part(4, 1, 16) + part(1, 3, 4), part(3, 1, 2) + part(0, 1, 1)
 
 
+def _place(i):
+    first, further = bit_of(i)
+    return first + further
+
+
 def hulls(mask, pass_: Pass, q_len, kv_len):
     """Intervals (begin, end) that hold the keys of each row, (..., #N, q_len, 2), and the rows of
     each key, (..., #N, kv_len, 2); (0, 0) where there are none. Where elements are in words, words
@@ -92,17 +97,17 @@ def _pack(mask, axis: int):
     if axis < mask.ndim - 1:
         # Not as a reduction, for which XLA reads bytes one by one.
         parts = jnp.unstack(bits, axis=axis + 1)
-        numbers = sum(bit_of(np.arange(_BITS, dtype=np.uint32)))
+        numbers = _place(np.arange(_BITS, dtype=np.uint32))
         shifted = (x.astype(jnp.uint32) << n for x, n in zip(parts, numbers, strict=True))
         return functools.reduce(jax.lax.bitwise_or, shifted)
     numbers = jax.lax.broadcasted_iota(jnp.uint32, shape, axis + 1)
-    return jnp.sum(bits.astype(jnp.uint32) << sum(bit_of(numbers)), axis=-1, dtype=jnp.uint32)
+    return jnp.sum(bits.astype(jnp.uint32) << _place(numbers), axis=-1, dtype=jnp.uint32)
 
 
 def _unpack(x):
     """Along the last axis."""
     numbers = jax.lax.broadcasted_iota(jnp.uint32, (*x.shape, _BITS), x.ndim)
-    bits = (x[..., None] >> sum(bit_of(numbers))) & np.uint32(1)
+    bits = (x[..., None] >> _place(numbers)) & np.uint32(1)
     return (bits != 0).reshape(*x.shape[:-1], -1)
 
 

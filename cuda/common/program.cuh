@@ -96,9 +96,7 @@ __device__ __forceinline__ bool load_capture(const bool* data, int64_t i) {
 // An element of a pair of neighbours: the second one if `odd`.
 __device__ __forceinline__ float load_of_pair(const float* data, int64_t pair, int odd) {
   float first, second;
-  asm("ld.global.nc.v2.f32 {%0, %1}, [%2];"
-      : "=f"(first), "=f"(second)
-      : "l"(data + 2 * pair));
+  asm("ld.global.nc.v2.f32 {%0, %1}, [%2];" : "=f"(first), "=f"(second) : "l"(data + 2 * pair));
   return odd != 0 ? second : first;
 }
 __device__ __forceinline__ float load_of_pair(const BFloat16* data, int64_t pair, int odd) {
