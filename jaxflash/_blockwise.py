@@ -59,7 +59,9 @@ def forward(spec: AttentionSpec, operands: Operands):
             if state is not None:
                 maximum = jnp.maximum(state.maximum, maximum)
             p = jnp.exp(logits - maximum)
+            # Said, not left to exp: XLA's for CPUs (jax 0.10) makes numbers of NaN.
             total = jnp.sum(p, axis=-1, keepdims=True)
+            total = jnp.where(jnp.isfinite(maximum), total, jnp.nan)
             weighted = product.pv(tile.drop(p).astype(v.dtype), tile.hide_keys(v_block))
             if state is not None:
                 rescale = jnp.exp(state.maximum - maximum)

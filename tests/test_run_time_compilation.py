@@ -200,8 +200,8 @@ def test_mask_arrays_on_hopper(head_dim, pass_):
         program.source, forward=pass_ == "forward", head_dim=head_dim, mask=1, **_H200
     )
     assert not compiled.serialised, compiled
-    # As with ranges alone.
-    assert compiled.spilled <= (64 if pass_ == "forward" or head_dim < 256 else 104), compiled
+    # As with ranges alone, the backward at 256 has one tile, whose registers do not hold it.
+    assert compiled.spilled <= (64 if pass_ == "forward" or head_dim < 256 else 108), compiled
 
 
 _LOADS = {
