@@ -109,6 +109,8 @@ def reasons_against_kernels(spec: AttentionSpec, operands: Operands) -> tuple[st
 def _reasons_against_program(spec: AttentionSpec, operands: Operands) -> tuple[str, ...]:
     """Why the kernels cannot take what changes the scores of a call."""
     try:
+        # A mask is another capture in the backward pass.
+        _kernel_program.make(spec, operands, "backward")
         program = _kernel_program.make(spec, operands, "forward")
     except NotPrintable as reason:
         parts = spec.program.parts if spec.program is not None else ()

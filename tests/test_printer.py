@@ -322,7 +322,7 @@ def _loads(function):
 
 
 def test_blocks_own_what_rows_columns_and_heads_index():
-    bias = jnp.ones((_SIZES.heads, _SIZES.q_len, _SIZES.kv_len))
+    bias = jnp.ones((_SIZES.heads, _SIZES.q_len, _SIZES.kv_len), jnp.float32)
     for function, axes in (
         (lambda s, b, h, q, kv: s + bias[h, q, kv], (1, 2)),
         (lambda s, b, h, q, kv: s + bias[h, q, 3], (1, -1)),
@@ -334,13 +334,13 @@ def test_blocks_own_what_rows_columns_and_heads_index():
 
 
 def test_what_clamping_brings_together_is_not_owned():
-    short = jnp.ones((_SIZES.q_len - 1, _SIZES.kv_len))
+    short = jnp.ones((_SIZES.q_len - 1, _SIZES.kv_len), jnp.float32)
     (load,) = _loads(lambda s, b, h, q, kv: s + short[q, kv]).loads
     assert load.scatter
 
 
 def test_an_index_of_the_difference_is_summed_along_diagonals():
-    table = jnp.ones((_SIZES.heads, 17))
+    table = jnp.ones((_SIZES.heads, 17), jnp.float32)
     for index, diagonal in (
         (lambda q, kv: jnp.clip(q + 1 - kv + 7, 0, 16), True),
         (
@@ -358,7 +358,7 @@ def test_an_index_of_the_difference_is_summed_along_diagonals():
 
 def test_rounded_differences_are_not_summed_along_diagonals():
     """Elements of a diagonal would be read at different places."""
-    table = jnp.ones((_SIZES.heads, 17))
+    table = jnp.ones((_SIZES.heads, 17), jnp.float32)
 
     def function(factor, shift):
         def score_mod(s, b, h, q, kv):
@@ -377,7 +377,7 @@ def test_rounded_differences_are_not_summed_along_diagonals():
 
 
 def test_what_has_no_derivative_has_no_load():
-    table = jnp.ones((_SIZES.heads, _SIZES.q_len))
+    table = jnp.ones((_SIZES.heads, _SIZES.q_len), jnp.float32)
     for function in (
         lambda s, b, h, q, kv: s + jax.lax.stop_gradient(table)[h, q],
         lambda s, b, h, q, kv: s + jax.lax.stop_gradient(table[h, q]),
@@ -393,7 +393,7 @@ def test_what_has_no_derivative_has_no_load():
 
 def test_gradients_under_a_mask():
     """The mask is a capture of the program, and where it hides nobody asks for a derivative."""
-    bias = jnp.ones((_SIZES.heads, _SIZES.q_len, _SIZES.kv_len))
+    bias = jnp.ones((_SIZES.heads, _SIZES.q_len, _SIZES.kv_len), jnp.float32)
     program, _ = _traced(lambda s, b, h, q, kv: jnp.tanh(s) + bias[h, q, kv])
     program = _scores.masked(
         program, (1, 2), jax.ShapeDtypeStruct(_LENGTHS, jnp.bool_), packed=None
@@ -419,7 +419,7 @@ def test_gradients_of_a_dense_bias_are_as_narrow_as_it():
 
 
 def test_equal_loads_are_one():
-    bias = jnp.ones((_SIZES.q_len, _SIZES.kv_len))
+    bias = jnp.ones((_SIZES.q_len, _SIZES.kv_len), jnp.float32)
     gradients = _loads(lambda s, b, h, q, kv: s * bias[q, kv] + jnp.sin(bias[q, kv]))
     assert len(gradients.loads) == 1
 

@@ -441,15 +441,15 @@ def test_operands_of_the_custom_call_under_vmap():
 def test_masks_are_captures(shape, capture):
     """Of the axes that they have, after the captures of the program and before the sink; 32 keys
     a word."""
-    x = jnp.zeros((_B, 16, _N, 16))
-    keys = jnp.zeros((_B, 40, _N, 16))
+    x = jnp.zeros((_B, 16, _N, 16), jnp.float32)
+    keys = jnp.zeros((_B, 40, _N, 16), jnp.float32)
 
     def attend(x, mask, sink):
         return jaxflash.dot_product_attention(
             x, keys, keys, mask=mask, sink=sink, logits_soft_cap=3.0, implementation="cuda"
         )
 
-    traced = jax.jit(attend).trace(x, jnp.ones(shape, bool), jnp.ones(_N))
+    traced = jax.jit(attend).trace(x, jnp.ones(shape, bool), jnp.ones(_N, jnp.float32))
     (forward,) = _custom_calls(
         traced.lower(lowering_platforms=("cuda",)).as_text(), "@jaxflash_forward_v2"
     )
@@ -464,7 +464,7 @@ def test_masks_as_the_kernels_read_them(shape, pass_):
     mask = np.random.default_rng(0).random(shape) < 0.1
     mask[0, :, 5:9] = False  # rows that see nothing, if there are rows
     q_len, kv_len = 70 if shape[2] == 1 else shape[2], 45 if shape[3] == 1 else shape[3]
-    q, k = (jnp.zeros((shape[0], length, 3, 8)) for length in (q_len, kv_len))
+    q, k = (jnp.zeros((shape[0], length, 3, 8), jnp.float32) for length in (q_len, kv_len))
     options = dict(_api.DEFAULTS)
     del options["score_mod"]
     spec, operands = _spec.make(q, k, k, None, mask, **options)
@@ -612,7 +612,7 @@ def _split_arguments():
     mesh = Mesh(np.array(jax.devices("cpu")[:8]).reshape(2, 4), ("x", "y"))
     q, k, v = _qkv()
     bias = jnp.asarray(np.random.default_rng(2).standard_normal((_N, _T, _S)), jnp.float32)
-    return mesh, (q, k, v, bias, jnp.linspace(0.1, 0.4, _N))
+    return mesh, (q, k, v, bias, jnp.linspace(0.1, 0.4, _N, dtype=jnp.float32))
 
 
 @pytest.mark.parametrize("manual", [{"x"}, {"x", "y"}], ids=["part", "all"])

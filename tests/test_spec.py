@@ -420,7 +420,8 @@ def test_slow_path_on_cuda_warns():
 def test_gradients_of_captures_on_cuda(name, implementation):
     """They are the kernels', of which nobody warns; where additions have no order and must have
     one, the warning says why, once."""
-    x = jnp.ones((N, T, S) if name == "bias" else (N, T + S) if name == "score_mod" else N)
+    shape = dict(bias=(N, T, S), score_mod=(N, T + S), alibi_slopes=(N,))[name]
+    x = jnp.ones(shape, jnp.float32)
 
     def lowering_warnings(fresh, **options):
         def gradient(attend):

@@ -3,6 +3,7 @@
 import functools
 import math
 import re
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -415,6 +416,27 @@ def _everything(bias, lengths, ids, key_ids, slopes):
         local_window_size=(700, 50), causal_alignment="bottom_right", dropout_rate=0.2,
         dropout_rng=np.array([1, 2], np.uint32),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("mask", ["b, 1, t, t", "1, 1, t, t", "b, 1, 1, t", "b, 4, t, 1"])
+def test_export_of_masks_of_symbolic_lengths(mask):
+    """For all platforms; on CUDA by the blockwise path, which warns."""
+    scope = export.SymbolicScope()
+    query, mask = (
+        jax.ShapeDtypeStruct(export.symbolic_shape(shape, scope=scope), dtype)
+        for shape, dtype in (("b, t, 4, 8", np.float32), (mask, np.bool_))
+    )
+
+    def gradient(query, mask):
+        def loss(query):
+            return jnp.sum(jaxflash.dot_product_attention(query, query, query, mask=mask))
+
+        return jax.grad(loss)(query)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", jaxflash.SlowPathWarning)
+        exported = export.export(jax.jit(gradient), platforms=["cpu", "cuda"])(query, mask)
+    assert "custom_call @jaxflash" not in exported.mlir_module()
 
 
 @pytest.mark.parametrize("features", [False, True], ids=["causal", "features"])
