@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,9 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.interpreters import batching, mlir
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxflash import _dense_mask, _kernel_program, _nvrtc, _ranges
+from jaxflash import _dense_mask, _kernel_program, _nvrtc, _ranges, _split
 from jaxflash import _extension as extension
 from jaxflash._dense_mask import Pass
 from jaxflash._kernel_program import KernelGradients, KernelProgram
@@ -533,7 +533,7 @@ class _Backward(_Pass):
 
 def _mesh_axes(x) -> tuple:
     """The mesh axes that split each axis of `x`, as its type tells (explicit sharding)."""
-    return _padded(jax.typeof(x).sharding.spec, x.ndim)
+    return _split.padded(jax.typeof(x).sharding.spec, x.ndim)
 
 
 def _result_type(like, shape, dtype, mesh_axes):
@@ -620,7 +620,7 @@ def _partitioned(
 
     def partition(mesh, operand_types, result_types):
         # dq or out, (*B, T, N, ·), and the key, (*B, S, K, H).
-        split = _split_of(mesh, result_types[0], operand_types[1], groups, automatic_devices)
+        split = _split.of(mesh, result_types[0], operand_types[1], groups, automatic_devices)
         if automatic_devices and kernel.captures:
             # A sum over devices could not name them.
             split = split.without_heads(any(summed) for summed in zip(*of_captures, strict=True))
@@ -657,122 +657,6 @@ def _sum_over(mesh_axes: tuple[str, ...], x):
     if not mesh_axes:
         return x
     return jax.lax.psum(x.astype(jnp.float32), mesh_axes).astype(x.dtype)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Split:
-    """Mesh axes of the batch axes, of the key heads, and of the query heads of each key head."""
-
-    mesh: Mesh
-    batch: tuple
-    kv_heads: tuple[str, ...]
-    group: tuple[str, ...]
-
-    @property
-    def heads(self) -> tuple[str, ...]:
-        """Of all query heads."""
-        return (*self.kv_heads, *self.group)
-
-    def batch_of(self, which: Sequence[bool]) -> tuple[str, ...]:
-        """Mesh axes of some batch axes."""
-        parts = zip(self.batch, which, strict=True)
-        return tuple(name for part, is_wanted in parts if is_wanted for name in _names(part))
-
-    def without_heads(self, whole: Iterable[bool]) -> _Split:
-        """With all heads together, and some batch axes whole."""
-        parts = zip(self.batch, whole, strict=True)
-        batch = (None if is_whole else part for part, is_whole in parts)
-        return _Split(self.mesh, tuple(batch), (), ())
-
-    def of(self, axes: Sequence[str], broadcast: Sequence[bool] | None = None) -> NamedSharding:
-        """The sharding of an array with these trailing axes. `broadcast` tells of its batch axes
-        which are of size 1; one that has none broadcasts in none."""
-        if broadcast is None:
-            broadcast = (False,) * len(self.batch)
-        lead = (
-            None if is_one else part for part, is_one in zip(self.batch, broadcast, strict=False)
-        )
-        heads = {"n": self.heads, "k": self.kv_heads}
-        trail = (heads.get(axis) or None for axis in axes)
-        return NamedSharding(self.mesh, PartitionSpec(*lead, *trail))
-
-
-def _split_of(mesh, result, key, groups: tuple[int, int], automatic_devices: int | None) -> _Split:
-    """How the arrays split: as `result` does, over heads else as the key does."""
-    if mesh.empty:  # JAX does not say how the axes are named that shard_map leaves automatic
-        mesh, spec = _mesh_of(result, automatic_devices or 1)
-        heads = (spec[-2],)
-    else:
-        spec = _padded(result.sharding.spec, result.ndim)
-        heads = (spec[-2], _padded(key.sharding.spec, key.ndim)[-2])
-    batch = spec[:-3]
-    taken = {name for part in batch for name in _names(part)}
-    kv_heads, group = groups
-    for part in heads:
-        names = tuple(name for name in _names(part) if name not in taken)
-        shards = math.prod(mesh.shape[name] for name in names)
-        if shards > 1 and kv_heads % shards == 0:
-            return _Split(mesh, batch, names, ())
-        # More devices than key heads: each takes some query heads of one key head. Not inside
-        # shard_map, where a sum could not name the devices.
-        if shards % kv_heads == 0 and group % (shards // kv_heads) == 0 and not automatic_devices:
-            divided = _divided(mesh, names, kv_heads)
-            if divided is not None:
-                return _Split(divided[0], batch, *divided[1:])
-    return _Split(mesh, batch, (), ())
-
-
-def _padded(spec, rank: int) -> tuple:
-    return tuple(spec) + (None,) * (rank - len(spec))
-
-
-def _names(part) -> tuple[str, ...]:
-    return (part,) if isinstance(part, str) else tuple(part or ())
-
-
-def _mesh_of(result, num_devices: int) -> tuple[Mesh, tuple]:
-    """A mesh with one axis for each axis of `result` that is split, and the spec on it."""
-    counts = [
-        whole // shard
-        for whole, shard in zip(
-            result.shape, result.sharding.shard_shape(result.shape), strict=True
-        )
-    ]
-    sizes = [*counts, num_devices // math.prod(counts)]
-    names = [f"axis{i}" for i in range(len(sizes))]
-    devices = sorted(result.sharding.device_set, key=lambda device: device.id)[:num_devices]
-    spec = tuple(name if n > 1 else None for name, n in zip(names, counts, strict=False))
-    return Mesh(np.array(devices).reshape(sizes), names), spec
-
-
-def _divided(mesh: Mesh, names: tuple[str, ...], kv_heads: int):
-    """(mesh, axes of the key heads, axes within a key head): `mesh` with the axis in two over which
-    the key heads end, the others and the order of the devices as they are. None if there is none.
-    """
-    shape: dict[Any, tuple[int, ...]] = {name: (n,) for name, n in mesh.shape.items()}
-    left = kv_heads
-    of_keys, of_group = [], []
-    for name in names:
-        n = mesh.shape[name]
-        keys = math.gcd(left, n)
-        if keys not in (left, n):
-            return None
-        left //= keys
-        if keys == n:
-            of_keys.append(name)
-        elif keys == 1:
-            of_group.append(name)
-        else:
-            shape[name] = (keys, n // keys)
-            of_keys.append(f"{name}_keys")
-            of_group.append(f"{name}_group")
-    divided = [
-        part
-        for name, sizes in shape.items()
-        for part in ((name,) if len(sizes) == 1 else (f"{name}_keys", f"{name}_group"))
-    ]
-    sizes = [n for sizes in shape.values() for n in sizes]
-    return Mesh(mesh.devices.reshape(sizes), divided), tuple(of_keys), tuple(of_group)
 
 
 def _sharding_rule(kernel: _Pass, broadcasts) -> tuple[str, tuple[str, ...]]:
