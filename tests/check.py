@@ -57,7 +57,7 @@ def check_attention(case: AttentionCase, implementation: str | None) -> None:
     it. A call that the kernels do not take must say so."""
     if implementation == "cuda" and case.missing_in_kernels:
         return check_refused(case)
-    bounds = expected(case, arithmetic(case, implementation), implementation == "cuda")
+    bounds = expected(case, arithmetic(case, implementation), runs_kernels(case, implementation))
     run = jitted(case, implementation)
     actual = run(case.arrays(), *case.cotangents())
     for name, bound in bounds.items():
@@ -102,6 +102,11 @@ def repeatable(case: AttentionCase, name: str, implementation: str | None) -> bo
     if on_gpu() and name == "dscore_mod.table":
         return False  # read by an index computed of q and kv: by XLA, too
     return name in ("out", "lse") or case.deterministic_backward or implementation == "xla"
+
+
+def runs_kernels(case: AttentionCase, implementation: str | None) -> bool:
+    by_default = on_gpu() and not case.missing_in_kernels
+    return implementation == "cuda" or (implementation is None and by_default)
 
 
 def on_gpu() -> bool:
