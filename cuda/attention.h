@@ -21,7 +21,7 @@ struct Status {
 // What the library was built with, and what is compiled into it.
 struct Variant {
   const char* family;  // "sm80", "sm90"
-  const char* pass;    // "forward", "backward"
+  const char* pass;    // "forward", "backward", "tangent"
   const char* math;    // "float16", "bfloat16", "tf32", "float32"
   int32_t head_dim;    // largest size of a query/key head that the variant takes
   int32_t value_dim;   // and of a value head
@@ -35,9 +35,11 @@ struct Device {
   int32_t shared_memory_per_block;  // bytes, opt-in maximum
 };
 
+enum class Pass : int32_t { kForward, kBackward, kTangent };
+
 // A score program for one pass: what is known of a call when it is compiled.
 struct ProgramDescription {
-  bool forward;
+  Pass pass;
   const char* source;  // C++ that defines jaxflash::Program, see common/program.cuh
   bool unit_slope;     // Program::kUnitSlope
   Math math;
@@ -75,11 +77,14 @@ struct CompilerLocation {
 
 #define JAXFLASH_API extern "C" __attribute__((visibility("default")))
 
-// Both enqueue work on `stream` and return: no allocation, no synchronisation, safe to capture.
+// All enqueue work on `stream` and return: no allocation, no synchronisation, safe to capture.
 JAXFLASH_API jaxflash::Status jaxflash_forward(const jaxflash::ForwardParams* params,
                                                CUstream_st* stream);
 JAXFLASH_API jaxflash::Status jaxflash_backward(const jaxflash::BackwardParams* params,
                                                 CUstream_st* stream);
+// Its kernels are compiled at run time: a call has a program.
+JAXFLASH_API jaxflash::Status jaxflash_tangent(const jaxflash::TangentParams* params,
+                                               CUstream_st* stream);
 // After jaxflash_backward, of the same call: gradients of captures. `arrays` has kMaxCaptures.
 JAXFLASH_API jaxflash::Status jaxflash_capture_gradients(
     const jaxflash::BackwardParams* params, const jaxflash::CaptureGradientArray* arrays,
@@ -90,6 +95,8 @@ JAXFLASH_API const jaxflash::Variant* jaxflash_forward_variant(
     const jaxflash::ForwardParams* params);
 JAXFLASH_API const jaxflash::Variant* jaxflash_backward_variant(
     const jaxflash::BackwardParams* params);
+JAXFLASH_API const jaxflash::Variant* jaxflash_tangent_variant(
+    const jaxflash::TangentParams* params);
 
 // Where to look for NVRTC, best first, and the folder of the headers that kernels are compiled with
 // (this one). Before the first program.
@@ -100,8 +107,8 @@ JAXFLASH_API void jaxflash_set_compiler(const jaxflash::CompilerLocation* locati
 JAXFLASH_API jaxflash::Status jaxflash_compiler(int32_t* major, int32_t* minor,
                                                 const char** library);
 
-// Kernels for a score program, compiled for every GPU of this machine: ForwardParams::program and
-// BackwardParams::program. Compiles nothing that this process or the cache on disk has already.
+// Kernels for a score program, compiled for every GPU of this machine: `program` of a pass's
+// parameters. Compiles nothing that this process or the cache on disk has already.
 JAXFLASH_API jaxflash::Status jaxflash_create_program(
     const jaxflash::ProgramDescription* description, jaxflash::ScoreKernels** program);
 JAXFLASH_API void jaxflash_delete_program(jaxflash::ScoreKernels* program);

@@ -172,8 +172,15 @@ Status expected_variant(Launchers<Params> launchers, int arch, const Problem& pr
 }
 
 Status expected_variant(const ScoreKernels& program, int arch, const CompiledVariant** variant) {
-  return program.forward() ? expected_variant(kForward, arch, program.problem(), variant)
-                           : expected_variant(kBackward, arch, program.problem(), variant);
+  switch (program.pass()) {
+    case Pass::kForward:
+      return expected_variant(kForward, arch, program.problem(), variant);
+    case Pass::kBackward:
+      return expected_variant(kBackward, arch, program.problem(), variant);
+    case Pass::kTangent:
+      return expected_variant(kTangent, arch, program.problem(), variant);
+  }
+  return error_status("unknown pass %d", static_cast<int>(program.pass()));
 }
 
 // Compiles for the GPUs of this machine. Where one of several cannot run the program, calls on it
@@ -257,6 +264,7 @@ using jaxflash::Device;
 using jaxflash::ForwardParams;
 using jaxflash::Problem;
 using jaxflash::Status;
+using jaxflash::TangentParams;
 using jaxflash::Variant;
 
 Status jaxflash_forward(const ForwardParams* params, CUstream_st* stream) {
@@ -267,6 +275,10 @@ Status jaxflash_backward(const BackwardParams* params, CUstream_st* stream) {
   BackwardParams with_heads = *params;
   with_heads.problem = jaxflash::with_query_heads(params->problem);
   return jaxflash::launch(jaxflash::kBackward, "backward", with_heads, stream);
+}
+
+Status jaxflash_tangent(const TangentParams* params, CUstream_st* stream) {
+  return jaxflash::launch(jaxflash::kTangent, "tangent", *params, stream);
 }
 
 Status jaxflash_capture_gradients(const BackwardParams* params,
@@ -285,6 +297,10 @@ const Variant* jaxflash_forward_variant(const ForwardParams* params) {
 
 const Variant* jaxflash_backward_variant(const BackwardParams* params) {
   return jaxflash::variant(jaxflash::kBackward, "backward", *params);
+}
+
+const Variant* jaxflash_tangent_variant(const TangentParams* params) {
+  return jaxflash::variant(jaxflash::kTangent, "tangent", *params);
 }
 
 void jaxflash_set_compiler(const jaxflash::CompilerLocation* locations, int32_t count,

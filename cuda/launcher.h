@@ -54,7 +54,7 @@ struct CompiledVariant {
 template <class Params>
 struct Launcher : CompiledVariant {
   bool (*takes)(const Params&);  // nullptr: takes every problem of its math and head sizes
-  Status (*launch)(const Params&, CUstream_st*);
+  Status (*launch)(const Params&, CUstream_st*);  // without a program
   Status (*launch_program)(const Params&, const LoadedKernel&, CUstream_st*);
 };
 

@@ -120,6 +120,23 @@ struct ForwardParams {
   Captures captures;
 };
 
+// The tangents of out and lse, given those of q, k and v.
+struct TangentParams {
+  Problem problem;
+  Tensor q;                     // (*B, T, N, H)
+  Tensor k;                     // (*B, S, K, H)
+  Tensor v;                     // (*B, S, K, h)
+  Tensor tq;                    // as q
+  Tensor tk;                    // as k
+  Tensor tv;                    // as v
+  Tensor out;                   // (*B, T, N, h)
+  const float* lse;             // (*B, T, N) dense
+  Tensor tout;                  // (*B, T, N, h)
+  float* tlse;                  // (*B, T, N) dense; 0 for a row that sees no key
+  const ScoreKernels* program;  // as in ForwardParams, but never nullptr
+  Captures captures;
+};
+
 struct BackwardParams {
   Problem problem;
   Tensor q;            // (*B, T, N, H)

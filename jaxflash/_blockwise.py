@@ -221,10 +221,22 @@ def sink_gradient(operands: Operands, out, lse, dout, dlse):
     delta = jnp.sum(dout.astype(lse.dtype) * out.astype(lse.dtype), axis=-1)
     if dlse is not None:
         delta = delta - dlse.astype(lse.dtype)
-    sink = operands.sink.astype(lse.dtype).reshape((1,) * (lse.ndim - 1) + (-1,))
-    p = jnp.exp(sink - jnp.where(alive, lse, jnp.inf))
-    gradient = -jnp.sum(jnp.where(alive, p * delta, 0.0), axis=tuple(range(lse.ndim - 1)))
+    terms = jnp.where(alive, _sink_probability(operands, lse) * delta, 0.0)
+    gradient = -jnp.sum(terms, axis=tuple(range(lse.ndim - 1)))
     return _shaped_as(operands.sink, gradient).astype(operands.sink.dtype)
+
+
+def sink_tangent(operands: Operands, out, lse, t_sink):
+    """What a tangent of the sink contributes to (tangent of out, tangent of lse)."""
+    t_sink = t_sink.astype(lse.dtype).reshape((1,) * (lse.ndim - 1) + (-1,))
+    t_lse = _sink_probability(operands, lse) * t_sink
+    return (-t_lse[..., None] * out.astype(lse.dtype)).astype(out.dtype), t_lse
+
+
+def _sink_probability(operands: Operands, lse):
+    """Of each row, (*B, T, N); 0 where it sees no key."""
+    sink = operands.sink.astype(lse.dtype).reshape((1,) * (lse.ndim - 1) + (-1,))
+    return jnp.exp(sink - jnp.where(lse != -jnp.inf, lse, jnp.inf))
 
 
 def tangent(spec: AttentionSpec, operands: Operands, out, lse, tangents: dict[str, Any]):

@@ -17,7 +17,7 @@ class Variant:
     values."""
 
     family: str  # "sm80": every GPU from Ampere on; "sm90": Hopper
-    pass_: str  # "forward", "backward"
+    pass_: str  # "forward", "backward", "tangent"
     math: str  # "float16", "bfloat16", "tf32", "float32"
     head_dim: int
     value_dim: int

@@ -50,6 +50,13 @@ class _GradientFallback(tuple):
         _support.warn_of_slow_gradients(self)
 
 
+class _TangentFallback(tuple):
+    """Likewise, for tangents."""
+
+    def warn(self) -> None:
+        _support.warn_of_slow_tangents(self)
+
+
 # "auto": the kernels on CUDA, the blockwise path elsewhere, decided when the platform is known.
 Path = Literal["cuda", "xla", "auto"] | Fallback
 
@@ -136,6 +143,37 @@ def _backward(
     return _on_path(path, kernels, blockwise)(operands, out, lse, dout, dlse)
 
 
+def _tangent(
+    spec: AttentionSpec, path: Path, operands: Operands, out, lse, tangents: dict[str, Any]
+):
+    """(tangent of out, tangent of lse), of their dtypes, given those of operands by name."""
+
+    def blockwise(operands, out, lse, tangents):
+        return _blockwise.tangent(spec, operands, out, lse, tangents)
+
+    def kernels(operands, out, lse, tangents):
+        reasons = {name: _support.reasons_against_tangent(spec, name) for name in tangents}
+        taken = {name: t for name, t in tangents.items() if not reasons[name]}
+        t_sink = taken.pop("sink", None)
+        terms = []
+        if taken:
+            program = _kernel_program.make(spec, operands, "forward", always=True)
+            assert program is not None
+            terms.append(_ffi.tangent(spec, program, operands, out, lse, taken))
+        if t_sink is not None:
+            terms.append(_blockwise.sink_tangent(operands, out, lse, t_sink))
+        # What the kernels lack: a pass of its own.
+        lacking = {name: t for name, t in tangents.items() if reasons[name]}
+        if lacking:
+            why = _TangentFallback(dict.fromkeys(x for name in lacking for x in reasons[name]))
+            announced = _ffi.announced(operands, why.warn)
+            terms.append(_blockwise.tangent(spec, announced, out, lse, lacking))
+        t_out, t_lse = zip(*terms, strict=True)
+        return functools.reduce(jnp.add, t_out), functools.reduce(jnp.add, t_lse)
+
+    return _on_path(path, kernels, blockwise)(operands, out, lse, tangents)
+
+
 # ---- Every derivative ----------------------------------------------------------------------------
 
 
@@ -204,7 +242,7 @@ class _Tangent(_Pass):
     def __call__(self, *args):
         (operands, out, lse), tangents = self._split(args)
         tangents = dict(zip(self.moving, tangents, strict=True))
-        return list(_blockwise.tangent(self.spec, operands, out, lse, tangents))
+        return list(_tangent(self.spec, self.path, operands, out, lse, tangents))
 
     def _differentiable(self, saved, linear):
         tangents = dict(zip(self.moving, linear, strict=True))

@@ -15,7 +15,7 @@ def set_compiler(locations: list[tuple[str, str | None]], headers: str) -> None:
 def compiler() -> tuple[tuple[int, int] | None, str]: ...
 def compile_program(
     *,
-    forward: bool,
+    pass_name: str,
     source: str,
     unit_slope: bool,
     dtype: str,

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -31,6 +31,7 @@ from jaxflash._spec import AttentionSpec, Operands
 # The names are part of exported programs: a changed contract gets a new number.
 FORWARD_TARGET = "jaxflash_forward_v2"
 BACKWARD_TARGET = "jaxflash_backward_v2"
+TANGENT_TARGET = "jaxflash_tangent_v1"
 _STATE_TYPE = "jaxflash_program_v2"
 
 # cuda/problem.h: kUnlimited, kMaxBatchAxes.
@@ -57,7 +58,8 @@ def _register() -> None:
         type_id, type_info = extension.program_state_type()
         state: Any = {"type_id": type_id, "type_info": type_info}
         jax.ffi.register_ffi_type(_STATE_TYPE, state, platform="CUDA")
-    for target, pass_name in ((FORWARD_TARGET, "forward"), (BACKWARD_TARGET, "backward")):
+    targets = {"forward": FORWARD_TARGET, "backward": BACKWARD_TARGET, "tangent": TANGENT_TARGET}
+    for pass_name, target in targets.items():
         # On other platforms the target exists to say that it needs CUDA.
         jax.ffi.register_ffi_target(target, extension.wrong_platform_handler(), platform="cpu")
         if handlers:
@@ -136,12 +138,12 @@ def _batch_identity(primitive, args, axes, **options):
     return primitive.bind(*args, **options), axes[0]
 
 
-# ---- Both passes ---------------------------------------------------------------------------------
+# ---- The passes ----------------------------------------------------------------------------------
 
 
 def forward(spec: AttentionSpec, program: KernelProgram | None, operands: Operands):
     """(out, lse) of the kernels."""
-    operands = _without_unseen(operands, "forward")
+    operands = _without_unseen(operands, "forward", values_only=True)
     ranges = _ranges.of_call(spec, operands, "forward")
     kernel = _Forward(_banded(spec, operands), _Lengths.of(operands), program, _kind_of(ranges))
     return _mapped(kernel)(
@@ -196,9 +198,41 @@ def backward(
     return (dq, dk, dv), of_captures
 
 
-def _without_unseen(operands: Operands, pass_: Pass) -> Operands:
+def tangent(
+    spec: AttentionSpec,
+    program: KernelProgram,
+    operands: Operands,
+    out,
+    lse,
+    tangents: Mapping[str, Any],
+):
+    """Tangents of out and lse, given those of query, key and value, 0 where one is left out."""
+    names = ("query", "key", "value")
+    moved = [
+        tangents[name] if name in tangents else jnp.zeros_like(x)
+        for name, x in zip(names, operands[:3], strict=True)
+    ]
+    operands = _without_unseen(operands, "forward")
+    of_tangents = operands._replace(**dict(zip(names, moved, strict=True)))
+    moved = _without_unseen(of_tangents, "forward")[:3]
+    ranges = _ranges.of_call(spec, operands, "forward")
+    kernel = _TangentPass(_banded(spec, operands), _Lengths.of(operands), program, _kind_of(ranges))
+    return _mapped(kernel)(
+        operands.query,
+        operands.key,
+        operands.value,
+        *moved,
+        out,
+        lse,
+        *_given(operands.query_seq_lengths, operands.key_value_seq_lengths),
+        *_program_operands(spec, program, operands, "forward"),
+        *_given(*(ranges or ())),
+    )
+
+
+def _without_unseen(operands: Operands, pass_: Pass, values_only: bool = False) -> Operands:
     """With zeros where a mask hides a whole row or key: a kernel multiplies what it hides by 0,
-    which NaN and infinity survive."""
+    which NaN and infinity survive; in the forward pass the values alone."""
     mask, query, key, value = operands.mask, operands.query, operands.key, operands.value
     if mask is None:
         return operands
@@ -208,8 +242,8 @@ def _without_unseen(operands: Operands, pass_: Pass) -> Operands:
         return jnp.where(visible, x, jnp.zeros_like(x))
 
     operands = operands._replace(value=shown(value, keys))
-    if pass_ == "forward":
-        return operands  # where hidden products are not multiplied, but selected
+    if values_only:
+        return operands
     rows = jnp.swapaxes(_dense_mask.seeing_rows(mask, pass_), -1, -2)[..., None]
     return operands._replace(query=shown(query, rows), key=shown(key, keys))
 
@@ -448,6 +482,28 @@ class _Forward(_Pass):
                 right=int(sides["right"]),
             )
             for rows in q_lens
+        )
+
+
+class _TangentPass(_Pass):
+    def __init__(self, spec, lengths, program, ranges):
+        axes = ("tnh", "skh", "skv", "tnh", "skh", "skv", "tnv", "tn", *("",) * sum(lengths))
+        dense = (False,) * 7 + (True,) * (len(axes) - 7)
+        super().__init__(spec, lengths, program, ranges, axes, dense)
+        self.result_axes = ("tnv", "tn")
+        self.result_sums = ((), ())
+
+    def call(self, *operands):
+        query, _, value = operands[:3]
+        rows = query.shape[-3:-1]
+        results = (
+            self.result(operands, query, (*rows, value.shape[-1]), query.dtype),
+            self.result(operands, query, rows, jnp.float32),
+        )
+        return jax.ffi.ffi_call(TANGENT_TARGET, results)(
+            *operands,
+            problem=_attributes(self.spec, self.lengths, self.ranges),
+            **_program_attributes(self.program, query, value),
         )
 
 

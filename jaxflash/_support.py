@@ -68,11 +68,14 @@ TRANSFORMS = (
     ("`jit`, `vmap`, `scan`, `cond`, sharded arrays, `shard_map`, `jax.export`", "yes"),
     ("`grad`, `value_and_grad`, `vjp`, `jacrev`", "yes"),
     ("`checkpoint`, by names too", "yes"),
-    ("`jvp`, `linearize`, `jacfwd`", "the forward pass"),
-    ("`jvp` of `grad` (Hessian-vector products), `grad` of `grad`, `hessian`", "first gradients"),
-    ("`grad` of `jvp`", "the forward pass, first gradients"),
-    ("MeanFlow: a tangent under `stop_gradient` in a loss", "all but the tangent"),
-    ("third and higher derivatives", "the forward pass, first gradients"),
+    (
+        "`jvp`, `linearize`, `jacfwd`",
+        "yes, but tangents of `bias`, `alibi_slopes` and what `score_mod` captures",
+    ),
+    ("`jvp` of `grad` (Hessian-vector products), `grad` of `grad`, `hessian`", "tangents, first gradients"),
+    ("`grad` of `jvp`", "tangents, first gradients"),
+    ("MeanFlow: a tangent under `stop_gradient` in a loss", "yes"),
+    ("third and higher derivatives", "tangents, first gradients"),
 )
 
 
@@ -134,9 +137,7 @@ def reasons_against_gradient(
     spec: AttentionSpec, operands: Operands, capture: int
 ) -> tuple[str, ...]:
     """Why the kernels, which take the call, cannot compute the gradient of one of its captures."""
-    assert spec.program is not None
-    built_in = [name for name in ("bias", "alibi_slopes") if name in spec.program.parts]
-    name = (*built_in, *("score_mod",) * len(operands.captures))[capture]
+    name = _captured_by(spec, capture)
     try:
         gradients = _kernel_program.gradients(spec, operands, (capture,))
     except NotPrintable as reason:
@@ -153,6 +154,23 @@ def reasons_against_gradient(
             "computed of q or kv"
         )
     return tuple(reasons)
+
+
+def reasons_against_tangent(spec: AttentionSpec, operand: str) -> tuple[str, ...]:
+    """Why the kernels, which take the call, cannot compute what the tangent of one of its operands
+    contributes."""
+    if operand.startswith("captures"):
+        capture = int(operand.removeprefix("captures[").removesuffix("]"))
+        return (f"the tangent of what {_captured_by(spec, capture)} captures",)
+    no_compiler = _nvrtc.reason_against()
+    return () if no_compiler is None or operand == "sink" else (no_compiler,)
+
+
+def _captured_by(spec: AttentionSpec, capture: int) -> str:
+    """The argument that brought a captured array."""
+    assert spec.program is not None
+    built_in = [name for name in ("bias", "alibi_slopes") if name in spec.program.parts]
+    return built_in[capture] if capture < len(built_in) else "score_mod"
 
 
 class SlowPathWarning(UserWarning):
@@ -193,6 +211,15 @@ def warn_of_slow_gradients(reasons: tuple[str, ...]) -> None:
     )
 
 
+def warn_of_slow_tangents(reasons: tuple[str, ...]) -> None:
+    """A `SlowPathWarning` of those reasons that had none yet."""
+    _warn(
+        "tangents are computed by the blockwise path, many times slower on a GPU than the CUDA "
+        "kernels, which compute the rest: {}",
+        reasons,
+    )
+
+
 def _warn(text: str, reasons: tuple[str, ...]) -> None:
     new = [reason for reason in reasons if reason not in _warned]
     if not new:
@@ -224,8 +251,8 @@ def reasons_against_machine() -> tuple[str, ...]:
 
 
 def _largest_head_size(math: str) -> int:
-    """Largest head size for which both passes are in the library."""
-    sizes = {"forward": 0, "backward": 0}
+    """Largest head size for which all passes are in the library."""
+    sizes = {"forward": 0, "backward": 0, "tangent": 0}
     for _, pass_name, built_math, *head_sizes in _ffi.extension.variants():
         if built_math == math:
             sizes[pass_name] = max(sizes[pass_name], min(head_sizes))

@@ -87,11 +87,9 @@ def check_refused(case: AttentionCase) -> None:
         assert any(name in reason for reason in reasons), f"{name!r} is not in {reasons}"
 
 
-def repro(case: AttentionCase, implementation: str | None) -> str:
+def repro(case: AttentionCase, implementation: str | None, check: str = "check_attention") -> str:
     """A command that runs the case again, from the folder of the tests."""
-    code = (
-        f"from cases import *; from check import *; check_attention({case!r}, {implementation!r})"
-    )
+    code = f"from cases import *; from check import *; {check}({case!r}, {implementation!r})"
     return f'\nrepeat with: python -c "{code}"'
 
 
@@ -162,6 +160,82 @@ def _values_and_gradients(attend, with_gradient, others, dout, dlse):
     return {"out": out, "lse": lse} | {f"d{name}": x for name, x in gradients.items()}
 
 
+def check_tangents(case: AttentionCase, implementation: str | None) -> None:
+    """Tangents of out and lse, given those of the operands that no score function captures."""
+    bounds = _expected_tangents(
+        case, arithmetic(case, implementation), runs_kernels(case, implementation)
+    )
+    moving, others, tangents = _moving(case, case.arrays())
+
+    @jax.jit
+    def run(moving, tangents):
+        def attend(moving):
+            return jaxflash.dot_product_attention(
+                **case.arguments({**moving, **others}),
+                implementation=implementation,
+                return_residual=True,
+            )
+
+        return jax.jvp(attend, (moving,), (tangents,))[1]
+
+    results = run(moving, tangents)
+    assert results[0].dtype == jnp.dtype(case.dtype)
+    for name, actual, again in zip(bounds, results, run(moving, tangents), strict=True):
+        check_result(name, actual, bounds[name], repro(case, implementation, "check_tangents"))
+        assert_same_bits(actual, again, name)
+
+
+def _moving(case, arrays) -> tuple[dict, dict, dict]:
+    """(operands with a tangent, the others, tangents)"""
+    names = [name for name in ("query", "key", "value", "sink") if name in arrays]
+    rng = np.random.default_rng(case.seed + 1)
+    moving = {name: arrays[name] for name in names}
+    tangents = {name: rng.standard_normal(x.shape).astype(x.dtype) for name, x in moving.items()}
+    return moving, {name: x for name, x in arrays.items() if name not in names}, tangents
+
+
+def _expected_tangents(case, arithmetic: str, kernels: bool) -> dict[str, Bound]:
+    moving, others, tangents = _moving(case, case.arrays(clean=True))
+    wide = jnp.float64 if case.dtype == "float64" else jnp.float32
+    weights = _dropout_weights(case, others) if case.dropout_rate else None
+
+    @_compiled_quickly
+    def truth_of(moving, tangents):
+        def attend(moving):
+            arguments = case.arguments({**moving, **others})
+            return jaxflash.reference.dot_product_attention(
+                **{**arguments, "precision": "highest"}, return_residual=True
+            )
+
+        (out, _), (t_out, t_lse) = jax.jvp(attend, (moving,), (tangents,))
+        # The tangent of the logits that a whole row has in common cancels.
+        return (t_out, t_lse), (jnp.abs(t_lse[..., None] * out), jnp.abs(t_lse) + 1)
+
+    @_compiled_quickly
+    def plain_of(moving, tangents):
+        def run(dither):
+            attend = _plain_computation(
+                case, others, weights, arithmetic, kernels, dither, _tangent_product
+            )
+            t_out, t_lse = jax.jvp(attend, (moving,), (tangents,))[1]
+            return t_out.astype(case.dtype), t_lse
+
+        return jax.lax.map(run, jnp.asarray(DITHERS, wide))
+
+    def cast(operands, dtype):
+        return {name: jnp.asarray(x, dtype) for name, x in operands.items()}
+
+    with jax.default_device(_CPU), jax.enable_x64(True):
+        truth, natural = jax.device_get(
+            truth_of(cast(moving, np.float64), cast(tangents, np.float64))
+        )
+        plain = jax.device_get(plain_of(cast(moving, wide), cast(tangents, wide)))
+    return {
+        name: _bound(name, *values, FLOOR)
+        for name, *values in zip(("tout", "tlse"), truth, plain, natural, strict=True)
+    }
+
+
 @functools.lru_cache(maxsize=4)
 def expected(case: AttentionCase, arithmetic: str, kernels: bool = False) -> dict[str, Bound]:
     """Truth and allowed error of out, lse and each gradient, computed on the CPU."""
@@ -205,24 +279,27 @@ def _truth(case, arrays, dout, dlse):
     )
 
 
+def _plain_computation(case, arrays, weights, arithmetic, kernels, dither, product):
+    """(out, lse) of the operands that are differentiated, in the given arithmetic."""
+    fast_tanh = kernels and arithmetic not in ("float32", "float64")
+    rounding = functools.partial(_round, arithmetic, dither)
+    # The GPU's instruction has the bits of TF32 (docs/precision.md).
+    tanh_rounding = functools.partial(_round, "tf32" if fast_tanh else "float64", dither)
+    return lambda operands: plain_attention(
+        case, operands, arrays, rounding, weights, tanh_rounding, product
+    )
+
+
 def _plain(case, arrays, dout, dlse, arithmetic, kernels):
     """Results of plain computations of the given arithmetic, rounded to the dtypes of the call: one
     per dither, along a new first axis."""
-    fast_tanh = kernels and arithmetic not in ("float32", "float64")
     weights = _dropout_weights(case, arrays) if case.dropout_rate else None
     wide = jnp.float64 if case.dtype == "float64" else jnp.float32
 
     def run(with_gradient, dout, dlse, dither):
         upcast = {name: jnp.asarray(x, wide) for name, x in with_gradient.items()}
-        rounding = functools.partial(_round, arithmetic, dither)
-        # The GPU's instruction has the bits of TF32 (docs/precision.md).
-        tanh_rounding = functools.partial(_round, "tf32" if fast_tanh else "float64", dither)
-        (out, lse), pull = jax.vjp(
-            lambda operands: plain_attention(
-                case, operands, arrays, rounding, weights, tanh_rounding
-            ),
-            upcast,
-        )
+        attend = _plain_computation(case, arrays, weights, arithmetic, kernels, dither, _product)
+        (out, lse), pull = jax.vjp(attend, upcast)
         rounded = out.astype(case.dtype)
         dout, dlse = dout.astype(wide), dlse.astype(wide)
         # A backward pass has the rounded output only, so its delta is off by dout * (its error);
@@ -239,15 +316,18 @@ def _plain(case, arrays, dout, dlse, arithmetic, kernels):
     return jax.device_get(run_all(split(arrays)[0], dout, dlse))
 
 
-def plain_attention(case, operands, arrays, rounding, dropout_weights, tanh_rounding=lambda x: x):
+def plain_attention(
+    case, operands, arrays, rounding, dropout_weights, tanh_rounding=lambda x: x, product=None
+):
     """(out, lse) with a dense array of logits, independent of the package."""
+    product = product or _product
     group = case.q_heads // case.num_kv_heads
     query = operands["query"]
     wide = query.dtype
     key = jnp.repeat(operands["key"], group, axis=-2)
     value = jnp.repeat(operands["value"], group, axis=-2)
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
-    logits = _product("...tnh,...snh->...nts", rounding, query, key) * jnp.asarray(scale, wide)
+    logits = product("...tnh,...snh->...nts", rounding, query, key) * jnp.asarray(scale, wide)
     if "bias" in operands:
         logits += to_rank(operands["bias"], logits.ndim)
     if "alibi_slopes" in operands:
@@ -280,7 +360,7 @@ def plain_attention(case, operands, arrays, rounding, dropout_weights, tanh_roun
     lse = jnp.where(empty, -jnp.inf, top + jnp.log(denominator))
     if dropout_weights is not None:
         p = p * dropout_weights.astype(wide)
-    out = _product("...nts,...snh->...tnh", rounding, p, value)
+    out = product("...nts,...snh->...tnh", rounding, p, value)
     out = out / jnp.swapaxes(denominator, -2, -3)
     return out, jnp.swapaxes(lse[..., 0], -1, -2)
 
@@ -301,6 +381,22 @@ def _product(equation, rounding, x, y):
         return pull(rounding(cotangent))
 
     product.defvjp(forward, backward)
+    return product(x, y)
+
+
+def _tangent_product(equation, rounding, x, y):
+    """The same, to be differentiated in forward mode."""
+
+    def einsum(x, y):
+        return jnp.einsum(equation, rounding(x), rounding(y), precision="highest")
+
+    product = jax.custom_jvp(einsum)
+
+    @product.defjvp
+    def _(primals, tangents):
+        (x, y), (t_x, t_y) = primals, tangents
+        return einsum(x, y), einsum(t_x, y) + einsum(x, t_y)
+
     return product(x, y)
 
 

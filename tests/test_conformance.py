@@ -3,7 +3,7 @@
 import pytest
 
 from cases import CASES
-from check import check_attention, on_gpu
+from check import check_attention, check_tangents, on_gpu
 
 
 def _name(case):
@@ -24,6 +24,16 @@ def test_xla(case):
 @pytest.mark.parametrize("case", CASES, ids=_name)
 def test_cuda(case):
     check_attention(case, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case",
+    [case for case in CASES if not (case.missing_in_kernels or case.visible_nan)],
+    ids=_name,
+)
+def test_tangents(case):
+    check_tangents(case, "cuda")
 
 
 @pytest.mark.gpu

@@ -539,15 +539,15 @@ def test_export():
     _close(jax.jit(again.call)(*arguments), jax.jit(run)(*arguments), 1e-6, 1e-6)
 
 
-# ---- What reverse mode runs ----------------------------------------------------------------------
+# ---- What runs on the kernels --------------------------------------------------------------------
 
 
 def _calls(function, *arguments) -> tuple[int, ...]:
-    """Custom calls of the (forward, backward) kernels in a compiled program. Lowered for CUDA, it
-    compiles for CPUs too; it does not run."""
+    """Custom calls of the (forward, backward, tangent) kernels in a compiled program. Lowered for
+    CUDA, it compiles for CPUs too; it does not run."""
     traced = jax.jit(function).trace(*arguments)
     text = traced.lower(lowering_platforms=("cuda",)).compile().as_text()
-    targets = (_ffi.FORWARD_TARGET, _ffi.BACKWARD_TARGET)
+    targets = (_ffi.FORWARD_TARGET, _ffi.BACKWARD_TARGET, _ffi.TANGENT_TARGET)
     return tuple(len(re.findall(f'custom_call_target="{target}"', text)) for target in targets)
 
 
@@ -568,25 +568,25 @@ def _sharded_gradient(*qkv):
     return _gradient(attend)(*qkv)
 
 
-_REVERSE = {
-    "value_and_grad": (_gradient(_kernels), (1, 1)),
-    "grad of one": (_gradient(_kernels, 1), (1, 1)),
-    "checkpoint with names": (_gradient(_SAVED(_kernels)), (1, 1)),
+_RUNS = {
+    "value_and_grad": (_gradient(_kernels), (1, 1, 0)),
+    "grad of one": (_gradient(_kernels, 1), (1, 1, 0)),
+    "checkpoint with names": (_gradient(_SAVED(_kernels)), (1, 1, 0)),
     # Once in the loop of the forward, once in that of the backward.
-    "scan": (jax.grad(_layers(_kernels, lambda f: f), (0, 1, 2)), (1, 1)),
-    "scan of checkpoints with names": (jax.grad(_layers(_kernels, _SAVED), (0, 1, 2)), (1, 1)),
-    "vmap": (lambda q, k, v: _mapped_gradient(jnp.stack([q, q]), k, v), (1, 1)),
-    "shard_map": (_sharded_gradient, (1, 1)),
-    "jvp": (lambda *qkv: jax.jvp(_kernels, qkv, qkv), (1, 0)),
-    "MeanFlow": (lambda *qkv: _mean_flow(_kernels)(qkv, qkv), (1, 1)),
+    "scan": (jax.grad(_layers(_kernels, lambda f: f), (0, 1, 2)), (1, 1, 0)),
+    "scan of checkpoints with names": (jax.grad(_layers(_kernels, _SAVED), (0, 1, 2)), (1, 1, 0)),
+    "vmap": (lambda q, k, v: _mapped_gradient(jnp.stack([q, q]), k, v), (1, 1, 0)),
+    "shard_map": (_sharded_gradient, (1, 1, 0)),
+    "jvp": (lambda *qkv: jax.jvp(_kernels, qkv, qkv), (1, 0, 1)),
+    "MeanFlow": (lambda *qkv: _mean_flow(_kernels)(qkv, qkv), (1, 1, 1)),
 }
 
 
 @needs_kernels
 @pytest.mark.usefixtures("cpu")
-@pytest.mark.parametrize("name", _REVERSE)
+@pytest.mark.parametrize("name", _RUNS)
 def test_calls_of_the_kernels(name):
-    function, expected = _REVERSE[name]
+    function, expected = _RUNS[name]
     assert _calls(function, *_qkv(8)) == expected
 
 
@@ -594,7 +594,7 @@ def test_calls_of_the_kernels(name):
 @pytest.mark.usefixtures("cpu")
 def test_calls_of_the_kernels_of_sharded_arrays():
     sharded = jax.device_put(_qkv(8), NamedSharding(_mesh(b=4, h=2), _SPLIT))
-    assert _calls(_gradient(_kernels), *sharded) == (1, 1)
+    assert _calls(_gradient(_kernels), *sharded) == (1, 1, 0)
 
 
 @needs_kernels

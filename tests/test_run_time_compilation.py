@@ -56,7 +56,7 @@ def _compile(source: str, kernel: str, architecture: str = "sm_90a") -> _config.
 def _program(
     source: str,
     *,
-    forward: bool,
+    pass_name: str,
     head_dim: int,
     value_dim: int | None = None,
     dtype: str = "bfloat16",
@@ -68,7 +68,7 @@ def _program(
 ) -> _config.CompiledKernel:
     return _config.CompiledKernel(
         *_extension.compile_program(
-            forward=forward,
+            pass_name=pass_name,
             source=source,
             unit_slope="kUnitSlope = true" in source,
             dtype=dtype,
@@ -160,13 +160,12 @@ def test_plain_tiles(header, kernel, architecture):
 
 
 @pytest.mark.parametrize("program", ["SCALE", "SINK", "ALIBI", "SOFT_CAP", "DROPOUT"])
-@pytest.mark.parametrize("forward", [True, False], ids=["forward", "backward"])
+@pytest.mark.parametrize("pass_name", ["forward", "backward"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_programs_on_hopper(program, forward, head_dim):
-    compiled = _program(getattr(programs, program), forward=forward, head_dim=head_dim, **_H200)
-    direction = "forward" if forward else "backward"
+def test_programs_on_hopper(program, pass_name, head_dim):
+    compiled = _program(getattr(programs, program), pass_name=pass_name, head_dim=head_dim, **_H200)
     # Tiles can be shared by head sizes: the name is that of the first.
-    assert compiled.name.startswith(f"sm90 {direction} bfloat16 ")
+    assert compiled.name.startswith(f"sm90 {pass_name} bfloat16 ")
     assert compiled.architecture == "sm_90a"
     assert compiled.spilled <= 64, compiled
     assert not compiled.serialised, compiled
@@ -174,34 +173,61 @@ def test_programs_on_hopper(program, forward, head_dim):
 
 @pytest.mark.parametrize("one_sided", [False, True], ids=["all", "causal"])
 @pytest.mark.parametrize("mask", [1, 2], ids=["ranges", "segments"])  # cuda/problem.h: MaskKind
-@pytest.mark.parametrize("forward", [True, False], ids=["forward", "backward"])
+@pytest.mark.parametrize("pass_name", ["forward", "backward"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_masks_of_ranges_on_hopper(head_dim, forward, mask, one_sided):
+def test_masks_of_ranges_on_hopper(head_dim, pass_name, mask, one_sided):
     compiled = _program(
-        programs.SCALE, forward=forward, head_dim=head_dim, mask=mask, one_sided=one_sided, **_H200
+        programs.SCALE,
+        pass_name=pass_name,
+        head_dim=head_dim,
+        mask=mask,
+        one_sided=one_sided,
+        **_H200,
     )
     assert not compiled.serialised, compiled
     # The backward at 256 has one tile alone, too small for more registers.
-    assert compiled.spilled <= (64 if forward or head_dim < 256 else 104), compiled
+    assert compiled.spilled <= (64 if pass_name == "forward" or head_dim < 256 else 104), compiled
 
 
-@pytest.mark.parametrize("pass_", ["forward", "backward"])
+@pytest.mark.parametrize("pass_name", ["forward", "backward"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_mask_arrays_on_hopper(head_dim, pass_):
+def test_mask_arrays_on_hopper(head_dim, pass_name):
     spec, operands = _spec.make(
         *3 * (jnp.zeros((1, 64, 2, head_dim), jnp.bfloat16),),
         None,
         jnp.ones((1, 1, 64, 64), bool),
         **{name: value for name, value in _api.DEFAULTS.items() if name != "score_mod"},
     )
-    program = _kernel_program.make(spec, operands, pass_)
+    program = _kernel_program.make(spec, operands, pass_name)
     assert program is not None
-    compiled = _program(
-        program.source, forward=pass_ == "forward", head_dim=head_dim, mask=1, **_H200
-    )
+    compiled = _program(program.source, pass_name=pass_name, head_dim=head_dim, mask=1, **_H200)
     assert not compiled.serialised, compiled
     # As with ranges alone, the backward at 256 has one tile, whose registers do not hold it.
-    assert compiled.spilled <= (64 if pass_ == "forward" or head_dim < 256 else 108), compiled
+    assert compiled.spilled <= (64 if pass_name == "forward" or head_dim < 256 else 108), compiled
+
+
+@pytest.mark.parametrize(
+    ("program", "head_dim", "mask", "gpu"),
+    [
+        ("SCALE", 64, 0, _H200),
+        ("SOFT_CAP", 64, 1, _H200),
+        ("SCALE", 128, 0, _H200),
+        ("SOFT_CAP", 128, 2, _H200),
+        ("DROPOUT", 128, 0, _H200),
+        ("SCALE", 256, 0, _H200),
+        ("SINK", 256, 1, _H200),
+        ("SCALE", 128, 0, _A100),
+        ("SOFT_CAP", 256, 1, _RTX_4090),
+    ],
+)
+def test_tangents(program, head_dim, mask, gpu):
+    source = getattr(programs, program)
+    compiled = _program(source, pass_name="tangent", head_dim=head_dim, mask=mask, **gpu)
+    family = "sm90" if gpu is _H200 else "sm80"
+    assert compiled.name == f"{family} tangent bfloat16 {head_dim}"
+    assert not compiled.serialised, compiled
+    # At 256 the output and one tile of scores fill the registers.
+    assert compiled.spilled <= (64 if head_dim < 256 else 160), compiled
 
 
 _LOADS = {
@@ -251,7 +277,7 @@ def test_gradients_of_captures(load, math, head_dim, architecture, options):
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(96, 96), (192, 128), (192, 192)])
 def test_programs_on_hopper_of_other_head_sizes(head_dim, value_dim):
     compiled = _program(
-        programs.SOFT_CAP, forward=True, head_dim=head_dim, value_dim=value_dim, **_H200
+        programs.SOFT_CAP, pass_name="forward", head_dim=head_dim, value_dim=value_dim, **_H200
     )
     assert compiled.name.startswith("sm90 forward")
     assert f"<{head_dim}, {value_dim}," in compiled.tile
@@ -270,14 +296,14 @@ def test_programs_on_hopper_of_other_head_sizes(head_dim, value_dim):
         (_RTX_5090, "float16", False, 64, "float16 64", "sm_120"),
     ],
 )
-@pytest.mark.parametrize("forward", [True, False], ids=["forward", "backward"])
-def test_programs_elsewhere(forward, gpu, dtype, highest_precision, head_dim, name, architecture):
+@pytest.mark.parametrize("pass_name", ["forward", "backward"])
+def test_programs_elsewhere(pass_name, gpu, dtype, highest_precision, head_dim, name, architecture):
     """The portable kernels: on other GPUs, and for what the Hopper kernels leave to them."""
     compiled = _program(
-        programs.ALIBI, forward=forward, head_dim=head_dim, dtype=dtype,
+        programs.ALIBI, pass_name=pass_name, head_dim=head_dim, dtype=dtype,
         highest_precision=highest_precision, **gpu,
     )  # fmt: skip
-    assert compiled.name == f"sm80 {'forward' if forward else 'backward'} {name}"
+    assert compiled.name == f"sm80 {pass_name} {name}"
     assert compiled.architecture == architecture
     # 12 to 24 bytes, where all 255 registers are in use.
     assert dtype == "float32" or compiled.spilled <= 24, compiled
@@ -285,8 +311,8 @@ def test_programs_elsewhere(forward, gpu, dtype, highest_precision, head_dim, na
 
 def test_tile_follows_the_slope():
     """At head size 64 slopes need the registers that a tile of 128 rows takes."""
-    plain = _program(programs.ALIBI, forward=False, head_dim=64, **_H200)
-    slopes = _program(programs.SOFT_CAP, forward=False, head_dim=64, **_H200)
+    plain = _program(programs.ALIBI, pass_name="backward", head_dim=64, **_H200)
+    slopes = _program(programs.SOFT_CAP, pass_name="backward", head_dim=64, **_H200)
     assert "BackwardTile<64, 64, 128, 128" in plain.tile
     assert "BackwardTile<128, 128, 64, 128" in slopes.tile
 
@@ -294,7 +320,7 @@ def test_tile_follows_the_slope():
 def test_spills_lead_to_the_next_tile():
     source = programs.registers(24)
     before = len(jaxflash._config.config().compiled)
-    chosen = _program(source, forward=True, head_dim=64, **_H200)
+    chosen = _program(source, pass_name="forward", head_dim=64, **_H200)
     first, *others = jaxflash._config.config().compiled[before:]
     assert first.spilled > 64, first
     assert others
@@ -441,7 +467,7 @@ def test_kept_sources(monkeypatch, tmp_path):
 
 
 def test_show_config_tells_what_was_compiled(capsys, cache):
-    _program(programs.SCALE, forward=True, head_dim=64, **_H200)
+    _program(programs.SCALE, pass_name="forward", head_dim=64, **_H200)
     jaxflash.show_config()
     text = capsys.readouterr().out
     version = _nvrtc.version()
@@ -454,7 +480,7 @@ def test_show_config_tells_what_was_compiled(capsys, cache):
 
 def test_error_of_the_compiler():
     with pytest.raises(RuntimeError, match=r"NVRTC .* could not compile.*undefined"):
-        _program("int x = undefined_name;", forward=True, head_dim=64, **_H200)
+        _program("int x = undefined_name;", pass_name="forward", head_dim=64, **_H200)
 
 
 def test_unknown_architecture():
@@ -464,7 +490,7 @@ def test_unknown_architecture():
 
 def test_head_size_without_a_kernel():
     with pytest.raises(RuntimeError, match="head sizes 512 and 512"):
-        _program(programs.SCALE, forward=True, head_dim=512, **_H200)
+        _program(programs.SCALE, pass_name="forward", head_dim=512, **_H200)
 
 
 @pytest.mark.parametrize("library", ["/nonexistent/libnvrtc.so.13", "libc.so.6", None])

@@ -1,10 +1,9 @@
-// Approximations of the special-function unit, and the constants that go with them.
+// Approximations of the special-function unit.
 #pragma once
 
-namespace jaxflash {
+#include "common/logarithms.h"
 
-inline constexpr float kLog2E = 1.4426950408889634f;
-inline constexpr float kLn2 = 0.6931471805599453f;
+namespace jaxflash {
 
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;

@@ -70,7 +70,7 @@ struct Kernel {
 
 template <class... Parameters>
 cudaError_t launch(Kernel<Parameters...> kernel, Start start, Grid grid, int threads,
-                   int shared_bytes, cudaStream_t stream, Parameters... arguments) {
+                   int shared_bytes, cudaStream_t stream, const Parameters&... arguments) {
   cudaLaunchAttribute attributes[2] = {};
   unsigned count = 0;
   if (start == Start::kBeside) {
@@ -88,7 +88,7 @@ cudaError_t launch(Kernel<Parameters...> kernel, Start start, Grid grid, int thr
   config.stream = stream;
   config.attrs = attributes;
   config.numAttrs = count;
-  void* pointers[] = {&arguments...};
+  void* pointers[] = {const_cast<Parameters*>(&arguments)...};
   return cudaLaunchKernelExC(&config, kernel.handle, pointers);
 }
 

@@ -29,7 +29,7 @@ struct ProgramState {
 ffi::TypeId ProgramState::id = {};
 
 // While XLA compiles.
-ffi::ErrorOr<std::unique_ptr<ProgramState>> instantiate(bool forward, const Attributes& attributes,
+ffi::ErrorOr<std::unique_ptr<ProgramState>> instantiate(Pass pass, const Attributes& attributes,
                                                         const ProgramAttributes& program,
                                                         const GradientAttributes& gradients) {
   auto state = std::make_unique<ProgramState>();
@@ -46,7 +46,7 @@ ffi::ErrorOr<std::unique_ptr<ProgramState>> instantiate(bool forward, const Attr
   }
   const std::string source(program.source);
   ProgramDescription description = {};
-  description.forward = forward;
+  description.pass = pass;
   description.source = source.c_str();
   description.unit_slope = program.unit_slope;
   description.math = *math;
@@ -79,7 +79,7 @@ ffi::Error initialize(ProgramState* state) {
 ffi::ErrorOr<std::unique_ptr<ProgramState>> instantiate_forward(
     Attributes attributes, std::string_view source, bool unit_slope, int64_t head_dim,
     int64_t value_dim, std::string_view dtype, ffi::Span<const int64_t> capture_ranks) {
-  return instantiate(true, attributes,
+  return instantiate(Pass::kForward, attributes,
                      {source, unit_slope, head_dim, value_dim, dtype, capture_ranks}, {});
 }
 
@@ -88,9 +88,16 @@ ffi::ErrorOr<std::unique_ptr<ProgramState>> instantiate_backward(
     int64_t value_dim, std::string_view dtype, ffi::Span<const int64_t> capture_ranks,
     bool /*has_dlse*/, bool /*deterministic*/, std::string_view gradient_source,
     ffi::Span<const int64_t> gradient_loads) {
-  return instantiate(false, attributes,
+  return instantiate(Pass::kBackward, attributes,
                      {source, unit_slope, head_dim, value_dim, dtype, capture_ranks},
                      {gradient_source, gradient_loads});
+}
+
+ffi::ErrorOr<std::unique_ptr<ProgramState>> instantiate_tangent(
+    Attributes attributes, std::string_view source, bool unit_slope, int64_t head_dim,
+    int64_t value_dim, std::string_view dtype, ffi::Span<const int64_t> capture_ranks) {
+  return instantiate(Pass::kTangent, attributes,
+                     {source, unit_slope, head_dim, value_dim, dtype, capture_ranks}, {});
 }
 
 ffi::Error forward(CUstream_st* stream, ProgramState* state, Attributes attributes,
@@ -234,7 +241,66 @@ ffi::Error backward(CUstream_st* stream, ProgramState* state, Attributes attribu
   return to_error(status);
 }
 
-// What all handlers of both passes bind after their contexts, in the order of their parameters.
+ffi::Error tangent(CUstream_st* stream, ProgramState* state, Attributes attributes,
+                   std::string_view source, bool unit_slope, int64_t head_dim, int64_t value_dim,
+                   std::string_view dtype, ffi::Span<const int64_t> capture_ranks, ffi::AnyBuffer q,
+                   ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::AnyBuffer tq, ffi::AnyBuffer tk,
+                   ffi::AnyBuffer tv, ffi::AnyBuffer out, ffi::Buffer<ffi::F32> lse,
+                   ffi::RemainingArgs optional, ffi::Result<ffi::AnyBuffer> tout,
+                   ffi::Result<ffi::Buffer<ffi::F32>> tlse) {
+  const Shape full{tout->dimensions()};
+  TangentParams params = {};
+  if (ffi::Error error = describe(attributes, q, k, v, full, optional, &params.problem);
+      error.failure()) {
+    return error;
+  }
+  const Shape q_shape{q.dimensions()}, k_shape{k.dimensions()}, v_shape{v.dimensions()};
+  const Shape tq_shape{tq.dimensions()}, tk_shape{tk.dimensions()}, tv_shape{tv.dimensions()};
+  const Shape out_shape{out.dimensions()};
+  for (const ffi::AnyBuffer& x : {tq, tk, tv, out, *tout}) {
+    if (x.element_type() != q.element_type()) return invalid("all arrays must have one dtype");
+  }
+  if (!is_array(tq_shape, full, q_shape.length(), q_shape.heads(), q_shape.dim(), true) ||
+      !is_array(tk_shape, full, k_shape.length(), k_shape.heads(), k_shape.dim(), true) ||
+      !is_array(tv_shape, full, v_shape.length(), v_shape.heads(), v_shape.dim(), true)) {
+    return invalid("tangents must have the shapes of q, k and v");
+  }
+  if (!is_array(out_shape, full, full.length(), full.heads(), full.dim(), true)) {
+    return invalid("out must have the shape of its tangent");
+  }
+  if (!is_per_row(lse.dimensions(), full) || !is_per_row(tlse->dimensions(), full)) {
+    return invalid("lse and its tangent must have the shape of out without its last axis");
+  }
+  ProgramOperands program;
+  const auto mask = static_cast<MaskKind>(attributes.mask);
+  if (ffi::Error error = program.take(
+          {source, unit_slope, head_dim, value_dim, dtype, capture_ranks}, mask, full, optional,
+          attributes.has_q_lengths + attributes.has_kv_lengths, &params.problem);
+      error.failure()) {
+    return error;
+  }
+  std::vector<Shape> shapes = {q_shape, k_shape, v_shape, tq_shape, tk_shape, tv_shape, out_shape};
+  program.add_shapes(&shapes);
+  const BatchAxes axes(full, shapes);
+  if (!axes.fits()) return invalid("too many batch axes that broadcast differently");
+  axes.describe(&params.problem);
+  params.program = state->kernels;
+  if (params.program == nullptr) return invalid("tangents need a score program");
+  params.captures = program.describe(full.batch_rank(), axes);
+  params.q = axes.tensor(q.untyped_data(), q_shape);
+  params.k = axes.tensor(k.untyped_data(), k_shape);
+  params.v = axes.tensor(v.untyped_data(), v_shape);
+  params.tq = axes.tensor(tq.untyped_data(), tq_shape);
+  params.tk = axes.tensor(tk.untyped_data(), tk_shape);
+  params.tv = axes.tensor(tv.untyped_data(), tv_shape);
+  params.out = axes.tensor(out.untyped_data(), out_shape);
+  params.lse = lse.typed_data();
+  params.tout = axes.tensor(tout->untyped_data(), full);
+  params.tlse = tlse->typed_data();
+  return to_error(jaxflash_tangent(&params, stream));
+}
+
+// What all handlers of all passes bind after their contexts, in the order of their parameters.
 template <class Binding>
 auto with_attributes(Binding&& binding) {
   return std::forward<Binding>(binding)
@@ -261,6 +327,9 @@ XLA_FFI_DEFINE_HANDLER(kInstantiateForward, instantiate_forward,
 
 XLA_FFI_DEFINE_HANDLER(kInstantiateBackward, instantiate_backward,
                        with_backward_attributes(ffi::Ffi::BindInstantiate()));
+
+XLA_FFI_DEFINE_HANDLER(kInstantiateTangent, instantiate_tangent,
+                       with_attributes(ffi::Ffi::BindInstantiate()));
 
 XLA_FFI_DEFINE_HANDLER(kInitialize, initialize,
                        ffi::Ffi::BindInitialize().Ctx<ffi::State<ProgramState>>());
@@ -300,6 +369,23 @@ XLA_FFI_DEFINE_HANDLER(kBackward, backward,
                            .RemainingRets(),              // gradients of captures
                        {ffi::Traits::kCmdBufferCompatible});
 
+XLA_FFI_DEFINE_HANDLER(kTangent, tangent,
+                       with_attributes(ffi::Ffi::Bind()
+                                           .Ctx<ffi::PlatformStream<CUstream_st*>>()
+                                           .Ctx<ffi::State<ProgramState>>())
+                           .Arg<ffi::AnyBuffer>()  // q (*B, T, N, H), each batch axis full or 1
+                           .Arg<ffi::AnyBuffer>()  // k (*B, S, K, H), likewise
+                           .Arg<ffi::AnyBuffer>()  // v (*B, S, K, h), likewise
+                           .Arg<ffi::AnyBuffer>()  // tangents of q,
+                           .Arg<ffi::AnyBuffer>()  // k,
+                           .Arg<ffi::AnyBuffer>()  // and v, likewise
+                           .Arg<ffi::AnyBuffer>()  // out (*B, T, N, h), likewise
+                           .Arg<ffi::Buffer<ffi::F32>>()   // lse (*B, T, N)
+                           .RemainingArgs()                // as of the forward pass
+                           .Ret<ffi::AnyBuffer>()          // tangents of out (*B, T, N, h)
+                           .Ret<ffi::Buffer<ffi::F32>>(),  // and lse (*B, T, N)
+                       {ffi::Traits::kCmdBufferCompatible});
+
 #endif  // JAXFLASH_WITH_KERNELS
 
 ffi::Error wrong_platform(ffi::RemainingArgs, ffi::RemainingRets) {
@@ -318,6 +404,8 @@ XLA_FFI_DEFINE_HANDLER(kWrongPlatform, wrong_platform,
 Handlers forward_handlers() { return {kInstantiateForward, kInitialize, kForward}; }
 
 Handlers backward_handlers() { return {kInstantiateBackward, kInitialize, kBackward}; }
+
+Handlers tangent_handlers() { return {kInstantiateTangent, kInitialize, kTangent}; }
 
 StateType program_state_type() {
   static ffi::TypeInfo info = ffi::MakeTypeInfo<ProgramState>();

@@ -47,13 +47,19 @@ ReportRow row_of(const KernelReport& report) {
           report.spilled, report.serialised, report.seconds,      report.from_disk};
 }
 
+Pass pass_of(const std::string& name) {
+  if (name == "forward") return Pass::kForward;
+  if (name == "backward") return Pass::kBackward;
+  if (name == "tangent") return Pass::kTangent;
+  throw nb::value_error("pass_name must be 'forward', 'backward' or 'tangent'");
+}
+
 // Family, query/key and value head size.
 using VariantKey = std::tuple<std::string, int32_t, int32_t>;
 
 // The variant that dispatch picks for dense, aligned arrays.
-std::optional<VariantKey> variant_for(bool forward, const std::string& dtype,
-                                      bool highest_precision, const std::vector<int64_t>& q,
-                                      const std::vector<int64_t>& k,
+std::optional<VariantKey> variant_for(Pass pass, const std::string& dtype, bool highest_precision,
+                                      const std::vector<int64_t>& q, const std::vector<int64_t>& k,
                                       const std::vector<int64_t>& v) {
   if (q.size() < 3 || k.size() != q.size() || v.size() != q.size()) return std::nullopt;
   const auto shape = [](const std::vector<int64_t>& dims) {
@@ -81,19 +87,31 @@ std::optional<VariantKey> variant_for(bool forward, const std::string& dtype,
   const Tensor v_tensor = axes.tensor(nullptr, v_shape);
   const Tensor out_tensor = axes.tensor(nullptr, out_shape);
   const Variant* variant = nullptr;
-  if (forward) {
-    ForwardParams params = {};
+  const auto describe = [&](auto& params) {
     params.problem = problem;
     params.q = q_tensor, params.k = k_tensor, params.v = v_tensor, params.out = out_tensor;
-    variant = jaxflash_forward_variant(&params);
-  } else {
-    BackwardParams params = {};
-    params.problem = problem;
-    params.q = params.dq = q_tensor;
-    params.k = params.dk = k_tensor;
-    params.v = params.dv = v_tensor;
-    params.out = params.dout = out_tensor;
-    variant = jaxflash_backward_variant(&params);
+  };
+  switch (pass) {
+    case Pass::kForward: {
+      ForwardParams params = {};
+      describe(params);
+      variant = jaxflash_forward_variant(&params);
+      break;
+    }
+    case Pass::kBackward: {
+      BackwardParams params = {};
+      describe(params);
+      params.dq = q_tensor, params.dk = k_tensor, params.dv = v_tensor, params.dout = out_tensor;
+      variant = jaxflash_backward_variant(&params);
+      break;
+    }
+    case Pass::kTangent: {
+      TangentParams params = {};
+      describe(params);
+      params.tq = q_tensor, params.tk = k_tensor, params.tv = v_tensor, params.tout = out_tensor;
+      variant = jaxflash_tangent_variant(&params);
+      break;
+    }
   }
   if (variant == nullptr) return std::nullopt;
   return std::make_tuple(std::string(variant->family), variant->head_dim, variant->value_dim);
@@ -126,6 +144,7 @@ NB_MODULE(_extension, m) {
         nb::dict handlers;
         handlers["forward"] = by_stage(forward_handlers());
         handlers["backward"] = by_stage(backward_handlers());
+        handlers["tangent"] = by_stage(tangent_handlers());
         return handlers;
       },
       "Handlers for the CUDA platform, by pass and stage.");
@@ -163,15 +182,15 @@ NB_MODULE(_extension, m) {
       "(version, path) of NVRTC, loaded if need be; (None, what is wrong) without one.");
   m.def(
       "compile_program",
-      [](bool forward, const std::string& source, bool unit_slope, const std::string& dtype,
-         bool highest_precision, int32_t head_dim, int32_t value_dim, float scale, int32_t arch,
-         int32_t shared_memory, int64_t mask, bool one_sided) {
+      [](const std::string& pass, const std::string& source, bool unit_slope,
+         const std::string& dtype, bool highest_precision, int32_t head_dim, int32_t value_dim,
+         float scale, int32_t arch, int32_t shared_memory, int64_t mask, bool one_sided) {
         const auto math = math_of(dtype, highest_precision);
         if (!math) throw nb::value_error("dtype must be float16, bfloat16 or float32");
         const auto kind = mask_of(mask);
         if (!kind) throw nb::value_error("mask must be a MaskKind, 0 to 2");
         ProgramDescription description = {};
-        description.forward = forward;
+        description.pass = pass_of(pass);
         description.source = source.c_str();
         description.unit_slope = unit_slope;
         description.math = *math;
@@ -189,9 +208,10 @@ NB_MODULE(_extension, m) {
         if (!status.ok()) throw std::runtime_error(status.message);
         return row_of(report);
       },
-      nb::kw_only(), nb::arg("forward"), nb::arg("source"), nb::arg("unit_slope"), nb::arg("dtype"),
-      nb::arg("highest_precision"), nb::arg("head_dim"), nb::arg("value_dim"), nb::arg("scale"),
-      nb::arg("arch"), nb::arg("shared_memory"), nb::arg("mask") = 0, nb::arg("one_sided") = false,
+      nb::kw_only(), nb::arg("pass_name"), nb::arg("source"), nb::arg("unit_slope"),
+      nb::arg("dtype"), nb::arg("highest_precision"), nb::arg("head_dim"), nb::arg("value_dim"),
+      nb::arg("scale"), nb::arg("arch"), nb::arg("shared_memory"), nb::arg("mask") = 0,
+      nb::arg("one_sided") = false,
       "Compiles a score program as for a GPU of compute capability `arch` / 10 whose blocks may "
       "have that many bytes of shared memory; needs no GPU. Returns a row of kernel_reports().");
   m.def(
@@ -279,7 +299,7 @@ NB_MODULE(_extension, m) {
       [](const std::string& pass, const std::string& dtype, bool highest_precision,
          const std::vector<int64_t>& q, const std::vector<int64_t>& k,
          const std::vector<int64_t>& v) -> std::optional<VariantKey> {
-        return variant_for(pass == "forward", dtype, highest_precision, q, k, v);
+        return variant_for(pass_of(pass), dtype, highest_precision, q, k, v);
       },
       nb::kw_only(), nb::arg("pass_name"), nb::arg("dtype"), nb::arg("highest_precision"),
       nb::arg("q"), nb::arg("k"), nb::arg("v"),

@@ -8,7 +8,7 @@
 namespace jaxflash {
 
 ScoreKernels::ScoreKernels(const ProgramDescription& description)
-    : forward_(description.forward),
+    : pass_(description.pass),
       source_(description.source),
       unit_slope_(description.unit_slope),
       mask_(description.mask),

@@ -19,7 +19,7 @@ struct ScoreKernels {
  public:
   explicit ScoreKernels(const ProgramDescription& description);
 
-  bool forward() const { return forward_; }
+  Pass pass() const { return pass_; }
   // As the launchers' lists are searched; no lengths or strides are known.
   const Problem& problem() const { return problem_; }
   // nullptr where none is wanted.
@@ -56,7 +56,7 @@ struct ScoreKernels {
   Status load_new(const CompiledVariant& variant, int device, const GpuTraits& gpu,
                   LoadedKernel* kernel) const;
 
-  bool forward_;
+  Pass pass_;
   std::string source_;
   bool unit_slope_;
   MaskKind mask_;

@@ -7,6 +7,7 @@
 #include "common/softmax.cuh"
 #include "common/tensor.cuh"
 #include "problem.h"
+#include "sm80/query_work.cuh"
 #include "sm80/scores.cuh"
 #include "sm80/tile.cuh"
 #include "sm80/tile_config.h"
@@ -32,27 +33,6 @@ struct ForwardSmem {
   }
 };
 
-// Which tile of which head a block computes. Blocks of one head are neighbours, so that the L2
-// holds the K and V of few heads; under a causal mask later rows see more keys, and starting with
-// those keeps the last blocks short.
-struct ForwardWork {
-  int64_t batch;
-  int head;
-  int first_row;
-
-  template <class Tile>
-  __device__ __forceinline__ static ForwardWork of(uint32_t block, uint64_t first_head,
-                                                   const Problem& problem) {
-    const uint32_t tiles = (problem.q_len + Tile::kRows - 1u) / Tile::kRows;
-    const uint32_t block_head = block / tiles;
-    const uint32_t tile = tiles - 1 - (block - block_head * tiles);
-    const uint64_t head_index = first_head + block_head;
-    const uint64_t batch = head_index / problem.q_heads;
-    return {static_cast<int64_t>(batch), static_cast<int>(head_index - batch * problem.q_heads),
-            static_cast<int>(tile * Tile::kRows)};
-  }
-};
-
 template <Math kMath, int kHeadDim, class Tile, class Mask = BandMask, class Scores = ScaledScores>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSM)
     forward_kernel(const __grid_constant__ ForwardParams params, uint64_t first_head) {
@@ -66,7 +46,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSM)
   const Smem smem{smem_address(smem_bytes)};
 
   const Problem& problem = params.problem;
-  const ForwardWork work = ForwardWork::of<Tile>(blockIdx.x, first_head, problem);
+  const QueryWork work = QueryWork::of<Tile>(blockIdx.x, first_head, problem);
   const int kv_head = work.head / (problem.q_heads / problem.kv_heads);
   const auto part_of = [&](const Tensor& tensor, int64_t batch, int head) {
     return static_cast<Element*>(tensor.data) + tensor_offset(tensor, problem, batch) +
@@ -221,7 +201,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSM)
   }
 
   // A warp stages its output in the rows of Q that it alone has read.
-  const ForwardWork done = ForwardWork::of<Tile>(ctaid_x(), first_head, problem);
+  const QueryWork done = QueryWork::of<Tile>(ctaid_x(), first_head, problem);
   const int done_row = done.first_row + static_cast<int>(tid_x() / 32) * kWarpRows;
   __syncwarp();
 #pragma unroll

@@ -71,6 +71,45 @@ struct ForwardTiles<0, 256> {
   using Small = ForwardTile<64, 16, 4, 1, 1>;   // 96 KB
 };
 
+// --- tangent ------------------------------------------------------------------------------------
+
+// As for the forward pass; a block has twice its operands in shared memory, and a warp 16 rows.
+template <int kGroup, int kHeadDim>
+struct TangentTiles;
+
+template <>
+struct TangentTiles<2, 64> {
+  using Large = ForwardTile<64, 64, 4, 2, 2>;  // 80 KB
+  using Small = Large;
+};
+template <>
+struct TangentTiles<2, 128> {
+  using Large = ForwardTile<64, 32, 4, 2, 2>;  // 96 KB
+  using Small = Large;
+};
+template <>
+struct TangentTiles<2, 256> {
+  using Large = ForwardTile<64, 32, 4, 2, 1>;  // 192 KB
+  using Small = ForwardTile<64, 16, 4, 1, 1>;  // 96 KB
+};
+template <>
+struct TangentTiles<4, 64> {
+  using Large = ForwardTile<64, 32, 4, 2, 2>;  // 96 KB
+  using Small = Large;
+};
+template <>
+struct TangentTiles<4, 128> {
+  using Large = ForwardTile<64, 32, 4, 2, 1>;  // 192 KB
+  using Small = ForwardTile<64, 16, 4, 1, 1>;  // 96 KB
+};
+template <>
+struct TangentTiles<4, 256> {
+  using Large = ForwardTile<64, 16, 4, 1, 1>;  // 192 KB
+  using Small = ForwardTile<16, 16, 1, 1, 1>;  // 96 KB
+};
+template <int kHeadDim>
+struct TangentTiles<0, kHeadDim> : TangentTiles<4, kHeadDim> {};
+
 // --- backward -----------------------------------------------------------------------------------
 
 // How a block divides its work. kKeyWarps x kColWarps warps: a warp owns kKeys / kKeyWarps keys and

@@ -5,6 +5,7 @@
 #include "sm90/forward_scores.cuh"
 #include "sm90/forward_traits.cuh"
 #include "sm90/softmax.cuh"
+#include "sm90/store_rows.cuh"
 #include "sm90/wgmma.cuh"
 
 namespace jaxflash::sm90 {
@@ -68,42 +69,6 @@ struct ForwardConsumers {
 #pragma unroll
     for (int i = 0; i < Tile::kValueDim / 2; ++i) {
       if (sum[Fragment::lower(i)] == 0.f) o[i] = 0.f;
-    }
-  }
-
-  // Rows of the output from registers to memory, 16 bytes a lane. `inverse` is 1 / sum of a row;
-  // a row without a target is dropped.
-  __device__ __forceinline__ static void store_direct(const float (&o)[Tile::kValueDim / 2],
-                                                      const float (&inverse)[2],
-                                                      uint16_t* const (&target)[2], int value_dim,
-                                                      int lane) {
-    const bool odd = lane & 1;
-    const bool high = lane & 2;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-#pragma unroll
-      for (int column = 0; column < Tile::kValueDim; column += 32) {
-        // Four groups of eight columns, of each of which a lane holds two: transpose the lanes
-        // that share the row, so that each holds one group.
-        uint32_t words[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int element = column / 2 + 4 * i + 2 * r;
-          words[i] = pack<Traits::kMath>(o[element] * inverse[r], o[element + 1] * inverse[r]);
-        }
-#pragma unroll
-        for (int i = 0; i < 4; i += 2) {
-          const uint32_t other = __shfl_xor_sync(~0u, odd ? words[i] : words[i + 1], 1);
-          (odd ? words[i] : words[i + 1]) = other;
-        }
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const uint32_t other = __shfl_xor_sync(~0u, high ? words[i] : words[i + 2], 2);
-          (high ? words[i] : words[i + 2]) = other;
-        }
-        const int first = column + lane % 4 * 8;
-        if (target[r] != nullptr && first < value_dim) store_global(target[r] + first, words);
-      }
     }
   }
 
@@ -413,7 +378,7 @@ struct ForwardConsumers {
             target[r] = stored(r) ? unit.out + offset(r, args.out_seq_stride, args.out_head_stride)
                                   : nullptr;
           }
-          store_direct(o, inverse, target, args.problem.value_dim, lane);
+          store_rows<Traits::kMath>(o, inverse, target, args.problem.value_dim, lane);
         } else {
           stage_output(o, inverse, shared_address(staged), thread);
           o_full.arrive();

@@ -4,6 +4,7 @@
 
 #include "common/mask.cuh"
 #include "sm90/forward_traits.cuh"
+#include "sm90/unseen_keys.cuh"
 
 namespace jaxflash::sm90 {
 
@@ -152,8 +153,7 @@ struct ForwardProducers {
     }
   }
 
-  // The whole warp: a tile that reaches past the keys which the sequence sees, inside the array, is
-  // cleaned before it is announced, because a probability of 0 times NaN would be NaN.
+  // The whole warp: a tile with keys that nobody sees is cleaned before it is announced.
   __device__ __forceinline__ static void load_v(const ForwardArgs& args, SharedMemory& smem) {
     const int lane = threadIdx.x % 32;
     Ring<Tile::kStages> ring;
@@ -169,8 +169,7 @@ struct ForwardProducers {
       smem.plans.release(count);
       for (int tile = tiles.end - 1; tile >= tiles.begin; --tile, ring.advance()) {
         const int first_key = tile * kKeys;
-        const bool cut =
-            first_key < seen.begin || min(first_key + kKeys, args.problem.kv_len) > seen.end;
+        const bool cut = holds_unseen_keys<kKeys>(first_key, seen, args.problem.kv_len);
         Barrier& landed = cut ? smem.v_landed : smem.v_full[ring.stage];
         smem.v_empty[ring.stage].wait(ring.phase ^ 1);
         const uint8_t* target = smem.v[ring.stage];
@@ -187,14 +186,7 @@ struct ForwardProducers {
         if (!cut) continue;
         landed.wait(landed_phase);
         landed_phase ^= 1;
-        // Swizzling moves 16-byte pieces inside a row of a panel only.
-        constexpr int kPieces = Traits::kPanelRowBytes / 16;
-#pragma unroll 1
-        for (int piece = lane; piece < Traits::kVBytes / 16; piece += 32) {
-          const int key = first_key + piece / kPieces % kKeys;
-          if (key >= seen.begin && key < seen.end) continue;
-          store_shared_zero(shared_address(target + piece * 16));
-        }
+        clear_unseen_keys<kKeys, Traits::kVBytes>(target, first_key, seen, lane);
         fence_proxy_async();
         __syncwarp();
         if (lane == 0) smem.v_full[ring.stage].arrive();

@@ -43,11 +43,13 @@ class ProgramScores {
   static constexpr bool kHasSink = Program::kHasSink;
   static constexpr bool kDrops = Program::kDrops;
 
-  __device__ __forceinline__ explicit ProgramScores(const ForwardArgs& args)
+  // Of the forward or the tangent kernel.
+  template <class Args>
+  __device__ __forceinline__ explicit ProgramScores(const Args& args)
       : scale_log2_(args.scale_log2) {}
 
-  template <class Mask>
-  __device__ __forceinline__ void begin_rows(const ForwardArgs& args, const Mask& mask, int batch,
+  template <class Args, class Mask>
+  __device__ __forceinline__ void begin_rows(const Args& args, const Mask& mask, int batch,
                                              int head, const RowPositions& rows) {
     const int last_head = args.problem.q_heads - 1;  // units behind the last one compute nothing
     const int b = batch_number(args.captures, args.problem, batch);
@@ -96,6 +98,22 @@ class ProgramScores {
         s[i] = fmaf(s[i], scale_log2_, addend(i));
       } else {
         s[i] = logit(i, s[i]);
+      }
+    }
+  }
+  // The same, and the tangents t of products become those of logits over the scale.
+  template <int kElements>
+  __device__ __forceinline__ void rewrite(float (&s)[kElements], float (&t)[kElements]) const {
+    if constexpr (Program::kUnitSlope) {
+      rewrite(s);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kElements; ++i) {
+        float slope;
+        s[i] = element(i, [&](const auto& row, const auto& column, int q, int kv, float distance) {
+          return Program::logit_and_slope(head_, row, column, q, kv, distance, s[i], &slope);
+        });
+        t[i] *= slope;
       }
     }
   }

@@ -7,8 +7,8 @@ Run from this directory after changing SIZES; the output is checked in.
 import textwrap
 
 # N of the products in use. Forward: key tiles for Q K^T, value sizes for P V; backward: rows of a
-# step for K Q^T and V dO^T, head sizes for dv and dk, 64 columns for dq.
-SIZES = (48, 64, 80, 96, 112, 128, 192, 256)
+# step for K Q^T and V dO^T, head sizes for dv and dk, 64 columns for dq; tangent: as forward.
+SIZES = (32, 48, 64, 80, 96, 112, 128, 192, 256)
 
 HEADER = """\
 // Written by generate_wgmma.py: do not edit.

@@ -2,7 +2,9 @@
 // matrix products in wgmma.cuh. Shared-memory addresses are 32-bit addresses of the shared window.
 #pragma once
 
+#include "common/element.cuh"
 #include "problem.h"
+#include "sm90/tensor_map_bytes.h"
 
 namespace jaxflash::sm90 {
 
@@ -11,17 +13,14 @@ struct MathTraits;
 
 template <>
 struct MathTraits<Math::kFloat16> {
+  using Element = Float16;
   static constexpr char kPtxType[] = "f16";
 };
 
 template <>
 struct MathTraits<Math::kBFloat16> {
+  using Element = BFloat16;
   static constexpr char kPtxType[] = "bf16";
-};
-
-// A CUtensorMap, written on the host (tensor_map.h), without the driver's header.
-struct alignas(64) TensorMap {
-  uint64_t opaque[16];
 };
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
@@ -257,7 +256,7 @@ __device__ __forceinline__ void wgmma_wait() {
 template <int kElements>
 __device__ __forceinline__ void hold(float (&registers)[kElements]) {
 #pragma unroll
-  for (float& value : registers) asm volatile("" : "+f"(value)::"memory");
+  for (int i = 0; i < kElements; ++i) asm volatile("" : "+f"(registers[i])::"memory");
 }
 
 // Matrix descriptor of a 128-byte-swizzled operand whose panels are 64 elements (128 bytes) wide.

@@ -8,7 +8,7 @@
 #include <cstdint>
 
 #include "attention.h"
-#include "sm90/ptx.cuh"
+#include "sm90/tensor_map_bytes.h"
 
 namespace jaxflash::sm90 {
 

@@ -218,6 +218,42 @@ struct ForwardProgramTiles<256, 256> {
   static constexpr int kWithRanges = 0;
 };
 
+// --- tangent ------------------------------------------------------------------------------------
+
+// The head sizes as in ForwardTile.
+template <int kHeadDim_, int kValueDim_, int kWarpGroups_, int kKeys_, int kKeyStages_,
+          int kValueStages_, int kHeldSteps_>
+struct TangentTile {
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kValueDim = kValueDim_;
+  static constexpr int kWarpGroups = kWarpGroups_;    // consumers, 64 query rows each
+  static constexpr int kKeys = kKeys_;                // keys of a tile
+  static constexpr int kKeyStages = kKeyStages_;      // buffers of k and its tangent
+  static constexpr int kValueStages = kValueStages_;  // buffers of v and its tangent
+  // Steps of 16 columns of q that stay in registers, as in BackwardTile: q is read twice.
+  static constexpr int kHeldSteps = kHeldSteps_;
+};
+
+template <int kHeadDim, int kValueDim>
+struct TangentTiles;
+
+template <>
+struct TangentTiles<64, 64> {
+  using Tiles =
+      ProgramTiles<TangentTile<64, 64, 3, 64, 4, 4, 0>, TangentTile<64, 64, 2, 64, 4, 4, 0>>;
+};
+// Three warpgroups have no registers for scores, their tangents and the output.
+template <>
+struct TangentTiles<128, 128> {
+  using Tiles =
+      ProgramTiles<TangentTile<128, 128, 2, 64, 2, 2, 8>, TangentTile<128, 128, 2, 64, 2, 2, 0>>;
+};
+// q and its tangent take 128 KB.
+template <>
+struct TangentTiles<256, 256> {
+  using Tiles = ProgramTiles<TangentTile<256, 256, 2, 32, 2, 1, 0>>;
+};
+
 // --- backward -----------------------------------------------------------------------------------
 
 // Who works on a tile of keys. Scores have keys as rows either way (s^T = K Q^T), so that p^T and

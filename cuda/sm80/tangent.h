@@ -1,0 +1,74 @@
+// Host side of the portable tangent pass, whose kernels are compiled at run time: the choice of a
+// tile, and the launch.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+
+#include "attention.h"
+#include "common/launch.h"
+#include "common/program_kernels.h"
+#include "common/status.h"
+#include "common/workspace.h"
+#include "sm80/tangent_traits.h"
+
+namespace jaxflash::sm80 {
+
+template <Math kMath, int kHeadDim>
+Status tangent(const TangentParams&, cudaStream_t) {
+  return error_status("tangents are computed by the kernels of a score program");
+}
+
+namespace detail {
+
+template <Math kMath, int kHeadDim>
+using TangentTraitsList = ProgramTiles<typename TangentChoice<kMath, kHeadDim>::Large,
+                                       typename TangentChoice<kMath, kHeadDim>::Small>;
+
+}  // namespace detail
+
+// The kernel for a score program: see Launcher.
+template <Math kMath, int kHeadDim>
+int tangent_program_kernels(const ProgramTraits& program,
+                            ProgramKernel (&kernels)[kMaxProgramTiles]) {
+  ProgramKernelList list(program, kernels);
+  for_each_tile(detail::TangentTraitsList<kMath, kHeadDim>{}, [&](int number, auto traits) {
+    using Traits = decltype(traits);
+    if (list.count() == 1) return;  // the larger one fits
+    const TypeName tile = type_name<typename Traits::Tile>();
+    list.add<typename Traits::Tile>(
+        number, "sm80/tangent_kernel.cuh", Traits::kSharedBytes,
+        "jaxflash::sm80::tangent_kernel<jaxflash::sm80::TangentTraits<"
+        "static_cast<jaxflash::Math>(%d), %d, %.*s>, jaxflash::BandMask, "
+        "jaxflash::sm80::ProgramScores<jaxflash::Program>>",
+        static_cast<int>(kMath), kHeadDim, tile.length, tile.begin);
+  });
+  return list.count();
+}
+
+template <Math kMath, int kHeadDim>
+Status tangent_program(const TangentParams& params, const LoadedKernel& kernel,
+                       cudaStream_t stream) {
+  const auto run = [&](auto traits) -> Status {
+    using Traits = decltype(traits);
+    using Tile = typename Traits::Tile;
+    const Problem& problem = params.problem;
+    const int64_t heads = batch_size(problem) * problem.q_heads;
+    const int64_t tiles = (int64_t{problem.q_len} + Tile::kRows - 1) / Tile::kRows;
+    if (heads * tiles == 0) return {};
+    const int64_t heads_per_launch = ((int64_t{1} << 31) - 1) / tiles;  // the largest grid
+    for (int64_t first = 0; first < heads; first += heads_per_launch) {
+      const int64_t blocks = std::min(heads - first, heads_per_launch) * tiles;
+      const cudaError_t error =
+          launch(Kernel<TangentParams, uint64_t>(kernel.handle), Start::kAfter,
+                 {static_cast<unsigned>(blocks)}, Tile::kThreads, Traits::kSharedBytes, stream,
+                 params, static_cast<uint64_t>(first));
+      if (error != cudaSuccess) return cuda_status(error, "launching the tangent kernel");
+    }
+    return {};
+  };
+  return use_tile(detail::TangentTraitsList<kMath, kHeadDim>{}, kernel.tile, run);
+}
+
+}  // namespace jaxflash::sm80

@@ -1,0 +1,144 @@
+// Host side of the Hopper tangent pass, whose kernels are compiled at run time: which calls it
+// takes, and the launch.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "attention.h"
+#include "common/launch.h"
+#include "common/logarithms.h"
+#include "common/program_kernels.h"
+#include "common/status.h"
+#include "common/workspace.h"
+#include "sm90/tangent_traits.h"
+#include "sm90/tensor_map.h"
+
+namespace jaxflash::sm90 {
+
+namespace detail {
+
+// q, tq, k, tk, v, tv as TMA sees them.
+struct TangentMaps {
+  BatchAxes batch;
+  MappedTensor operands[6];
+};
+
+inline bool map_tangent(const TangentParams& params, TangentMaps& maps) {
+  const Problem& problem = params.problem;
+  const Tensor* const tensors[6] = {&params.q,  &params.tq, &params.k,
+                                    &params.tk, &params.v,  &params.tv};
+  int64_t strides[6][kBatchDims];
+  if (!merge_batch_axes(problem, tensors, maps.batch, strides)) return false;
+  for (int i = 0; i < 6; ++i) {
+    const bool of_query = i < 2, of_value = i >= 4;
+    maps.operands[i] =
+        map_tensor(*tensors[i], of_value ? problem.value_dim : problem.head_dim,
+                   of_query ? problem.q_len : problem.kv_len,
+                   of_query ? problem.q_heads : problem.kv_heads, maps.batch, strides[i]);
+    if (!mappable(maps.operands[i])) return false;
+  }
+  return true;
+}
+
+// Rows of out are read and those of its tangent written 16 bytes at a time.
+inline bool has_aligned_rows(const Tensor& tensor, const Problem& problem) {
+  if (reinterpret_cast<uintptr_t>(tensor.data) % 16 != 0) return false;
+  bool aligned = tensor.seq_stride % 8 == 0 && tensor.head_stride % 8 == 0;
+  for (int axis = 0; axis < problem.num_batch_axes; ++axis) {
+    aligned &= tensor.batch_stride[axis] % 8 == 0;
+  }
+  return aligned;
+}
+
+}  // namespace detail
+
+inline bool takes(const TangentParams& params) {
+  const Problem& problem = params.problem;
+  if (!takes_sizes(problem)) return false;
+  constexpr int64_t kMaxTiles = (int64_t{1} << 31) - 1;  // blocks of a grid
+  const int64_t tiles = (int64_t{problem.q_len} + 63) / 64;
+  const int64_t heads = batch_size(problem) * problem.q_heads;
+  if (heads != 0 && tiles > kMaxTiles / heads) return false;
+  if (!detail::has_aligned_rows(params.out, problem)) return false;
+  if (!detail::has_aligned_rows(params.tout, problem)) return false;
+  detail::TangentMaps maps;
+  return detail::map_tangent(params, maps);
+}
+
+template <Math kMath, int kHeadDim, int kValueDim = kHeadDim>
+Status tangent(const TangentParams&, cudaStream_t) {
+  return error_status("tangents are computed by the kernels of a score program");
+}
+
+// The kernels for a score program: see Launcher.
+template <Math kMath, int kHeadDim, int kValueDim = kHeadDim>
+int tangent_program_kernels(const ProgramTraits& program,
+                            ProgramKernel (&kernels)[kMaxProgramTiles]) {
+  ProgramKernelList list(program, kernels);
+  for_each_tile(typename TangentTiles<kHeadDim, kValueDim>::Tiles{}, [&](int number, auto tile) {
+    using Tile = decltype(tile);
+    using Traits = TangentTraits<Tile, kMath>;
+    const TypeName name = type_name<Traits>();
+    list.add<Tile>(number, "sm90/tangent_kernel.cuh", Traits::kSharedBytes,
+                   "jaxflash::sm90::tangent_kernel<%.*s, jaxflash::BandMask, "
+                   "jaxflash::sm90::ProgramScores<jaxflash::Program>>",
+                   name.length, name.begin);
+  });
+  return list.count();
+}
+
+template <Math kMath, int kHeadDim, int kValueDim = kHeadDim>
+Status tangent_program(const TangentParams& params, const LoadedKernel& kernel,
+                       cudaStream_t stream) {
+  const auto run = [&](auto tile) -> Status {
+    using Tile = decltype(tile);
+    using Traits = TangentTraits<Tile, kMath>;
+    const Problem& problem = params.problem;
+    const int64_t heads = batch_size(problem) * problem.q_heads;
+    if (heads == 0 || problem.q_len == 0) return {};
+    detail::TangentMaps maps;
+    if (!detail::map_tangent(params, maps)) {
+      return error_status(
+          "the Hopper tangent kernel does not take these strides: ask takes() first");
+    }
+    if (problem.kv_len == 0) {  // never read, but a map cannot be empty
+      for (int i = 2; i < 6; ++i) maps.operands[i] = maps.operands[0];
+    }
+    if (encode_tiled() == nullptr) {
+      return error_status("the CUDA driver has no cuTensorMapEncodeTiled: update it");
+    }
+    TangentArgs args{};
+    MappedOperand* const operands[6] = {&args.q, &args.tq, &args.k, &args.tk, &args.v, &args.tv};
+    for (int i = 0; i < 6; ++i) {
+      const MappedTensor& tensor = maps.operands[i];
+      const CUresult encoded = encode(operands[i]->map, tensor, kMath, i < 2 ? 64 : Tile::kKeys);
+      if (encoded != CUDA_SUCCESS) {
+        return error_status("cuTensorMapEncodeTiled failed with CUresult %d",
+                            static_cast<int>(encoded));
+      }
+      for (int axis = 0; axis < kBatchDims; ++axis) {
+        operands[i]->batch_step[axis] = tensor.batch_step[axis];
+      }
+    }
+    args.head_tiles = (problem.q_len + Traits::kTileRows - 1) / Traits::kTileRows;
+    args.by_head_tiles = Divisor(args.head_tiles);
+    args.by_q_heads = Divisor(problem.q_heads);
+    args.by_group = Divisor(problem.q_heads / problem.kv_heads);
+    args.by_inner_batch = Divisor(static_cast<uint32_t>(maps.batch.extent[0]));
+    args.last_is_longest = problem.band.right < kUnlimited;
+    args.problem = problem;
+    args.out = params.out;
+    args.tout = params.tout;
+    args.lse = params.lse;
+    args.tlse = params.tlse;
+    args.scale_log2 = problem.scale * kLog2E;
+    args.captures = params.captures;
+    const auto blocks = static_cast<unsigned>(heads * args.head_tiles);
+    return cuda_status(launch(Kernel<TangentArgs>(kernel.handle), Start::kAfter, {blocks},
+                              Traits::kThreads, Traits::kSharedBytes, stream, args),
+                       "launching the tangent kernel");
+  };
+  return use_tile(typename TangentTiles<kHeadDim, kValueDim>::Tiles{}, kernel.tile, run);
+}
+
+}  // namespace jaxflash::sm90

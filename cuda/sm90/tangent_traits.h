@@ -1,0 +1,71 @@
+// The tangent kernel's arguments and geometry, for host and device.
+#pragma once
+
+#include "common/divisor.h"
+#include "common/integers.h"
+#include "problem.h"
+#include "sm90/tensor_map_bytes.h"
+#include "sm90/tile_config.h"
+
+namespace jaxflash::sm90 {
+
+// An operand as TMA sees it. An index along each batch axis of the map is multiplied with its
+// `step`: 0 broadcasts.
+struct MappedOperand {
+  TensorMap map;
+  int32_t batch_step[2];
+};
+
+struct TangentArgs {
+  MappedOperand q, tq;  // boxes of 64 rows x 64 columns
+  MappedOperand k, tk;  // boxes of kKeys x 64
+  MappedOperand v, tv;  // likewise
+  // Blocks go through the tiles of a head, the longest first, head by head.
+  uint32_t head_tiles;
+  Divisor by_head_tiles;
+  Divisor by_q_heads;
+  Divisor by_group;        // query heads of a kv head
+  Divisor by_inner_batch;  // extent of the fastest batch axis of the maps
+  bool last_is_longest;
+  Problem problem;
+  Tensor out;
+  Tensor tout;
+  const float* lse;
+  float* tlse;
+  float scale_log2;
+  Captures captures;
+};
+
+template <class Tile_, Math kMath_>
+struct TangentTraits {
+  using Tile = Tile_;
+  static constexpr Math kMath = kMath_;
+
+  static constexpr int kWarpGroups = Tile::kWarpGroups;
+  static constexpr int kTileRows = 64 * kWarpGroups;
+  static constexpr int kThreads = 128 * (kWarpGroups + 1);
+  // As in ForwardTraits.
+  static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
+  static constexpr int kPooledRegisters = kLaunchRegisters * (kWarpGroups + 1);
+  static constexpr int kConsumerRegisters = (kPooledRegisters - 32) / kWarpGroups / 8 * 8;
+  static constexpr int kProducerRegisters = kPooledRegisters - kWarpGroups * kConsumerRegisters;
+  static_assert(kConsumerRegisters <= 255 && kProducerRegisters % 8 == 0);
+
+  static constexpr int kPanelRowBytes = 128;
+  static constexpr int kPanels = (Tile::kHeadDim + 63) / 64;
+  static constexpr int kValuePanels = (Tile::kValueDim + 63) / 64;
+  static constexpr int kQPanelBytes = 64 * kPanelRowBytes;
+  static constexpr int kKeyPanelBytes = Tile::kKeys * kPanelRowBytes;
+  static constexpr int kQBytes = kPanels * kQPanelBytes;  // of one warpgroup
+  static constexpr int kKBytes = kPanels * kKeyPanelBytes;
+  static constexpr int kVBytes = kValuePanels * kKeyPanelBytes;
+  static_assert(Tile::kKeys % 16 == 0 && Tile::kKeys <= 256);
+
+  static constexpr int kOperandBytes =
+      kWarpGroups * 2 * kQBytes + Tile::kKeyStages * 2 * kKBytes + Tile::kValueStages * 2 * kVBytes;
+  static constexpr int kBarriers = kWarpGroups + 2 * (Tile::kKeyStages + Tile::kValueStages) + 1;
+  static constexpr int kSharedBytes = (kOperandBytes + 8 * kBarriers + 1023) / 1024 * 1024;
+  static_assert(kSharedBytes <= 227 * 1024);
+};
+
+}  // namespace jaxflash::sm90

@@ -1,0 +1,13 @@
+// What host and device know of a tensor map.
+#pragma once
+
+#include "common/integers.h"
+
+namespace jaxflash::sm90 {
+
+// A CUtensorMap, written on the host (tensor_map.h), without the driver's header.
+struct alignas(64) TensorMap {
+  uint64_t opaque[16];
+};
+
+}  // namespace jaxflash::sm90
