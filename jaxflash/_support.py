@@ -72,7 +72,10 @@ TRANSFORMS = (
         "`jvp`, `linearize`, `jacfwd`",
         "yes, but tangents of `bias`, `alibi_slopes` and what `score_mod` captures",
     ),
-    ("`jvp` of `grad` (Hessian-vector products), `grad` of `grad`, `hessian`", "tangents, first gradients"),
+    (
+        "`jvp` of `grad` (Hessian-vector products), `grad` of `grad`, `hessian`",
+        "tangents, first gradients",
+    ),
     ("`grad` of `jvp`", "tangents, first gradients"),
     ("MeanFlow: a tangent under `stop_gradient` in a loss", "yes"),
     ("third and higher derivatives", "tangents, first gradients"),

@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(Traits::Tile::kThreads, Traits::Tile::kBlocksP
   extern __shared__ __align__(128) char smem_bytes[];
   const uint32_t base = smem_address(smem_bytes);
   const Rows q_tile{base}, tq_tile{base + Traits::kQueryBytes};
-  enum { kKey, kKeyTangent, kValue, kValueTangent };
+  constexpr int kKey = 0, kKeyTangent = 1, kValue = 2, kValueTangent = 3;
   const auto key_tile = [&](int stage, int operand) {
     return Keys{base + 2 * Traits::kQueryBytes + stage * Traits::kStageBytes +
                 operand * Traits::kKeyBytes};
@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(Traits::Tile::kThreads, Traits::Tile::kBlocksP
     if (sees) {
       float s[kRowTiles][kKeyBlocks][4] = {};
       float t[kRowTiles][kKeyBlocks][4] = {};
-      const auto multiply = [&](float (&sum)[kRowTiles][kKeyBlocks][4], const auto& rows,
+      const auto multiply = [&](float (&sum)[kRowTiles][kKeyBlocks][4], const Rows& rows,
                                 int operand) {
         const auto columns = key_tile(stage, operand);
         gemm<kMath, kHeadDim / kK>(
@@ -239,7 +239,7 @@ __global__ void __launch_bounds__(Traits::Tile::kThreads, Traits::Tile::kBlocksP
           }
         }
       }
-      const auto add = [&](const float (&weights)[kRowTiles][kKeyBlocks][4], const auto& values) {
+      const auto add = [&](const float (&weights)[kRowTiles][kKeyBlocks][4], const Keys& values) {
         gemm<kMath, Tile::kKeys / kK>(
             o, [&](int m, int k) { return a_from_accumulators<kMath>(&weights[m][k * kK / 8]); },
             [&](int n, int k) { return load_b_transposed<kMath>(values, 16 * n, k * kK); });

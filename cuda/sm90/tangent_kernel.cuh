@@ -165,6 +165,8 @@ struct TangentConsumers {
     sm90::issue_scores<kMath, kColumns, kA, kB, kKeys, 0, true>(t, tq, k);
   }
 
+  static constexpr int kScoreGroups = 3;  // of the above, as wgmma_wait counts
+
   // o += weights V, in flight on return.
   __device__ __forceinline__ static void issue_values(float (&o)[Tile::kValueDim / 2],
                                                       const uint32_t (&weights)[kKeys / 4],
@@ -333,11 +335,12 @@ struct TangentConsumers {
         wait_values();
         issue_both_values();
         issue_next_scores();
+        wgmma_wait<kScoreGroups>();
+        release_values();
         wgmma_wait<0>();
         hold(s);
         hold(t);
         hold(o);
-        release_values();
         release_keys();
         weigh(tile);
       }
