@@ -168,7 +168,7 @@ def check_tangents(case: AttentionCase, implementation: str | None) -> None:
     moving, others, tangents = _moving(case, case.arrays())
 
     @jax.jit
-    def run(moving, tangents):
+    def run(moving, others, tangents):
         def attend(moving):
             return jaxflash.dot_product_attention(
                 **case.arguments({**moving, **others}),
@@ -178,9 +178,10 @@ def check_tangents(case: AttentionCase, implementation: str | None) -> None:
 
         return jax.jvp(attend, (moving,), (tangents,))[1]
 
-    results = run(moving, tangents)
+    results = run(moving, others, tangents)
     assert results[0].dtype == jnp.dtype(case.dtype)
-    for name, actual, again in zip(bounds, results, run(moving, tangents), strict=True):
+    repeated = run(moving, others, tangents)
+    for name, actual, again in zip(bounds, results, repeated, strict=True):
         check_result(name, actual, bounds[name], repro(case, implementation, "check_tangents"))
         assert_same_bits(actual, again, name)
 
@@ -200,16 +201,17 @@ def _expected_tangents(case, arithmetic: str, kernels: bool) -> dict[str, Bound]
     weights = _dropout_weights(case, others) if case.dropout_rate else None
 
     @_compiled_quickly
-    def truth_of(moving, tangents):
+    def truth_of(moving, others, tangents):
         def attend(moving):
             arguments = case.arguments({**moving, **others})
             return jaxflash.reference.dot_product_attention(
                 **{**arguments, "precision": "highest"}, return_residual=True
             )
 
-        (out, _), (t_out, t_lse) = jax.jvp(attend, (moving,), (tangents,))
+        (out, lse), (t_out, t_lse) = jax.jvp(attend, (moving,), (tangents,))
         # The tangent of the logits that a whole row has in common cancels.
-        return (t_out, t_lse), (jnp.abs(t_lse[..., None] * out), jnp.abs(t_lse) + 1)
+        natural = jnp.abs(t_lse[..., None] * out), jnp.abs(t_lse) + 1
+        return (t_out, t_lse), natural, lse
 
     @_compiled_quickly
     def plain_of(moving, tangents):
@@ -226,12 +228,12 @@ def _expected_tangents(case, arithmetic: str, kernels: bool) -> dict[str, Bound]
         return {name: jnp.asarray(x, dtype) for name, x in operands.items()}
 
     with jax.default_device(_CPU), jax.enable_x64(True):
-        truth, natural = jax.device_get(
-            truth_of(cast(moving, np.float64), cast(tangents, np.float64))
+        truth, natural, lse = jax.device_get(
+            truth_of(cast(moving, np.float64), others, cast(tangents, np.float64))
         )
         plain = jax.device_get(plain_of(cast(moving, wide), cast(tangents, wide)))
     return {
-        name: _bound(name, *values, FLOOR)
+        name: _bound(name, *values, _floor_given_lse(lse))
         for name, *values in zip(("tout", "tlse"), truth, plain, natural, strict=True)
     }
 
@@ -243,12 +245,16 @@ def expected(case: AttentionCase, arithmetic: str, kernels: bool = False) -> dic
     with jax.default_device(_CPU), jax.enable_x64(True):
         truth, natural = _truth(case, arrays, dout, dlse)
         plain = _plain(case, arrays, dout, dlse, arithmetic, kernels)
-    # A backward pass recomputes p = exp(logit - lse) from the lse as it is stored, in float32.
-    top = np.max(np.abs(truth["lse"]), where=np.isfinite(truth["lse"]), initial=0.0)
-    floors = {name: FLOOR if name in ("out", "lse") else FLOOR + 2 * UNIT * top for name in truth}
+    given_lse = _floor_given_lse(truth["lse"])
+    floors = {name: FLOOR if name in ("out", "lse") else given_lse for name in truth}
     return {
         name: _bound(name, truth[name], plain[name], natural[name], floors[name]) for name in truth
     }
+
+
+def _floor_given_lse(lse) -> float:
+    """Of a pass that recomputes p = exp(logit - lse) from the lse as it is stored, in float32."""
+    return FLOOR + 2 * UNIT * np.max(np.abs(lse), where=np.isfinite(lse), initial=0.0)
 
 
 def _truth(case, arrays, dout, dlse):

@@ -36,6 +36,20 @@ def test_tangents(case):
     check_tangents(case, "cuda")
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        case
+        for case in CASES
+        if case.name in ("bfloat16", "float16", "lengths-window-gqa", "segments")
+    ],
+    ids=_name,
+)
+def test_tangents_xla(case):
+    """A few; test_derivatives.py has the blockwise path's tangents of every option."""
+    check_tangents(case, "xla")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "case",

@@ -45,7 +45,8 @@ def attend(request):
     )
 
 
-_blockwise_path = functools.partial(jaxflash.dot_product_attention, implementation="xla")
+_any_path = jaxflash.dot_product_attention
+_blockwise_path = functools.partial(_any_path, implementation="xla")
 _dense = jaxflash.reference.dot_product_attention
 
 # ---- Every option --------------------------------------------------------------------------------
@@ -185,6 +186,21 @@ def test_second_order_is_that_of_the_reference(name):
         arguments = operands, _like(operands, 2)
         actual = _of_transforms(names, _blockwise_path, options, *arguments)
         _close(actual, _of_transforms(names, _dense, options, *arguments), 1e-10, 1e-10)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::jaxflash.SlowPathWarning")  # of captures, on purpose
+@pytest.mark.parametrize("name", OPTIONS)
+def test_tangents_of_all_operands_on_the_kernels(name):
+    """What the kernels compute, and beside it what they lack."""
+    operands, options = _operands(OPTIONS[name])
+    operands = jax.tree.map(np.float32, operands)
+
+    def run(attend):
+        attend = functools.partial(attend, precision="highest", **options)
+        return jax.jit(_jvp(attend))(operands, _like(operands, 2))
+
+    _close(run(functools.partial(_any_path, implementation="cuda")), run(_dense))
 
 
 def test_third_order():
