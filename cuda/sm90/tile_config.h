@@ -237,18 +237,21 @@ struct TangentTile {
 template <int kHeadDim, int kValueDim>
 struct TangentTiles;
 
+// 624 TFLOP/s at S = 4096; two warpgroups of 96 keys 580, of 128 keys 496.
 template <>
 struct TangentTiles<64, 64> {
   using Tiles =
       ProgramTiles<TangentTile<64, 64, 3, 64, 4, 4, 0>, TangentTile<64, 64, 2, 64, 4, 4, 0>>;
 };
-// Three warpgroups have no registers for scores, their tangents and the output.
+// Three warpgroups have no registers for scores, their tangents and the output. 707 TFLOP/s;
+// without q in registers 700, 80 keys 638.
 template <>
 struct TangentTiles<128, 128> {
   using Tiles =
       ProgramTiles<TangentTile<128, 128, 2, 64, 2, 2, 8>, TangentTile<128, 128, 2, 64, 2, 2, 0>>;
 };
-// q and its tangent take 128 KB.
+// q and its tangent take 128 KB, and products of 32 keys read more than shared memory delivers:
+// 447.
 template <>
 struct TangentTiles<256, 256> {
   using Tiles = ProgramTiles<TangentTile<256, 256, 2, 32, 2, 1, 0>>;
