@@ -395,9 +395,8 @@ def test_gradients_under_a_mask():
     """The mask is a capture of the program, and where it hides nobody asks for a derivative."""
     bias = jnp.ones((_SIZES.heads, _SIZES.q_len, _SIZES.kv_len), jnp.float32)
     program, _ = _traced(lambda s, b, h, q, kv: jnp.tanh(s) + bias[h, q, kv])
-    program = _scores.masked(
-        program, (1, 2), jax.ShapeDtypeStruct(_LENGTHS, jnp.bool_), packed=None
-    )
+    mask = _scores.dense_predicate((1, 2), jax.ShapeDtypeStruct(_LENGTHS, jnp.bool_), packed=None)
+    program = _scores.masked(program, mask)
     printed = _printer.print_gradients(
         program, (0,), lengths=_LENGTHS, distance_is_difference=True, dropout=3
     )
