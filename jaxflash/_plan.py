@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import math
 
-import jax
 import jax.numpy as jnp
 
 from jaxflash import _dense_mask

@@ -94,7 +94,7 @@ def _hashed(b, h, q, kv):
 
 
 # A value that has a place of its own in the call, or one that has none.
-_NATIVE = (
+NATIVE = (
     MaskValue(
         "causal",
         lambda batch: masks.causal(),
@@ -329,7 +329,7 @@ _COMBINED = (
     ),
 )
 
-MASK_VALUES = {row.name: row for row in (*_NATIVE, *_FUNCTIONS, *_COMBINED)}
+MASK_VALUES = {row.name: row for row in (*NATIVE, *_FUNCTIONS, *_COMBINED)}
 
 
 def visible(row: MaskValue, arrays: dict, shape, given=(None, None)) -> np.ndarray:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +21,8 @@ from jaxflash import (
     _api,
     _blockwise,
     _derivatives,
-    _kernel_program,
     _plan,
     _ranges,
-    _scores,
     _support,
     masks,
 )
@@ -328,8 +327,6 @@ def test_export(symbolic):
         mask = mask & masks.causal() | masks.window(0, 0, "bottom_right")
         return jax.grad(lambda q: _loss(jaxflash.dot_product_attention, mask, (q, q, q)))(query)
 
-    import warnings
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", jaxflash.SlowPathWarning)
         exported = export.export(
@@ -348,16 +345,17 @@ def _mesh(kind=None):
     return Mesh(devices, ("b", "h"), **options)
 
 
-_SHARDED = ("prefix", "head-windows", "intervals", "two-arrays", "array-or-band", "documents")
+_SHARDED = [
+    *(("auto", name) for name in ("prefix", "head-windows", "array-or-band")),
+    *(("explicit", name) for name in ("prefix", "head-windows", "intervals", "array-or-band")),
+    # Where functions count the batch elements and heads of a device.
+    *(("shard_map", name) for name in ("global-tokens", "two-arrays", "array-or-band")),
+]
 
 
-@pytest.mark.parametrize("kind", ["auto", "explicit", "shard_map"])
-@pytest.mark.parametrize("name", _SHARDED)
-def test_sharded(name, kind):
-    """Batch and heads split; captures stand whole. Inside `shard_map` functions count the elements
-    and heads of a device."""
-    if kind == "shard_map" and name not in ("array-or-band", "two-arrays"):
-        name = "global-tokens"
+@pytest.mark.parametrize(("kind", "name"), _SHARDED)
+def test_sharded(kind, name):
+    """Batch and heads split; captures of functions stand whole."""
     mask, _ = _value(name)
     qkv = _qkv()
     mesh = _mesh(jax.sharding.AxisType.Explicit if kind == "explicit" else None)
@@ -371,15 +369,7 @@ def test_sharded(name, kind):
     ours = functools.partial(gradients, _ATTENTIONS[0])
     if kind == "shard_map":
         spec = P("b", None, "h")
-        # Arrays of the mask are split as the call's.
-        specs = jax.tree.map(
-            lambda x: (
-                P(*(a if n != 1 else None for n, a in zip(x.shape, "bh"[2 - (x.ndim - 2) :])))
-                if x.ndim > 1
-                else P()
-            ),
-            mask,
-        )
+        specs = jax.tree.map(lambda x: {3: P("h"), 4: P("b")}.get(x.ndim, P()), mask)
         run = jax.shard_map(
             lambda mask, *qkv: ours(mask, qkv)[1],
             mesh=mesh,
@@ -392,3 +382,332 @@ def test_sharded(name, kind):
             actual = jax.jit(ours)(mask, placed)[1]
     for x, y in zip(actual, expected, strict=True):
         np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5)
+
+
+# ---- What the kernels are told -------------------------------------------------------------------
+
+
+def _described(mask, **options):
+    """(spec, operands) with what every pass of a call shares."""
+    shape = options.pop("shape", (_B, _N, 200, 330))
+    batch, heads, q_len, kv_len = shape
+    query, key = (
+        jnp.zeros((batch, length, n, _H), jnp.float32)
+        for length, n in ((q_len, heads), (kv_len, options.pop("kv_heads", heads // 2)))
+    )
+    spec, operands = _api.described(query, key, key, mask=mask, **options)
+    return spec, _plan.with_hulls(spec, operands)
+
+
+def _intervals_of(visible):
+    """(begin, end) of what is seen along the last axis."""
+    numbers = np.arange(visible.shape[-1])
+    begin = np.min(np.where(visible, numbers, numbers.size), axis=-1)
+    end = np.max(np.where(visible, numbers + 1, 0), axis=-1)
+    return np.stack((np.where(end > 0, begin, 0), end), axis=-1)
+
+
+@pytest.mark.parametrize("elements", [1 << 22, 5000], ids=["one block", "blocks"])
+@pytest.mark.parametrize(
+    "name", [n for n, row in MASK_VALUES.items() if row not in mask_values.NATIVE]
+)
+def test_hulls(name, elements, monkeypatch):
+    """The first and the last key of each row and row of each key, of each head that has its own,
+    and what follows for the ranges of the kernels; the pass widens nothing that does not ask."""
+    monkeypatch.setattr(_plan, "_BLOCK_ELEMENTS", elements)
+    shape = (_B, _N, 200, 330)
+    mask, visible = _value(name, shape)
+    spec, operands = _described(mask, shape=shape)
+    widest = np.broadcast_shapes(operands.rows_hull.shape[:2], operands.keys_hull.shape[:2])
+    asks_for_batch = (visible != visible[:1]).any()
+    asks_for_heads = (visible != visible[:, :1]).any()
+    if operands.query_seq_lengths is None and operands.query_segment_ids is None:
+        assert widest == (_B if asks_for_batch else 1, _N if asks_for_heads else 1)
+        if operands.mask is None:
+            rows, keys = _intervals_of(visible), _intervals_of(visible.mT)
+            np.testing.assert_array_equal(np.broadcast_to(operands.rows_hull, rows.shape), rows)
+            np.testing.assert_array_equal(np.broadcast_to(operands.keys_hull, keys.shape), keys)
+    ranges = _ranges.of_call(spec, operands, "forward")
+    assert ranges is not None
+    for intervals, seen in ((ranges.keys_of_row, visible), (ranges.rows_of_key, visible.mT)):
+        of_heads = _intervals_of(seen.any(1))
+        nonempty = of_heads[..., 1] > 0
+        intervals = np.asarray(intervals)
+        assert (intervals[..., 0] <= of_heads[..., 0])[nonempty].all()
+        assert (intervals[..., 1] >= of_heads[..., 1])[nonempty].all()
+
+
+def _visited(intervals, others: int, size: int = 64) -> int:
+    """How many tiles a kernel visits: of each block of rows those of keys in the hull."""
+    tiles = 0
+    for blocks in np.asarray(intervals):
+        for begin, end, *_ in blocks:
+            tiles += max(-(-min(end, others) // size) - begin // size, 0)
+    return tiles
+
+
+# Of masks without holes between what a block of rows sees: no empty tile is visited.
+_VISITS = {
+    "prefix of 100": masks.causal() | masks.function(lambda b, h, q, kv: kv < 100),
+    "window": masks.function(lambda b, h, q, kv: (q >= kv) & (q - kv < 130)),
+    "documents": masks.function(lambda b, h, q, kv: q // 200 == kv // 200),
+    "documents, causal": masks.function(lambda b, h, q, kv: q // 200 == kv // 200) & masks.causal(),
+    "intervals": masks.intervals(np.arange(640) // 3 * 2, np.arange(640) // 3 * 2 + 90),
+    "blocks": masks.function(lambda b, h, q, kv: q // 128 == kv // 128),
+    "nothing": masks.function(lambda b, h, q, kv: q < 0),
+}
+
+
+@pytest.mark.parametrize("mask", _VISITS.values(), ids=_VISITS)
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+def test_visited_tiles(mask, pass_):
+    length = 640
+    visible = np.asarray(masks.as_array(mask, (1, length, length)))[0]
+    spec, operands = _described(mask, shape=(1, 2, length, length))
+    ranges = _ranges.of_call(spec, operands, pass_)
+    tiles = visible.reshape(length // 64, 64, length // 64, 64).any((1, 3)).sum()
+    assert tiles < 100 or tiles == 0
+    for blocks in (ranges.row_blocks, ranges.key_blocks):
+        assert _visited(blocks, length) == tiles
+
+
+def test_hulls_of_several_parts():
+    """Segments, an array and a function: what all of them allow."""
+    ids = jnp.asarray(np.arange(640) // 160, jnp.int32)
+    mask = masks.segments(ids) & masks.function(lambda b, h, q, kv: abs(q - kv) < 64)
+    spec, operands = _described(mask, shape=(1, 2, 640, 640))
+    ranges = _ranges.of_call(spec, operands, "forward")
+    visible = np.asarray(masks.as_array(mask, (1, 640, 640)))
+    np.testing.assert_array_equal(ranges.keys_of_row, _intervals_of(visible))
+    np.testing.assert_array_equal(ranges.rows_of_key, _intervals_of(visible.mT))
+    np.testing.assert_array_equal(ranges.query_ids[0], ids)
+
+    array = np.tri(640, k=-64, dtype=bool)
+    mask = masks.dense(array) & masks.function(lambda b, h, q, kv: (q < 300) & (kv >= 64))
+    spec, operands = _described(mask, shape=(1, 2, 640, 640))
+    ranges = _ranges.of_call(spec, operands, "forward")
+    visible = np.asarray(masks.as_array(mask, (1, 640, 640)))
+    tiles = visible[0].reshape(10, 64, 10, 64).any((1, 3)).sum()
+    assert _visited(ranges.row_blocks, 640) == tiles
+
+
+def test_unseen_rows_and_keys():
+    """What a mask hides from all is replaced before it meets a kernel, of each head."""
+    mask = masks.function(lambda b, h, q, kv: (kv >= 5) & ((h < 2) | (q < 7)) & (q != kv))
+    mask &= np.arange(_S) != 9
+    q, k, v = (jnp.full(x.shape, jnp.nan) for x in _qkv())
+    spec, operands = _api.described(q, k, v, mask=mask)
+    operands = _plan.with_hulls(spec, operands)
+    visible = np.asarray(masks.as_array(mask, _SHAPE))
+    keys = visible.any((1, 2))[..., None, None]
+    rows = np.swapaxes(visible.any(-1), -1, -2)[..., None]
+    for pass_ in ("forward", "backward"):
+        shown = _support._ffi._without_unseen(operands, pass_)
+        for x, seen, applies in (
+            (shown.query, rows, pass_ == "backward"),
+            (shown.key, keys, pass_ == "backward"),
+            (shown.value, keys, True),
+        ):
+            expected = np.broadcast_to(seen, x.shape) if applies else np.ones(x.shape, bool)
+            np.testing.assert_array_equal(np.isnan(x), expected)
+
+
+def _largest(function, *arguments) -> int:
+    """Elements of the largest array of a traced function."""
+    return max(
+        math.prod(variable.aval.shape)
+        for equation in equations(function, *arguments)
+        for variable in equation.outvars
+        if hasattr(variable.aval, "shape")
+    )
+
+
+@_needs_kernels
+@pytest.mark.parametrize("path", ["xla", "cuda"])
+def test_memory_is_linear(path):
+    """No array of queries and keys: neither for the kernels, whose pass over the mask evaluates it
+    block by block, nor on the blockwise path."""
+    length, heads = 1 << 17, 2
+    x = jax.ShapeDtypeStruct((1, length, heads, 64), jnp.bfloat16)
+    ids = jax.ShapeDtypeStruct((1, length), jnp.int32)
+
+    def gradient(x, ids):
+        mask = masks.function(lambda b, h, q, kv, ids: ids[b, q] == ids[b, kv], ids)
+        mask |= masks.causal()
+
+        def loss(x):
+            out = jaxflash.dot_product_attention(x, x, x, mask=mask, implementation=path)
+            return jnp.sum(out.astype(jnp.float32) ** 2)
+
+        return jax.grad(loss)(x)
+
+    with jax.default_device(jax.devices("cpu")[0]):
+        assert _largest(gradient, x, ids) <= 5 * length * heads * 64
+    assert 5 * length * heads * 64 < length * length / 128
+
+
+@_needs_kernels
+def test_operands_of_the_custom_calls():
+    """Captures of the mask after those of scores, and before the sink's and dropout's; the hulls,
+    found once for both passes."""
+    x = jnp.zeros((_B, 64, _N, 64), jnp.bfloat16)
+    table, ids, sink = jnp.zeros((_N, 5)), jnp.zeros((_B, 64), jnp.int32), jnp.zeros(_N)
+
+    def loss(x, table, ids, array, sink):
+        mask = masks.function(lambda b, h, q, kv, ids: ids[b, q] == ids[b, kv], ids)
+        mask = (mask | masks.intervals(ids[:, None], 7)) & array
+        out = jaxflash.dot_product_attention(
+            x,
+            x,
+            x,
+            mask=mask,
+            sink=sink,
+            implementation="cuda",
+            score_mod=lambda s, b, h, q, kv: s + table[h, q % 5],
+        )
+        return jnp.sum(out.astype(jnp.float32))
+
+    traced = jax.jit(jax.grad(loss)).trace(x, table, ids, jnp.ones((1, 1, 1, 64), bool), sink)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    masks_of = {
+        "forward": "tensor<1x2xui32>",  # a bit for each key
+        "backward": "tensor<1x64xi1>",
+    }
+    hulls = f"tensor<{_B}x64x2xi32>, tensor<{_B}x64x2xi32>, "
+    own = f"tensor<1x{_B}x64xi32>, tensor<{_B}x64xi32>, tensor<1xi32>"
+    for pass_, array in masks_of.items():
+        (call,) = (line for line in text.splitlines() if f"@jaxflash_{pass_}_v2" in line)
+        assert f"tensor<1x{_N}x5xf32>, {array}, {own}, tensor<1x{_N}xf32>, {hulls}" in call, call
+    one_pass = sum(
+        equation.primitive.name in ("reduce_max", "argmax") and equation.invars[0].aval.ndim == 5
+        for equation in equations(
+            jax.grad(loss), x, table, ids, jnp.ones((1, 1, 1, 64), bool), sink
+        )
+    )
+    assert one_pass == 2
+
+
+@_needs_kernels
+def test_sharded_programs_of_the_kernels_gather_nothing():
+    mask, _ = _value("documents-causal", (4, _N, 64, 64))
+    mesh = _mesh()
+    shape = jnp.zeros((4, 64, _N, 16), jnp.float32)
+    x = jax.device_put(shape, NamedSharding(mesh, P("b", None, "h")))
+    loss = functools.partial(_loss, jaxflash.dot_product_attention, implementation="cuda")
+    traced = jax.jit(jax.grad(lambda x: loss(mask, (x, x, x)))).trace(x)
+    text = traced.lower(lowering_platforms=("cuda",)).compile().as_text()
+    for collective in ("all-gather", "all-to-all", "collective-permute", "all-reduce"):
+        assert collective not in text
+    assert f"f32[2,64,{_N // 2},16]" in text
+
+
+@_needs_kernels
+def test_supported_without_arrays():
+    shape = jax.ShapeDtypeStruct((2, 128, 4, 64), jnp.bfloat16)
+    ids = jax.ShapeDtypeStruct((2, 128), jnp.int32)
+    always = jaxflash.supported(shape, shape, shape)
+    for mask in (
+        masks.causal() & masks.segments(ids) & masks.lengths(jax.ShapeDtypeStruct((2,), jnp.int32)),
+        masks.function(lambda b, h, q, kv, x: x[b, q] == x[b, kv], ids) | masks.segments(ids, ids),
+        masks.dense(jax.ShapeDtypeStruct((128,), jnp.bool_)) & jax.ShapeDtypeStruct((), jnp.bool_),
+        ~masks.intervals(jax.ShapeDtypeStruct((128,), jnp.int8), ids),
+    ):
+        if isinstance(mask, masks.Not):
+            with pytest.raises(ValueError, match="end must broadcast"):
+                jaxflash.supported(shape, shape, shape, mask=mask)
+        else:
+            assert jaxflash.supported(shape, shape, shape, mask=mask) == always
+    mask = masks.function(lambda b, h, q, kv: jax.lax.while_loop(lambda x: x < q, abs, kv) > 3)
+    reasons = jaxflash.supported(shape, shape, shape, mask=mask)
+    assert any(reason.startswith("mask `while`") for reason in reasons)
+    many = masks.function(lambda b, h, q, kv, *x: sum(y[b, q] for y in x) > 3, *(ids,) * 9)
+    assert any("9 arrays" in x for x in jaxflash.supported(shape, shape, shape, mask=many))
+
+
+# ---- Faults --------------------------------------------------------------------------------------
+
+
+_OK = np.ones((_T, _S), bool)
+
+# id: (what makes the mask, words of the error)
+_WRONG = {
+    "alignment": (lambda: masks.causal("left"), ["masks.causal", "alignment", "left", "top_left"]),
+    "window side": (lambda: masks.window(-1, 0), ["masks.window", "-1"]),
+    "window float": (lambda: masks.window(1.5, 0), ["masks.window", "1.5"]),
+    "lengths dtype": (lambda: masks.lengths(jnp.ones(2)), ["masks.lengths: query", "float32"]),
+    "lengths of text": (lambda: masks.lengths(key_value="3"), ["masks.lengths: key_value", "str"]),
+    "ids dtype": (lambda: masks.segments(jnp.ones(_T)), ["masks.segments", "float32"]),
+    "ids None": (lambda: masks.segments(None), ["masks.segments: query_ids", "None"]),
+    "ids of two dtypes": (
+        lambda: masks.segments(jnp.zeros(_T, jnp.uint32), jnp.zeros(_S, jnp.int32)),
+        ["masks.segments", "uint32", "int32"],
+    ),
+    "interval dtype": (lambda: masks.intervals(0, jnp.ones(_T)), ["intervals: end", "float32"]),
+    "interval of": (lambda: masks.intervals(0, 3, of="row"), ["masks.intervals: of", "row", "key"]),
+    "dense dtype": (lambda: masks.dense(_OK.astype(np.int32)), ["masks.dense", "bool", "int32"]),
+    "no function": (lambda: masks.function(_OK), ["masks.function", "ndarray"]),
+    "mask for a function": (lambda: masks.function(masks.causal()), ["masks.function", "Window"]),
+    "text captured": (lambda: masks.function(lambda *i: True, "a"), ["masks.function", "capture"]),
+}  # fmt: skip
+
+# Known when the sizes are.
+_UNFIT = {
+    "lengths shape": (masks.lengths(jnp.zeros(3, jnp.int32)), ["masks.lengths: query", "(3,)"]),
+    "one array of ids": (masks.segments(jnp.zeros(_T, jnp.int32)), ["masks.segments", "12", "20"]),
+    "ids shape": (
+        masks.segments(jnp.zeros(_S, jnp.int32), jnp.zeros(_S, jnp.int32)),
+        ["masks.segments: query_ids", "(*batch, T)", "(20,)"],
+    ),
+    "interval shape": (
+        masks.intervals(0, jnp.zeros((_B, _T), jnp.int32)),
+        ["masks.intervals: end", "(*batch, query heads, T)", "(2, 12)"],
+    ),
+    "interval of keys": (
+        masks.intervals(0, jnp.zeros(_T, jnp.int32), of="key"),
+        ["masks.intervals: end", "(*batch, query heads, S)", "(12,)"],
+    ),
+    "dense shape": (masks.causal() | _OK.T, ["masks.dense: array", "(20, 12)"]),
+    "result dtype": (masks.function(lambda b, h, q, kv: q - kv), ["masks.function", "int32"]),
+    "result shape": (
+        ~masks.function(lambda b, h, q, kv: jnp.stack([q, kv]) > 0), ["masks.function", "(2,)"]
+    ),
+    "result None": (masks.function(lambda b, h, q, kv: None), ["masks.function", "NoneType"]),
+    "leaves of another dtype": (
+        jax.tree.map(lambda x: x.astype(jnp.float32), masks.dense(_OK)), ["masks.dense", "float32"]
+    ),
+    "a function": (lambda b, h, q, kv: True, ["mask", "function", "jaxflash.masks.function"]),
+    "a list": ([masks.causal()], ["mask", "list"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", _WRONG)
+def test_wrong_values(name):
+    make, words = _WRONG[name]
+    with pytest.raises(ValueError, match="masks") as caught:
+        make()
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("name", _UNFIT)
+def test_masks_that_do_not_fit(name):
+    mask, words = _UNFIT[name]
+    for attention in _ATTENTIONS:
+        with pytest.raises(ValueError, match="mask") as caught:
+            attention(*_qkv(), mask=mask)
+        for word in words:
+            assert word in str(caught.value)
+
+
+def test_wrong_arguments_of_as_array():
+    with pytest.raises(ValueError, match=r"jaxflash\.masks.*ndarray"):
+        masks.as_array(_OK, _SHAPE)
+    with pytest.raises(ValueError, match=r"shape must be.*\(12, 20\)"):
+        masks.as_array(masks.causal(), (_T, _S))
+
+
+def test_errors_inside_a_function_are_its_own():
+    with pytest.raises(TypeError, match="positional argument"):
+        jaxflash.dot_product_attention(*_qkv(), mask=masks.function(lambda b, h, q: q > 0))
+    with pytest.raises(TypeError, match="positional argument"):
+        jaxflash.dot_product_attention(*_qkv(), mask=masks.function(lambda b, h, q, kv: True, 3))
