@@ -211,8 +211,8 @@ def dot_product_attention(
     in linear memory. On the kernels' path the forward pass and the first gradients run kernels; all
     else is computed blockwise. Masked-out keys never reach the
     result or a derivative, NaN or infinity in them or in their tangents included, if no row of the
-    call sees them; with segments on the kernels, if they stand before the first or after the last
-    key that a row sees.
+    call sees them. On the kernels one argument, or one of the values that all must allow, has to
+    hide them from every row, segments those before the first or after the last key that a row sees.
 
     Examples:
       Causal attention of eight query heads over two key heads, and its gradient::
