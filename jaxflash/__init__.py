@@ -13,7 +13,7 @@ if _find_spec("jaxflash._extension") is None:
 
 from jax.export import DisabledSafetyCheck as _DisabledSafetyCheck
 
-from jaxflash import _ffi, reference
+from jaxflash import _ffi, masks, reference
 from jaxflash._api import dot_product_attention, supported
 from jaxflash._config import show_config
 from jaxflash._derivatives import CHECKPOINT_NAME
@@ -28,6 +28,7 @@ __all__ = [
     "SlowPathWarning",
     "attention_fn",
     "dot_product_attention",
+    "masks",
     "merge_attention",
     "reference",
     "show_config",

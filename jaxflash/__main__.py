@@ -29,7 +29,8 @@ from typing import Any
 import jax
 
 from jaxflash import _check, _config, _support
-from jaxflash._spec import CAUSAL_ALIGNMENTS, IMPLEMENTATIONS
+from jaxflash._spec import IMPLEMENTATIONS
+from jaxflash.masks import ALIGNMENTS
 
 _EXTRA = "pip install 'jaxflash[cli]'"
 
@@ -55,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
 
     options = parser.add_argument_group("options of the call")
     options.add_argument("--causal", action="store_true")
-    options.add_argument("--causal-alignment", choices=CAUSAL_ALIGNMENTS, default="top_left")
+    options.add_argument("--causal-alignment", choices=ALIGNMENTS, default="top_left")
     options.add_argument(
         "--window",
         type=_side,

@@ -9,6 +9,7 @@ import jax
 from jax.typing import ArrayLike
 
 from jaxflash import _derivatives, _scores, _spec, _support
+from jaxflash.masks import Mask
 
 Implementation = _spec.Implementation
 CausalAlignment = _spec.CausalAlignment
@@ -22,7 +23,7 @@ def dot_product_attention(
     key: ArrayLike,
     value: ArrayLike,
     bias: ArrayLike | None = ...,
-    mask: ArrayLike | None = ...,
+    mask: ArrayLike | Mask | None = ...,
     *,
     scale: ArrayLike | None = ...,
     is_causal: bool = ...,
@@ -50,7 +51,7 @@ def dot_product_attention(
     key: ArrayLike,
     value: ArrayLike,
     bias: ArrayLike | None = ...,
-    mask: ArrayLike | None = ...,
+    mask: ArrayLike | Mask | None = ...,
     *,
     scale: ArrayLike | None = ...,
     is_causal: bool = ...,
@@ -78,7 +79,7 @@ def dot_product_attention(
     key: ArrayLike,
     value: ArrayLike,
     bias: ArrayLike | None = ...,
-    mask: ArrayLike | None = ...,
+    mask: ArrayLike | Mask | None = ...,
     *,
     scale: ArrayLike | None = ...,
     is_causal: bool = ...,
@@ -105,7 +106,7 @@ def dot_product_attention(
     key: ArrayLike,
     value: ArrayLike,
     bias: ArrayLike | None = None,
-    mask: ArrayLike | None = None,
+    mask: ArrayLike | Mask | None = None,
     *,
     scale: ArrayLike | None = None,
     is_causal: bool = False,
@@ -142,7 +143,10 @@ def dot_product_attention(
       value: ``(*B, S, K, h)``, the dtype of query.
       bias: floating array that broadcasts to ``(*B, N, T, S)``, added to the scaled logits. Each
         axis is 1 or full; leading axes may be missing. Its gradient is computed only if asked for.
-      mask: bool array that broadcasts likewise; True means attend.
+      mask: bool array that broadcasts likewise; True means attend. Or a value of `jaxflash.masks`:
+        bands, lengths, segments, intervals, arrays and functions of ``(b, h, q, kv)``, combined by
+        ``&``, ``|`` and ``~``. `is_causal`, `local_window_size`, `segment_ids` and the sequence
+        lengths are short for such values, and a query sees the keys that all of them allow.
       scale: factor of the logits; None means ``1 / sqrt(H)``. A Python number is applied to the
         float32 logits. A traced scalar, which has a gradient, multiplies the query instead, rounded
         to its dtype, and nothing is compiled again when it changes.
@@ -207,8 +211,8 @@ def dot_product_attention(
     in linear memory. On the kernels' path the forward pass and the first gradients run kernels; all
     else is computed blockwise. Masked-out keys never reach the
     result or a derivative, NaN or infinity in them or in their tangents included, if no row of the
-    call sees them; with segments on the kernels, if they stand before the first or after the last
-    key that a row sees.
+    call sees them. On the kernels one argument, or one of the values that all must allow, has to
+    hide them from every row, segments those before the first or after the last key that a row sees.
 
     Examples:
       Causal attention of eight query heads over two key heads, and its gradient::

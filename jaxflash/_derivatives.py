@@ -25,6 +25,7 @@ from jaxflash import (
     _blockwise,
     _ffi,
     _kernel_program,
+    _plan,
     _primitive,
     _sharding,
     _support,
@@ -68,7 +69,10 @@ def attention(spec: AttentionSpec, path: Path, operands: Operands):
     # jax 0.10 does not take NumPy arrays for residuals, which they may be under vmap; a copy costs
     # nothing in a compiled program.
     operands = _with_scaled_query(jax.tree.map(jnp.copy, operands))
-    results: Any = _attention(spec, path, _sharding.alike(spec, operands))
+    alike = _sharding.alike(spec, operands)
+    if path in ("cuda", "auto"):
+        alike = _plan.with_hulls(spec, alike)
+    results: Any = _attention(spec, path, alike)
     return _sharding.as_of_query(operands.query, *results)
 
 

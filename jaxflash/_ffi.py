@@ -22,8 +22,8 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.interpreters import batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxflash import _dense_mask, _kernel_program, _nvrtc, _ranges, _split
 from jaxflash import _extension as extension
+from jaxflash import _kernel_program, _nvrtc, _plan, _ranges, _split
 from jaxflash._dense_mask import Pass
 from jaxflash._kernel_program import KernelGradients, KernelProgram
 from jaxflash._spec import AttentionSpec, Operands
@@ -233,19 +233,18 @@ def tangent(
 def _without_unseen(operands: Operands, pass_: Pass, values_only: bool = False) -> Operands:
     """With zeros where a mask hides a whole row or key: a kernel multiplies what it hides by 0,
     which NaN and infinity survive; in the forward pass the values alone."""
-    mask, query, key, value = operands.mask, operands.query, operands.key, operands.value
-    if mask is None:
+    keys = _plan.seen_keys(operands, pass_)
+    if keys is None:
         return operands
-    keys = _dense_mask.seen_keys(mask, pass_)[..., None, None]  # (*#B, #S, 1, 1)
 
     def shown(x, visible):
         return jnp.where(visible, x, jnp.zeros_like(x))
 
-    operands = operands._replace(value=shown(value, keys))
+    operands = operands._replace(value=shown(operands.value, keys))
     if values_only:
         return operands
-    rows = jnp.swapaxes(_dense_mask.seeing_rows(mask, pass_), -1, -2)[..., None]
-    return operands._replace(query=shown(query, rows), key=shown(key, keys))
+    rows = _plan.seeing_rows(operands, pass_)
+    return operands._replace(query=shown(operands.query, rows), key=shown(operands.key, keys))
 
 
 def _banded(spec: AttentionSpec, operands: Operands) -> AttentionSpec:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxflash._api import dot_product_attention
+from jaxflash.masks import Mask
 
 # Flax's own words for these come by name below; a module needs an array back.
 _OPTIONS = frozenset(inspect.signature(dot_product_attention).parameters) - {"return_residual"}
@@ -24,7 +25,7 @@ def attention_fn(
     key: ArrayLike,
     value: ArrayLike,
     bias: ArrayLike | None = None,
-    mask: ArrayLike | None = None,
+    mask: ArrayLike | Mask | None = None,
     *,
     dropout_rng: jax.Array | None = None,
     dropout_rate: float = 0.0,
@@ -57,7 +58,7 @@ def attention_fn(
       value: see query.
       bias: as in `jaxflash.dot_product_attention`.
       mask: broadcasts to ``(*B, N, T, S)``; bool, or numbers of which 0 means do not attend (Flax's
-        mask helpers make float32 ones).
+        mask helpers make float32 ones); or a value of `jaxflash.masks`.
       dropout_rng: PRNG key.
       dropout_rate: see `jaxflash.dot_product_attention`.
       broadcast_dropout: cannot be honoured: every head and sequence draws a mask of its own. With
@@ -122,7 +123,7 @@ def attention_fn(
 
     query, key, value = _promoted((query, key, value), dtype, promote_dtype)
     _check_position(query, key, is_causal, options)
-    if mask is not None:
+    if mask is not None and not isinstance(mask, Mask):
         mask = jnp.asarray(mask)
         mask = mask if mask.dtype == jnp.bool_ else mask != 0
     if deterministic:

@@ -70,10 +70,11 @@ def make(
         spec.program is None
         and operands.sink is None
         and operands.mask is None
+        and spec.predicate is None
         and not (drops or has_ranges or always)
     ):
         return None
-    program = _with_mask(_identity() if spec.program is None else spec.program, operands, pass_)
+    program = _with_mask(spec, operands, pass_)
     ranks = tuple(len(t.shape) for t in program.capture_types)
     if operands.sink is not None:
         ranks = (*ranks, 1)
@@ -81,8 +82,8 @@ def make(
         ranks = (*ranks, 1)
     if len(ranks) > _printer.MAX_CAPTURES:
         raise NotPrintable(
-            f"captures {len(ranks)} arrays, bias, slopes, sink and seed among them; allowed are "
-            f"{_printer.MAX_CAPTURES}"
+            f"captures {len(ranks)} arrays, bias, slopes, masks, sink and seed among them; "
+            f"allowed are {_printer.MAX_CAPTURES}"
         )
     sink_dtype = None if operands.sink is None else operands.sink.dtype.name
     if sink_dtype not in (None, *_printer.CAPTURE_DTYPES):
@@ -107,7 +108,7 @@ def gradients(
     """
     if spec.program is None:
         return None
-    program = _with_mask(spec.program, operands, "backward")
+    program = _with_mask(spec, operands, "backward")
     dropout = None
     if spec.dropout_rate > 0.0:
         dropout = len(program.capture_types) + (operands.sink is not None)
@@ -119,14 +120,18 @@ def gradients(
     return KernelGradients(printed.source, printed.loads) if printed.loads else None
 
 
-def _with_mask(program: _scores.Program, operands: Operands, pass_: Pass) -> _scores.Program:
-    if operands.mask is None:
-        return program
-    mask = jax.eval_shape(lambda o: _mask(o, pass_), operands)
-    own = jax.ShapeDtypeStruct(mask.shape[operands.mask.ndim - 3 :], mask.dtype)
-    return _scores.masked(
-        program, _dense_mask.axes(operands.mask), own, _dense_mask.packed_axis(operands.mask, pass_)
-    )
+def _with_mask(spec: AttentionSpec, operands: Operands, pass_: Pass) -> _scores.Program:
+    program = _identity() if spec.program is None else spec.program
+    predicates = []
+    if operands.mask is not None:
+        mask = jax.eval_shape(lambda o: _mask(o, pass_), operands)
+        own = jax.ShapeDtypeStruct(mask.shape[operands.mask.ndim - 3 :], mask.dtype)
+        axes = _dense_mask.axes(operands.mask)
+        packed = _dense_mask.packed_axis(operands.mask, pass_)
+        predicates.append(_scores.dense_predicate(axes, own, packed))
+    if spec.predicate is not None:
+        predicates.append(spec.predicate)
+    return _scores.masked(program, *predicates) if predicates else program
 
 
 def _paired(program: _scores.Program, operands: Operands) -> tuple[int, ...]:
@@ -143,7 +148,8 @@ def _distance_is_difference(spec: AttentionSpec, operands: Operands) -> bool:
 
 
 def captures(spec: AttentionSpec, operands: Operands, pass_: Pass) -> tuple[Any, ...]:
-    """The captures as the kernels get them, then mask, sink and dropout: (*#B, *own axes) each."""
+    """The captures as the kernels get them, those of masks, sink and dropout: (*#B, *own axes)
+    each."""
     more = []
     if operands.sink is not None:
         more.append(operands.sink)
@@ -151,6 +157,7 @@ def captures(spec: AttentionSpec, operands: Operands, pass_: Pass) -> tuple[Any,
         more.append(_dropout.kernel_parameters(operands.dropout_seed, spec.dropout_rate))
     ones = (1,) * (operands.query.ndim - 3)
     masks = () if operands.mask is None else (_mask(operands, pass_),)
+    masks += operands.mask_captures
     return *operands.captures, *masks, *(x.reshape(*ones, -1) for x in more)
 
 

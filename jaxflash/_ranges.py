@@ -1,7 +1,7 @@
 """Masks as intervals, for the kernels: the keys that each row sees lie in one interval, and so do
 the rows that see a key. Segments and packed sequences are such masks; what lies in an interval may
-still be of another segment, where ids are not sorted. Of a dense mask they are the hulls: tiles
-outside are skipped, inside the score program has the last word.
+still be of another segment, where ids are not sorted. Of a dense mask and of a predicate they are
+the hulls: tiles outside are skipped, inside the score program has the last word.
 
 Everything is linear in the lengths; the layout is that of `Ranges` in cuda/problem.h.
 """
@@ -37,15 +37,21 @@ class Ranges(NamedTuple):
 
 
 def of_call(spec: AttentionSpec, operands: Operands, pass_: Pass) -> Ranges | None:
-    """Those of a call's segments or packed sequences, or else of its dense mask; or None. In packed
-    ones the band of the spec (causal, window) is part of the intervals."""
+    """Those of a call's segments or packed sequences, and of what its predicate shows; without
+    segments also of its dense mask; or None. In packed ones the band of the spec (causal, window)
+    is part of the intervals."""
     if 0 in (*operands.query.shape, *operands.key.shape):
         return None  # nothing to see
+    hulls = _of_predicate(operands)
     if operands.query_segment_ids is None:
-        return None if operands.mask is None else _of_mask(operands, pass_)
+        if operands.mask is not None:
+            hulls = (*hulls, _dense_mask.hulls(operands.mask, pass_, *_lengths(operands)))
+        return _of_hulls(operands, hulls) if hulls else None
     arrays = [operands.query_segment_ids, operands.key_segment_ids]
     if operands.query_boundaries is None:
         for_one = _of_segments
+        if hulls:
+            arrays += _of_batch(operands, hulls)
     else:
         for_one = functools.partial(_of_packed, spec)
         arrays += [
@@ -59,23 +65,46 @@ def of_call(spec: AttentionSpec, operands: Operands, pass_: Pass) -> Ranges | No
     return for_one(*arrays)
 
 
-def _of_mask(operands: Operands, pass_: Pass) -> Ranges:
-    """The hulls of all heads."""
-    q_len, kv_len = operands.query.shape[-3], operands.key.shape[-3]
+def _lengths(operands: Operands):
+    return operands.query.shape[-3], operands.key.shape[-3]
+
+
+# Pairs of intervals of keys for each row, (*#B, #N, T, 2), and of rows for each key.
+_Hulls = tuple[tuple[Any, Any], ...]
+
+
+def _of_predicate(operands: Operands) -> _Hulls:
+    if operands.rows_hull is None:
+        return ()
+    return ((operands.rows_hull, operands.keys_hull),)
+
+
+def _of_batch(operands: Operands, hulls: _Hulls) -> list[Any]:
+    """What all of some hulls share, of all heads together: (*B, T, 2) and (*B, S, 2), since the
+    kernels read ranges of every batch element."""
     batch = operands.query.shape[:-3]
-    hulls = _dense_mask.hulls(operands.mask, pass_, q_len, kv_len)
-    # The kernels read ranges of every batch element.
-    keys, rows = (
-        jnp.broadcast_to(x, (*batch, *x.shape[-2:])) for x in (_joined(x, axis=-3) for x in hulls)
-    )
+    met = (functools.reduce(_met, of) for of in zip(*hulls, strict=True))
+    joined = (_joined(x, axis=-3) for x in met)
+    return [jnp.broadcast_to(x, (*batch, *x.shape[-2:])) for x in joined]
+
+
+def _of_hulls(operands: Operands, hulls: _Hulls) -> Ranges:
     solid = jnp.ones((), jnp.bool_)
 
     def for_one(keys, rows):
         return _summarised(keys, solid, rows, solid)
 
-    for _ in batch:
+    for _ in operands.query.shape[:-3]:
         for_one = jax.vmap(for_one)
-    return for_one(keys, rows)
+    return for_one(*_of_batch(operands, hulls))
+
+
+def _met(intervals, others):
+    """What intervals share with others."""
+    begin = jnp.maximum(intervals[..., 0], others[..., 0])
+    end = jnp.minimum(intervals[..., 1], others[..., 1])
+    shares = begin < end
+    return jnp.stack((jnp.where(shares, begin, 0), jnp.where(shares, end, 0)), axis=-1)
 
 
 def _joined(intervals, axis: int):
@@ -87,7 +116,7 @@ def _joined(intervals, axis: int):
     return jnp.stack((jnp.where(last > 0, first, 0), last), axis=-1)
 
 
-def _of_segments(query_ids, key_ids) -> Ranges:
+def _of_segments(query_ids, key_ids, keys_hull=None, rows_hull=None) -> Ranges:
     keys, keys_solid = _matches(query_ids, key_ids)
     rows, rows_solid = _matches(key_ids, query_ids)
     # Ids of 64 bits as their rank among the keys: -1 for those that no key has.
@@ -95,6 +124,8 @@ def _of_segments(query_ids, key_ids) -> Ranges:
         order = jnp.sort(key_ids)
         key_ids, ranks = _ranks(order, key_ids), _ranks(order, query_ids)
         query_ids = jnp.where(keys[:, 0] < keys[:, 1], ranks, -1)
+    if keys_hull is not None:
+        keys, rows = _met(keys, keys_hull), _met(rows, rows_hull)
     return _summarised(keys, keys_solid, rows, rows_solid, query_ids, key_ids)
 
 

@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -24,7 +25,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxflash import _dense_mask
+from jaxflash import _dense_mask, _predicate
+from jaxflash._arguments import computed, is_abstract
 from jaxflash._spec import AttentionSpec, Operands, ScoreMod, checked_score_mod
 
 if TYPE_CHECKING:
@@ -104,7 +106,7 @@ def compose(
     """The same call, with all that changes its scores as one program and its captures.
 
     The only place where the order is written down: scale, bias, ALiBi, soft cap, `score_mod`. The
-    mask comes after it.
+    mask comes after it; what of it is a function is traced here, too.
 
     Args:
         spec: as the caller's arguments say.
@@ -112,17 +114,20 @@ def compose(
         score_mod: ``(score, b, h, q, kv) -> score`` of scalars, or None.
 
     Returns:
-        A spec with `program` instead of `logits_soft_cap`, and operands with `captures` instead of
-        `bias` and `alibi_slopes`. Each capture is (*#B, *its shape in the program), # meaning "or
-        1": the batch axes of the call come first. A call without logits has no program.
+        A spec with `program` instead of `logits_soft_cap` and `predicate`, and operands with
+        `captures` instead of `bias` and `alibi_slopes` and `mask_captures` instead of
+        `mask_value`. Each capture is (*#B, *its shape in the program), # meaning "or 1": the batch
+        axes of the call come first. A call without logits has no program.
 
     Raises:
-        ValueError: score_mod is not a function from scalars to a floating scalar.
+        ValueError: score_mod is not a function from scalars to a floating scalar, or a function of
+            the mask is none to a bool.
     """
     if 0 in (*operands.query.shape[-3:-1], operands.key.shape[-3]):
         # Nothing could be indexed in axes of size 0.
         spec = dataclasses.replace(spec, logits_soft_cap=None)
-        return spec, operands._replace(bias=None, alibi_slopes=None)
+        return spec, operands._replace(bias=None, alibi_slopes=None, mask_value=None)
+    spec, operands = _with_predicate(spec, operands)
     batch_rank = len(operands.query.shape) - 3
     dtype = jnp.float64 if operands.query.dtype == jnp.float64 else jnp.float32
     built_in, own = _BuiltIn(None, False, spec.logits_soft_cap), []
@@ -224,35 +229,95 @@ def _with_score_mod(built_in: _BuiltIn, types, score_mod: ScoreMod, dtype):
     return program, captures[len(types) :]
 
 
-# A mask's program depends on types alone.
+def _with_predicate(spec: AttentionSpec, operands: Operands) -> tuple[AttentionSpec, Operands]:
+    """The same call with `predicate` and `mask_captures` instead of `mask_value`."""
+    if operands.mask_value is None:
+        return spec, operands
+    batch_rank = len(operands.query.shape) - 3
+    offset = functools.partial(_offset, operands)
+    function, own = _predicate.function_of(operands.mask_value, batch_rank, offset)
+    types = tuple(jax.ShapeDtypeStruct(x.shape, x.array.dtype) for x in own)
+    predicate, captures = trace_predicate(function, types)
+    predicate = dataclasses.replace(predicate, axes=tuple(x.axes for x in own))
+    arrays = [_reshaped(x.array, (*x.batch, *x.shape)) for x in own]
+    arrays += [_reshaped(x, (1,) * batch_rank + x.shape) for x in captures[len(own) :]]
+    spec = dataclasses.replace(spec, predicate=predicate)
+    arrays = tuple(map(_without_gradient, arrays))
+    return spec, operands._replace(mask_value=None, mask_captures=arrays)
+
+
+def _offset(operands: Operands):
+    """How much further than at its number a query stands bottom right, int32 (*#B)."""
+    ones = (1,) * (len(operands.query.shape) - 3)
+
+    def valid(lengths, length):
+        if lengths is not None:
+            return computed(lambda x: jnp.clip(x, 0, length), lengths)
+        numbers = np if isinstance(length, int) else jnp  # symbolic
+        return numbers.asarray(length, np.int32).reshape(ones)
+
+    queries = valid(operands.query_seq_lengths, operands.query.shape[-3])
+    keys = valid(operands.key_value_seq_lengths, operands.key.shape[-3])
+    return computed(lambda keys, queries: keys - queries, keys, queries)
+
+
+def _without_gradient(x):
+    is_array = not is_abstract(x) and jnp.issubdtype(x.dtype, jnp.inexact)
+    return jax.lax.stop_gradient(x) if is_array else x
+
+
+def trace_predicate(function: Callable, captures: Sequence[Any]) -> tuple[Program, tuple[Any, ...]]:
+    """As `trace`, of ``function(b, h, q, kv, *captures) -> bool``; no derivative is asked for."""
+
+    def of_score(score, b, h, q, kv, distance, *captures):
+        return function(b, h, q, kv, *captures)
+
+    return trace(of_score, captures, jnp.float32, {**_CALLS, **_CUSTOM_DERIVATIVES})
+
+
 @functools.lru_cache(maxsize=256)
-def masked(program: Program, mask_axes: tuple[int, ...], mask_type, packed: int | None) -> Program:
-    """A program with a mask after it, its last capture, whose axes are indexed by those of
-    (h, q, kv) that `mask_axes` numbers; that of `packed` is one of words."""
-    from jax.extend.core import jaxpr_as_fun
+def dense_predicate(mask_axes: tuple[int, ...], mask_type, packed: int | None) -> Program:
+    """What a dense mask says, its capture, whose axes are indexed by those of (h, q, kv) that
+    `mask_axes` numbers; that of `packed` is one of words."""
 
-    own = jaxpr_as_fun(program.jaxpr)
-
-    def function(score, b, h, q, kv, distance, *captures):
-        *captures, mask = captures
-        (logit,) = own(score, b, h, q, kv, distance, *captures)
+    def visible(b, h, q, kv, mask):
         index = [h, q, kv]
         if packed is None:
-            visible = mask[tuple(index[axis] for axis in mask_axes)]
-        else:
-            i = index[packed].astype(jnp.uint32)  # negative ones would cost an instruction
-            index[packed] = i >> np.uint32(5)
-            word = mask[tuple(index[axis] for axis in mask_axes)]
-            first, further = _dense_mask.bit_of(i)
-            visible = (((word >> first) >> further) & np.uint32(1)) != np.uint32(0)
-        return jnp.where(visible, logit, -jnp.inf)
+            return mask[tuple(index[axis] for axis in mask_axes)]
+        i = index[packed].astype(jnp.uint32)  # negative ones would cost an instruction
+        index[packed] = i >> np.uint32(5)
+        word = mask[tuple(index[axis] for axis in mask_axes)]
+        first, further = _dense_mask.bit_of(i)
+        return (((word >> first) >> further) & np.uint32(1)) != np.uint32(0)
 
-    types = (*program.capture_types, mask_type)
+    return trace_predicate(visible, (mask_type,))[0]
+
+
+@functools.lru_cache(maxsize=256)
+def masked(program: Program, *predicates: Program) -> Program:
+    """A program with masks after it, whose captures follow its own."""
+    from jax.extend.core import jaxpr_as_fun
+
+    own, *masks = (jaxpr_as_fun(x.jaxpr) for x in (program, *predicates))
+    ends = list(itertools.accumulate(len(x.capture_types) for x in (program, *predicates)))
+
+    def function(score, b, h, q, kv, distance, *captures):
+        given = score, b, h, q, kv, distance
+        (logit,) = own(*given, *captures[: ends[0]])
+        visible = [
+            mask(*given, *captures[begin:end])[0]
+            for mask, begin, end in zip(masks, ends, ends[1:], strict=False)
+        ]
+        return jnp.where(functools.reduce(operator.and_, visible), logit, -jnp.inf)
+
+    types = [t for x in (program, *predicates) for t in x.capture_types]
     score: Any = program.jaxpr.in_avals[0]
     return trace(function, types, score.dtype)[0]
 
 
-def trace(function: Callable, captures: Sequence[Any], dtype) -> tuple[Program, tuple[Any, ...]]:
+def trace(
+    function: Callable, captures: Sequence[Any], dtype, inlined: dict[str, str] = _CALLS
+) -> tuple[Program, tuple[Any, ...]]:
     """The program of ``function(score, b, h, q, kv, distance, *captures)``, and all its captures:
     the given ones, then the arrays that the function closes over.
 
@@ -260,6 +325,7 @@ def trace(function: Callable, captures: Sequence[Any], dtype) -> tuple[Program, 
         function: of scalars, and of captures of the given types.
         captures: arrays that the function takes as arguments, or their types.
         dtype: of the score and of the result.
+        inlined: equations that are replaced by what they call.
     """
     closed = _traced(function, (*_argument_types(dtype), *captures))
     closed_over = []
@@ -267,7 +333,7 @@ def trace(function: Callable, captures: Sequence[Any], dtype) -> tuple[Program, 
     # when the call is inlined.
     while True:
         closed_over += closed.consts
-        closed = _inlined(closed, _CALLS)
+        closed = _inlined(closed, inlined)
         if not closed.consts:
             break
     return Program(_text(closed), closed), (*captures, *closed_over)

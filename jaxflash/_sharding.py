@@ -34,7 +34,11 @@ _TRAILING = {
 
 def alike(spec: AttentionSpec, operands: Operands) -> Operands:
     """Operands of which each is split as the query is, and that vary over the same mesh axes."""
-    return _varying_alike(_split_alike(operands, spec.program.axes if spec.program else ()))
+    axes = {
+        "captures": spec.program.axes if spec.program else (),
+        "mask_captures": spec.predicate.axes if spec.predicate else (),
+    }
+    return _varying_alike(_split_alike(operands, axes))
 
 
 def as_of_query(query, out, lse):
@@ -68,13 +72,14 @@ class _Split(NamedTuple):
     key_repeats: int  # how often each key head stands in the split key and value
 
 
-def _split_alike(operands: Operands, capture_axes: tuple[str, ...]) -> Operands:
+def _split_alike(operands: Operands, capture_axes: dict[str, tuple[str, ...]]) -> Operands:
     """On an explicit mesh, operands split over batch and heads as query, key and value are, and
     whole along everything else: a loop over tiles slices the lengths.
 
     Args:
         operands: of the call.
-        capture_axes: trailing axes of the first captures. Of others only the batch axes are known.
+        capture_axes: trailing axes of the first captures, and of the first that a mask has. Of
+            others only the batch axes are known.
     """
     if not any(any(_parts(x)) for x in jax.tree.leaves(operands)):
         return operands
@@ -86,10 +91,11 @@ def _split_alike(operands: Operands, capture_axes: tuple[str, ...]) -> Operands:
         )
 
     trailing_axes = {**_TRAILING}
-    for number, x in enumerate(operands.captures):
-        unknown = "_" * (x.ndim - (operands.query.ndim - 3))
-        known = capture_axes[number : number + 1]
-        trailing_axes[f"captures[{number}]"] = known[0] if known else unknown
+    for captures, axes in capture_axes.items():
+        for number, x in enumerate(getattr(operands, captures)):
+            unknown = "_" * (x.ndim - (operands.query.ndim - 3))
+            known = axes[number : number + 1]
+            trailing_axes[f"{captures}[{number}]"] = known[0] if known else unknown
 
     def part_of(axis: str, size: int):
         return split.heads if axis in "NK" and size != 1 else None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -17,15 +16,27 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+from jaxflash import _predicate
+from jaxflash._arguments import (
+    array,
+    broadcastable,
+    flag,
+    is_abstract,
+    number,
+    one_of,
+    window,
+    with_one_dtype,
+)
+from jaxflash.masks import ALIGNMENTS, LOGITS, Alignment, Mask, Sizes
+
 if TYPE_CHECKING:
     from jaxflash import _scores
 
 Implementation = Literal["cuda", "xla"]
-CausalAlignment = Literal["top_left", "bottom_right"]
+CausalAlignment = Alignment
 ScoreMod = Callable[..., Any]
 
 IMPLEMENTATIONS = ("cuda", "xla")
-CAUSAL_ALIGNMENTS = ("top_left", "bottom_right")
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -45,6 +56,7 @@ class AttentionSpec:
             hardware for it.
         deterministic_backward: gradients are bitwise the same from run to run.
         program: what changes scores before the mask (`_scores.compose`), or None: nothing does.
+        predicate: what of a mask is a function (`_scores.compose`), or None. Its result is a bool.
     """
 
     scale: float
@@ -56,12 +68,14 @@ class AttentionSpec:
     highest_precision: bool
     deterministic_backward: bool
     program: _scores.Program | None = None
+    predicate: _scores.Program | None = None
 
 
 class Operands(NamedTuple):
     """The arrays of a call; what was not given is None. A pytree, also used for its gradients.
 
-    ``bias`` and ``alibi_slopes`` become ``captures`` with the program of the spec.
+    ``bias`` and ``alibi_slopes`` become ``captures`` with the program of the spec, and
+    ``mask_value`` becomes ``mask_captures`` with its predicate.
     ``query_positions`` and ``key_positions`` replace the row and column numbers that the band of
     the spec (causal, window) and ``alibi_slopes`` compare; they come from packed sequences, not
     from the caller, and so do the boundaries.
@@ -84,36 +98,51 @@ class Operands(NamedTuple):
     query_boundaries: Any = None  # (n + 1) int32, begins of packed sequences, and the last end
     key_boundaries: Any = None  # (n + 1) int32
     scale: Any = None  # (), a factor of the logits that is not known at trace time
+    mask_value: Mask | None = None  # what of the caller's has no other place
+    rows_hull: Any = None  # (*#B, #N, T, 2) int32, interval of the keys that the predicate shows
+    keys_hull: Any = None  # (*#B, #N, S, 2) likewise, of the rows to which it shows a key
     captures: tuple[Any, ...] = ()  # (*#B, *own shape) each
+    mask_captures: tuple[Any, ...] = ()  # likewise, without a gradient
 
     def named(self) -> dict[str, Any]:
         """What was given, by name; captures are captures[0], captures[1] ..."""
-        given = {name: x for name, x in self._asdict().items() if name != "captures"}
-        given |= {f"captures[{i}]": x for i, x in enumerate(self.captures)}
+        given = {name: x for name, x in self._asdict().items() if name not in _CAPTURES}
+        for captures in _CAPTURES:
+            given |= {f"{captures}[{i}]": x for i, x in enumerate(getattr(self, captures))}
         return {name: x for name, x in given.items() if x is not None}
 
     @classmethod
     def of_named(cls, named: dict[str, Any]) -> Operands:
         """The operands that `named` made these of."""
-        return cls(None, None, None, captures=(None,) * len(_captures(named))).replacing(named)
+        counts = {x: sum(name.startswith(f"{x}[") for name in named) for x in _CAPTURES}
+        empty: dict[str, Any] = {captures: (None,) * count for captures, count in counts.items()}
+        return cls(None, None, None, **empty).replacing(named)
 
     def replacing(self, named: dict[str, Any]) -> Operands:
         """The same with other arrays under these names."""
-        captures = [named.get(f"captures[{i}]", x) for i, x in enumerate(self.captures)]
-        others = {name: x for name, x in named.items() if name not in _captures(named)}
-        return self._replace(**others, captures=tuple(captures))
+        replaced = {name: x for name, x in named.items() if "[" not in name}
+        for captures in _CAPTURES:
+            given = enumerate(getattr(self, captures))
+            replaced[captures] = tuple(named.get(f"{captures}[{i}]", x) for i, x in given)
+        return self._replace(**replaced)
 
     def holding(self, named: dict[str, Any]) -> Operands:
         """These arrays in the places of their names, None in all others."""
-        return Operands(None, None, None, captures=(None,) * len(self.captures)).replacing(named)
+        empty: dict[str, Any] = {
+            captures: (None,) * len(getattr(self, captures)) for captures in _CAPTURES
+        }
+        return Operands(None, None, None, **empty).replacing(named)
 
     def differentiable(self) -> tuple[str, ...]:
-        """Names of what has a gradient: all that is floating."""
-        return tuple(n for n, x in self.named().items() if jnp.issubdtype(x.dtype, jnp.floating))
+        """Names of what has a gradient: all that is floating, but for what a mask captures."""
+        return tuple(
+            name
+            for name, x in self.named().items()
+            if jnp.issubdtype(x.dtype, jnp.floating) and not name.startswith("mask_captures[")
+        )
 
 
-def _captures(named: dict[str, Any]) -> list[str]:
-    return [name for name in named if name.startswith("captures[")]
+_CAPTURES = ("captures", "mask_captures")
 
 
 def make(
@@ -144,7 +173,7 @@ def make(
     Raises:
         ValueError: an argument is wrong; the text names it, what came and what is allowed.
     """
-    query, key, value = _array("query", query), _array("key", key), _array("value", value)
+    query, key, value = array("query", query), array("key", key), array("value", value)
     _check_qkv(query, key, value)
     batch = query.shape[:-3]
     q_len, q_heads, head_dim = query.shape[-3:]
@@ -152,44 +181,55 @@ def make(
     logits_shape = (*batch, q_heads, q_len, kv_len)
 
     if bias is not None:
-        bias = _array("bias", bias)
+        bias = array("bias", bias)
         if not jnp.issubdtype(bias.dtype, jnp.floating):
             hint = ": pass it as mask (True = attend)" if bias.dtype == jnp.bool_ else ""
             raise ValueError(f"bias must have a floating dtype, got {bias.dtype}{hint}")
-        bias = _broadcastable("bias", bias, logits_shape)
-    if mask is not None:
-        mask = _array("mask", mask)
-        if mask.dtype != jnp.bool_:
-            raise ValueError(f"mask must have dtype bool (True = attend), got {mask.dtype}")
-        mask = _broadcastable("mask", mask, logits_shape)
+        bias = broadcastable("bias", bias, logits_shape, LOGITS)
 
-    query_segment_ids, key_segment_ids = _segment_ids(segment_ids, batch, q_len, kv_len)
     left, right = _band(is_causal, local_window_size)
+    causal_alignment = one_of("causal_alignment", causal_alignment, ALIGNMENTS)
+    who_sees_whom = _predicate.Placed(
+        left=left,
+        right=right,
+        bottom_right=causal_alignment == "bottom_right",
+        query_lengths=_lengths("query_seq_lengths", query_seq_lengths, batch),
+        kv_lengths=_lengths("key_value_seq_lengths", key_value_seq_lengths, batch),
+        segment_ids=_segment_ids(segment_ids, batch, q_len, kv_len),
+        dense=None if mask is None or isinstance(mask, Mask) else _dense_mask(mask, logits_shape),
+    )
+    if isinstance(mask, Mask):
+        who_sees_whom = _predicate.place(
+            mask,
+            who_sees_whom,
+            Sizes(batch, q_heads, q_len, kv_len),
+            alignment_is_free=left is None and right is None and alibi_slopes is None,
+        )
     dropout_rate = _dropout_rate(dropout_rate)
     if dropout_rate > 0.0 and dropout_rng is None:
         raise ValueError(f"dropout_rng must be a PRNG key when dropout_rate > 0 ({dropout_rate})")
 
     spec = AttentionSpec(
         scale=1.0 if _is_traced_scale(scale) else _scale(scale, head_dim),
-        left=left,
-        right=right,
-        bottom_right=_one_of("causal_alignment", causal_alignment, CAUSAL_ALIGNMENTS)
-        == "bottom_right",
+        left=who_sees_whom.left,
+        right=who_sees_whom.right,
+        bottom_right=who_sees_whom.bottom_right,
         logits_soft_cap=_soft_cap(logits_soft_cap),
         dropout_rate=dropout_rate,
         highest_precision=_highest_precision(precision),
-        deterministic_backward=_flag("deterministic_backward", deterministic_backward),
+        deterministic_backward=flag("deterministic_backward", deterministic_backward),
     )
     operands = Operands(
         query=query,
         key=key,
         value=value,
         bias=bias,
-        mask=mask,
-        query_seq_lengths=_lengths("query_seq_lengths", query_seq_lengths, batch),
-        key_value_seq_lengths=_lengths("key_value_seq_lengths", key_value_seq_lengths, batch),
-        query_segment_ids=query_segment_ids,
-        key_segment_ids=key_segment_ids,
+        mask=who_sees_whom.dense,
+        query_seq_lengths=who_sees_whom.query_lengths,
+        key_value_seq_lengths=who_sees_whom.kv_lengths,
+        query_segment_ids=who_sees_whom.segment_ids[0],
+        key_segment_ids=who_sees_whom.segment_ids[1],
+        mask_value=who_sees_whom.rest,
         sink=_per_head("sink", sink, q_heads, ((q_heads,),)),
         alibi_slopes=_per_head(
             "alibi_slopes", alibi_slopes, q_heads, ((q_heads,), (*batch, q_heads))
@@ -203,7 +243,7 @@ def make(
 def check_implementation(implementation) -> Implementation | None:
     if implementation is None:
         return None
-    return _one_of("implementation", implementation, IMPLEMENTATIONS, extra=" or None")
+    return one_of("implementation", implementation, IMPLEMENTATIONS, extra=" or None")
 
 
 def checked_score_mod(score_mod: ScoreMod) -> ScoreMod:
@@ -227,17 +267,6 @@ def checked_score_mod(score_mod: ScoreMod) -> ScoreMod:
         return result
 
     return checked
-
-
-def _array(name: str, x) -> Any:
-    if isinstance(x, jax.Array | jax.ShapeDtypeStruct):
-        return x
-    if x is None:
-        raise ValueError(f"{name} must be an array, got None")
-    try:
-        return jnp.asarray(x)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{name} must be an array, got {type(x).__name__}: {error}") from error
 
 
 def _check_qkv(query, key, value) -> None:
@@ -279,34 +308,29 @@ def _check_qkv(query, key, value) -> None:
         )
 
 
-def _broadcastable(name: str, x, logits_shape):
-    """`x` with leading axes of size 1 added or removed, so that it has the rank of the logits."""
-    padded = (1,) * (len(logits_shape) - len(x.shape)) + x.shape
-    while len(padded) > len(logits_shape) and padded[0] == 1:
-        padded = padded[1:]
-    if len(padded) != len(logits_shape) or any(
-        size not in (1, full) for size, full in zip(padded, logits_shape, strict=True)
-    ):
+def _dense_mask(mask, logits_shape):
+    if callable(mask):
         raise ValueError(
-            f"{name} must broadcast to (*batch, query heads, T, S) = {logits_shape}, each axis "
-            f"1 or full, got shape {x.shape}"
+            "mask must be a bool array or a value of jaxflash.masks, got "
+            f"{type(mask).__name__}; jaxflash.masks.function(f) makes one of a function"
         )
-    if isinstance(x, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(padded, x.dtype)
-    return x if padded == x.shape else x.reshape(padded)
+    mask = array("mask", mask)
+    if mask.dtype != jnp.bool_:
+        raise ValueError(f"mask must have dtype bool (True = attend), got {mask.dtype}")
+    return broadcastable("mask", mask, logits_shape, LOGITS)
 
 
 def _lengths(name: str, lengths, batch):
     if lengths is None:
         return None
-    lengths = _array(name, lengths)
+    lengths = array(name, lengths)
     if lengths.dtype != jnp.int32:
         raise ValueError(f"{name} must have dtype int32, got {lengths.dtype}")
     if lengths.shape == batch:
         return lengths
     # jax.nn counts unbatched arrays as a batch of one.
     if batch == () and lengths.shape == (1,):
-        return jax.ShapeDtypeStruct((), jnp.int32) if _is_abstract(lengths) else lengths.reshape(())
+        return jax.ShapeDtypeStruct((), jnp.int32) if is_abstract(lengths) else lengths.reshape(())
     raise ValueError(f"{name} must have the batch shape {batch}, got {lengths.shape}")
 
 
@@ -321,7 +345,7 @@ def _segment_ids(segment_ids, batch, q_len, kv_len):
             )
         query_ids, key_ids = segment_ids
     else:
-        segment_ids = _array("segment_ids", segment_ids)
+        segment_ids = array("segment_ids", segment_ids)
         if q_len != kv_len:
             raise ValueError(
                 f"segment_ids must be a pair, for queries {(*batch, q_len)} and for keys "
@@ -329,65 +353,24 @@ def _segment_ids(segment_ids, batch, q_len, kv_len):
                 f"{segment_ids.shape}, {segment_ids.dtype}"
             )
         query_ids = key_ids = segment_ids
-    query_ids, key_ids = _array("segment_ids", query_ids), _array("segment_ids", key_ids)
+    query_ids, key_ids = array("segment_ids", query_ids), array("segment_ids", key_ids)
     for which, ids, length in (("query", query_ids, q_len), ("key", key_ids, kv_len)):
-        if not jnp.issubdtype(ids.dtype, jnp.integer):
-            raise ValueError(f"segment_ids must have an integer dtype, got {ids.dtype}")
         if ids.shape != (*batch, length):
             raise ValueError(
                 f"segment_ids of the {which} side must have shape {(*batch, length)}, "
                 f"got {ids.shape}"
             )
-    # One dtype for both, and none narrower than the ids: different ones must stay different.
-    dtypes = query_ids.dtype, key_ids.dtype
-    size = max(dtype.itemsize for dtype in dtypes)
-    unsigned = [jnp.issubdtype(dtype, jnp.unsignedinteger) for dtype in dtypes]
-    if any(unsigned) and not all(unsigned):
-        large = dtypes[unsigned.index(True)].itemsize
-        if large >= (8 if jax.config.jax_enable_x64 else 4):  # pyright: ignore
-            raise ValueError(
-                f"segment_ids must have one integer dtype, got {dtypes[0]} and {dtypes[1]}: no "
-                "dtype has the values of both"
-            )
-        size = max(size, 2 * large)
-    dtype = jnp.int64 if size > 4 else jnp.int32
-    return _cast(query_ids, dtype), _cast(key_ids, dtype)
-
-
-def _cast(ids, dtype):
-    return jax.ShapeDtypeStruct(ids.shape, dtype) if _is_abstract(ids) else ids.astype(dtype)
+    return with_one_dtype("segment_ids", query_ids, key_ids)
 
 
 def _band(is_causal, local_window_size) -> tuple[int | None, int | None]:
     """(left, right) of the keys that a query sees around its position."""
     left = right = None
     if local_window_size is not None:
-        sides = local_window_size
-        if not isinstance(sides, (tuple, list)):
-            sides = (sides, sides)
-        if len(sides) != 2:
-            raise ValueError(
-                f"local_window_size must be an int or a pair (left, right), got {local_window_size}"
-            )
-        left, right = (_window_side(side, local_window_size) for side in sides)
-    if _flag("is_causal", is_causal):
+        left, right = window("local_window_size", local_window_size)
+    if flag("is_causal", is_causal):
         right = 0
     return left, right
-
-
-def _window_side(side, window) -> int | None:
-    if side is None:
-        return None
-    try:
-        side = operator.index(side)
-    except TypeError:
-        side = -1
-    if side < 0:
-        raise ValueError(
-            "local_window_size must be a non-negative int or a pair (left, right) of non-negative "
-            f"ints or None (no limit), got {window}"
-        )
-    return side
 
 
 def _is_traced_scale(scale) -> bool:
@@ -404,7 +387,7 @@ def _is_traced_scale(scale) -> bool:
 def _scale(scale, head_dim) -> float:
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
-    scale = _number("scale", scale)
+    scale = number("scale", scale)
     if not math.isfinite(scale):
         raise ValueError(f"scale must be finite, got {scale}")
     return scale
@@ -413,49 +396,23 @@ def _scale(scale, head_dim) -> float:
 def _soft_cap(cap) -> float | None:
     if cap is None:
         return None
-    cap = _number("logits_soft_cap", cap)
+    cap = number("logits_soft_cap", cap)
     if not (math.isfinite(cap) and cap > 0.0):
         raise ValueError(f"logits_soft_cap must be positive and finite, got {cap}")
     return cap
 
 
 def _dropout_rate(rate) -> float:
-    rate = _number("dropout_rate", rate)
+    rate = number("dropout_rate", rate)
     if not 0.0 <= rate < 1.0:
         raise ValueError(f"dropout_rate must lie in [0, 1), got {rate}")
     return rate
 
 
-def _number(name: str, x) -> float:
-    if isinstance(x, bool | str | jax.core.Tracer):
-        raise ValueError(f"{name} must be a Python number known at trace time, got {x!r}")
-    try:
-        return float(x)
-    except TypeError as error:
-        raise ValueError(f"{name} must be a number, got {type(x).__name__}") from error
-
-
-def _flag(name: str, x) -> bool:
-    if isinstance(x, jax.core.Tracer):
-        raise ValueError(
-            f"{name} must be known at trace time, got a traced {x.dtype}: name it in "
-            "static_argnames of jax.jit, or choose between two calls with jax.lax.cond"
-        )
-    if not isinstance(x, (bool, np.bool_)):
-        raise ValueError(f"{name} must be True or False, got {x!r}")
-    return bool(x)
-
-
-def _one_of(name: str, x, allowed, extra: str = "") -> Any:
-    if not isinstance(x, str) or x not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}{extra}, got {x!r}")
-    return x
-
-
 def _per_head(name: str, x, q_heads, shapes):
     if x is None:
         return None
-    x = _array(name, x)
+    x = array(name, x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"{name} must have a floating dtype, got {x.dtype}")
     if x.shape not in shapes:
@@ -466,19 +423,19 @@ def _per_head(name: str, x, q_heads, shapes):
 
 def _dropout_seed(rng):
     """The first two words of a PRNG key, old style (uint32 array) or new (jax.random.key)."""
-    is_array = isinstance(rng, jax.Array) or _is_abstract(rng)
+    is_array = isinstance(rng, jax.Array) or is_abstract(rng)
     if is_array and jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
         if rng.shape != ():
             raise ValueError(f"dropout_rng must be a single PRNG key, got key shape {rng.shape}")
-        if _is_abstract(rng):
+        if is_abstract(rng):
             return jax.ShapeDtypeStruct((2,), jnp.uint32)
         rng = jax.random.key_data(rng)
-    rng = _array("dropout_rng", rng)
+    rng = array("dropout_rng", rng)
     if rng.dtype != jnp.uint32 or len(rng.shape) != 1 or rng.shape[0] < 2:
         raise ValueError(
             f"dropout_rng must be a PRNG key, got an array of shape {rng.shape}, dtype {rng.dtype}"
         )
-    return jax.ShapeDtypeStruct((2,), jnp.uint32) if _is_abstract(rng) else rng[:2]
+    return jax.ShapeDtypeStruct((2,), jnp.uint32) if is_abstract(rng) else rng[:2]
 
 
 # The names of jax.lax.Precision, jax.lax.DotAlgorithmPreset and jax_default_matmul_precision that
@@ -514,7 +471,3 @@ def _highest_precision(precision) -> bool:
                 f"of one, a pair of them or None, got {precision!r}"
             ) from error
     return precision.name.lower() in _HIGHEST
-
-
-def _is_abstract(x) -> bool:
-    return isinstance(x, jax.ShapeDtypeStruct)

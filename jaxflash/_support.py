@@ -45,7 +45,8 @@ FEATURES = (
     Feature("`return_residual` (lse) and its gradient"),
     Feature("`deterministic_backward`"),
     Feature("`bias` and its gradient"),
-    Feature("`mask`"),
+    Feature("`mask`, an array"),
+    Feature("`mask`, a value of `jaxflash.masks`, functions too"),
     Feature("`segment_ids`", but=", but `deterministic_backward`"),
     Feature("`logits_soft_cap`"),
     Feature("`sink` and its gradient"),
@@ -120,6 +121,8 @@ def _reasons_against_program(spec: AttentionSpec, operands: Operands) -> tuple[s
         program = _kernel_program.make(spec, operands, "forward")
     except NotPrintable as reason:
         parts = spec.program.parts if spec.program is not None else ()
+        if spec.predicate is not None:
+            parts = (*parts, "mask")
         return (f"{' with '.join(parts) or 'the call'} {reason}",)
     if program is None:
         return ()

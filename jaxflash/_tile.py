@@ -82,7 +82,7 @@ class Tile(NamedTuple):
 
     rows: Block
     columns: Block
-    place: Place | None  # for the score program, if there is one
+    place: Place | None  # for score program and predicate, if there is one
     visible: Any  # bool, broadcastable to the tile, or None: everything is
     seen: Any  # bool (*#B, #K, columns), the keys that a row sees, or None: all
     kept: Any  # bool, what dropout keeps, or None: everything
@@ -128,6 +128,10 @@ class Tiles:
         if spec.program is not None:
             fixed = {i: x for i, x in enumerate(operands.captures) if _is_fixed(x)}
             self._scores = TileScores(spec.program, sizes_of(operands), self.dtype, fixed)
+        self._predicate = None
+        if spec.predicate is not None:
+            captures = dict(enumerate(operands.mask_captures))
+            self._predicate = TileScores(spec.predicate, sizes_of(operands), self.dtype, captures)
 
         # Sides beyond int32 limit nothing.
         self._left, self._right = (
@@ -177,17 +181,17 @@ class Tiles:
             fresh_rows: whether the rows before `rows.fresh` are invisible too.
         """
         difference = self._position_difference(rows, columns)
-        visible = self._visible(rows, columns, difference, fresh_rows)
-        kept = self._kept(rows, columns) if self._spec.dropout_rate > 0.0 else None
         place = None
-        if self._scores is not None:
+        if self._scores is not None or self._predicate is not None:
             indices = Indices(
                 *self._batch_and_head_numbers(),
                 self._row_numbers(rows),
                 self._column_numbers(columns),
-                difference if self._scores.asks_for_distance else None,
+                difference if self._asks_for_distance else None,
             )
             place = Place(rows.start, columns.start, rows.size, columns.size, indices)
+        visible = self._visible(rows, columns, difference, fresh_rows, place)
+        kept = self._kept(rows, columns) if self._spec.dropout_rate > 0.0 else None
         seen = None if visible is None else self._seen(rows, columns, visible, fresh_rows)
         return Tile(rows, columns, place, visible, seen, kept)
 
@@ -220,8 +224,7 @@ class Tiles:
 
     def _position_difference(self, rows: Block, columns: Block):
         """Query position minus key position, int32. It overflows for invisible elements only."""
-        asked_for = self._scores is not None and self._scores.asks_for_distance
-        if self._left is None and self._right is None and not asked_for:
+        if self._left is None and self._right is None and not self._asks_for_distance:
             return None
         if self._q_positions is None:
             row = self._row_numbers(rows) + self._offset
@@ -233,7 +236,11 @@ class Tiles:
             column = cut(self._kv_positions, columns, -1)
         return row - column
 
-    def _visible(self, rows: Block, columns: Block, difference, fresh_rows: bool):
+    @property
+    def _asks_for_distance(self) -> bool:
+        return self._scores is not None and self._scores.asks_for_distance
+
+    def _visible(self, rows: Block, columns: Block, difference, fresh_rows: bool, place):
         row, column = self._row_numbers(rows), self._column_numbers(columns)
         terms = []
         if self._columns.ragged:
@@ -252,6 +259,8 @@ class Tiles:
             terms.append(cut(self._q_ids, rows, -2) == cut(self._kv_ids, columns, -1))
         if self._mask is not None:
             terms.append(cut(cut(self._mask, rows, -2), columns, -1))
+        if self._predicate is not None:
+            terms.append(self._predicate.holds(place))
         if not terms:
             return None
         visible = terms[0]
@@ -261,7 +270,7 @@ class Tiles:
         return jnp.broadcast_to(visible, (*visible.shape[:-2], rows.size, columns.size))
 
     def _seen(self, rows: Block, columns: Block, visible, fresh_rows: bool):
-        others = (self._q_len, self._kv_len, self._q_ids, self._mask)
+        others = (self._q_len, self._kv_len, self._q_ids, self._mask, self._predicate)
         if not self._static_band or any(x is not None for x in others):
             return jnp.any(visible, axis=(-3, -2))
         # Of a band, the first and the last row know, and nothing is summed over rows.

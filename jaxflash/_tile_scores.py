@@ -144,6 +144,21 @@ class TileScores:
         logits = _over_tile(value, [visible, *arrays])
         return jnp.broadcast_to(logits, scores.shape)
 
+    def holds(self, place: Place):
+        """The result of a program that looks at indices and fixed captures alone, as an array that
+        broadcasts to the tile."""
+        program = self._program
+        elements = self._integers(place)
+        whole = tuple(self._as_traced(i, self._fixed[i]) for i in program.whole)
+        needed = (*program.floats, *program.integers)
+        num_floats = len(program.floats)
+
+        def value(*elements):
+            return program.of_indices(elements[:num_floats], elements[num_floats:], whole)
+
+        result = _over_tile(value, [elements[v] for v in needed])
+        return jnp.broadcast_to(result, jnp.shape(result) or (1,) * self._rank)
+
     def _as_traced(self, capture: int, x):
         variable = self._program.captures[capture]
         x = x.reshape(variable.aval.shape)
@@ -216,9 +231,11 @@ class _Split:
 
         of_captures = [load.capture for load in self.loads]
         count = range(len(self.captures))
-        # Of each capture: its loads, and whether the value needs all of it.
+        # Of each capture: its loads, and whether the value needs all of it, if that is more than an
+        # element.
         self.numbers = [[n for n, c in enumerate(of_captures) if c == i] for i in count]
-        self.is_whole = [v in leaves for v in self.captures]
+        loaded = {load.result for load in self.loads}
+        self.is_whole = [v in leaves and v not in loaded for v in self.captures]
         self.whole = [i for i in count if self.is_whole[i]]
         self._casts = {load.result: self._casts_of(load) for load in self.loads}
         # What else the value needs, those with a derivative first.
@@ -321,6 +338,10 @@ class _Split:
         if self._is_linear:
             return self._plain(floats, integers, whole)
         return _hidden(self, visible, floats, integers, whole)
+
+    def of_indices(self, floats, integers, whole):
+        """The same where no derivative will be asked for."""
+        return self._plain(floats, integers, whole)
 
     def _plain(self, floats, integers, whole):
         given = zip((*self.floats, *self.integers), (*floats, *integers), strict=True)

@@ -270,6 +270,7 @@ class _TileSum(Op):
             key=jax.ShapeDtypeStruct((*batch, kv_len, kv_heads, head_dim), k.dtype),
             value=None,
             captures=(None,) * (len(spec.program.capture_types) if spec.program else 0),
+            mask_captures=(None,) * (len(spec.predicate.capture_types) if spec.predicate else 0),
         ).replacing(fixed)
         rows, columns = _blockwise.tiling(spec, operands)
         tiles = Tiles(spec, operands, rows, columns)

@@ -18,6 +18,7 @@ except ImportError as _error:
     ) from _error
 
 from jaxflash._api import dot_product_attention
+from jaxflash.masks import Mask
 
 __all__ = ["MultiheadAttention"]
 
@@ -145,7 +146,7 @@ class MultiheadAttention(eqx.Module):
         query: jax.Array,
         key_: jax.Array,
         value: jax.Array,
-        mask: jax.Array | None = None,
+        mask: jax.Array | Mask | None = None,
         *,
         key: jax.Array | None = None,
         inference: bool | None = None,
@@ -159,7 +160,8 @@ class MultiheadAttention(eqx.Module):
           query: ``(T, query_size)``.
           key_: ``(S, key_size)``.
           value: ``(S, value_size)``.
-          mask: bool ``(T, S)`` or ``(num_heads, T, S)``, True = attend.
+          mask: bool ``(T, S)`` or ``(num_heads, T, S)``, True = attend; or a value of
+            `jaxflash.masks`.
           key: PRNG key of the dropout; needed where something is dropped.
           inference: drop nothing; None follows the module's `dropout`.
           deterministic: deprecated name of `inference`.

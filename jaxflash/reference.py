@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jaxflash import _dropout, _spec
+from jaxflash import _dropout, _spec, masks
 
 if TYPE_CHECKING:
     from jaxflash._api import CausalAlignment, Implementation, Window
@@ -34,7 +34,7 @@ def dot_product_attention(
     key: ArrayLike,
     value: ArrayLike,
     bias: ArrayLike | None = None,
-    mask: ArrayLike | None = None,
+    mask: ArrayLike | masks.Mask | None = None,
     *,
     scale: ArrayLike | None = None,
     is_causal: bool = False,
@@ -76,7 +76,8 @@ def dot_product_attention(
         key: (\*B, S, K, H), where K divides N; query head n attends with key head n // (N // K).
         value: (\*B, S, K, h).
         bias: added to the scaled logits, broadcastable to (\*B, N, T, S).
-        mask: bool, True = attend, broadcastable to (\*B, N, T, S).
+        mask: bool, True = attend, broadcastable to (\*B, N, T, S); or a value of `jaxflash.masks`,
+            which means its `jaxflash.masks.as_array`.
         scale: factor s of the logits, 1 / sqrt(H) by default.
         is_causal: a query sees the keys up to its own position.
         query_seq_lengths: (\*B) int32, the valid queries; rows after them see no key.
@@ -110,6 +111,8 @@ def dot_product_attention(
 
             expected = jaxflash.reference.dot_product_attention(query, key, value, is_causal=True)
     """
+    if isinstance(mask, masks.Mask):
+        mask = _dense(mask, query, key, query_seq_lengths, key_value_seq_lengths)
     spec, operands = _spec.make(
         query,
         key,
@@ -297,6 +300,13 @@ def _visible(spec, operands, distance):
         q_ids = operands.query_segment_ids[..., None, :, None]
         visible &= q_ids == operands.key_segment_ids[..., None, None, :]
     return visible
+
+
+def _dense(mask: masks.Mask, query, key, query_seq_lengths, key_value_seq_lengths):
+    """A mask value as an array (*B, N, T, S), for what it means in a call with these lengths."""
+    *batch, q_len, q_heads, _ = jnp.shape(query)
+    mask &= masks.lengths(query_seq_lengths, key_value_seq_lengths)
+    return masks.as_array(mask, (*batch, q_heads, q_len, jnp.shape(key)[-3]))
 
 
 def _valid_length(lengths, full: int, ones):

@@ -13,6 +13,8 @@ import math
 import jax.numpy as jnp
 import numpy as np
 
+import mask_values
+from mask_values import MASK_VALUES
 from score_mods import SCORE_MODS, Sizes
 
 KERNEL_DTYPES = ("float16", "bfloat16", "float32")
@@ -22,6 +24,8 @@ KERNEL_MAX_HEAD_SIZE = 256
 DIFFERENTIABLE = ("query", "key", "value", "bias", "sink", "alibi_slopes")
 # Arrays that a score function captures are named with it in front; floating ones have a gradient.
 CAPTURED = "score_mod."
+# Arrays of a mask value, which have none.
+OF_MASK = "mask_value."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +52,7 @@ class AttentionCase:
     bias_dtype: str | None = None  # None: dtype
     bias_hides: bool = False  # some entries of the bias are -inf, and a whole row
     mask: str | None = None
+    mask_value: str | None = None  # a name of mask_values.MASK_VALUES; beside a mask: & it
     segments: str | None = None  # "shared": one array; "pair": (query ids, key ids)
     logits_soft_cap: float | None = None
     sink: bool = False
@@ -96,6 +101,10 @@ class AttentionCase:
             "logits": (*self.batch, self.q_heads, self.q_len, self.kv_length),
         }
 
+    @property
+    def _sizes(self) -> Sizes:
+        return Sizes(math.prod(self.batch), self.q_heads, self.q_len, self.kv_length)
+
     def _broadcast_shape(self, letters: str) -> tuple[int, ...]:
         sizes = {
             "B": self.batch,
@@ -124,6 +133,8 @@ class AttentionCase:
             missing.append(self.dtype)
         if max(self.head_dim, self.value_size) > KERNEL_MAX_HEAD_SIZE:
             missing.append("head size")
+        if self.mask_value is not None and not MASK_VALUES[self.mask_value].on_kernels:
+            missing.append("mask")
         return tuple(missing)
 
     # ---- the call -------------------------------------------------------------------------------
@@ -188,9 +199,11 @@ class AttentionCase:
             shape = self._broadcast_shape(self.alibi)
             arrays["alibi_slopes"] = (0.02 + 0.3 * rng.random(shape)).astype(np.float32)
         if self.score_mod is not None:
-            sizes = Sizes(math.prod(self.batch), self.q_heads, self.q_len, self.kv_length)
-            captured = SCORE_MODS[self.score_mod].arrays(sizes, rng)
+            captured = SCORE_MODS[self.score_mod].arrays(self._sizes, rng)
             arrays |= {CAPTURED + name: x for name, x in captured.items()}
+        if self.mask_value is not None:
+            own = MASK_VALUES[self.mask_value].arrays(self._sizes, rng)
+            arrays |= {OF_MASK + name: x for name, x in own.items()}
         if self.dropout_rate:
             arrays["dropout_rng"] = np.array([self.seed, 7], np.uint32)
         if self.visible_nan:
@@ -201,7 +214,12 @@ class AttentionCase:
 
     def arguments(self, arrays: dict) -> dict:
         """Keyword arguments of a call with these arrays, or others of their names."""
-        arguments = {name: x for name, x in arrays.items() if not name.startswith(CAPTURED)}
+        arguments = {
+            name: x for name, x in arrays.items() if not name.startswith((CAPTURED, OF_MASK))
+        }
+        if self.mask_value is not None:
+            mask = MASK_VALUES[self.mask_value].bind(_of_mask(arrays), self.batch)
+            arguments["mask"] = mask & arguments["mask"] if "mask" in arguments else mask
         if self.score_mod is not None:
             captured = {
                 name.removeprefix(CAPTURED): x
@@ -234,6 +252,10 @@ class AttentionCase:
         rng = np.random.default_rng(self.seed + 1)
         out = rng.standard_normal(self.shapes["out"], np.float32).astype(jnp.dtype(self.dtype))
         return out, rng.standard_normal(self.shapes["lse"], np.float32)
+
+
+def _of_mask(arrays) -> dict:
+    return {n.removeprefix(OF_MASK): x for n, x in arrays.items() if n.startswith(OF_MASK)}
 
 
 def positions(case: AttentionCase, arrays) -> np.ndarray:
@@ -271,6 +293,13 @@ def visibility(case: AttentionCase, arrays) -> np.ndarray:
     visible = np.broadcast_to(visible[..., None, :, :], case.shapes["logits"])
     if "mask" in arrays:
         visible = visible & to_rank(arrays["mask"], visible.ndim)
+    if case.mask_value is not None:
+        *batch, heads, q_len, kv_len = case.shapes["logits"]
+        shape = math.prod(batch), heads, q_len, kv_len
+        of_call = (arrays.get(name) for name in ("query_seq_lengths", "key_value_seq_lengths"))
+        lengths = tuple(None if x is None else x.reshape(-1) for x in of_call)
+        own = mask_values.visible(MASK_VALUES[case.mask_value], _of_mask(arrays), shape, lengths)
+        visible = visible & own.reshape(case.shapes["logits"])
     return visible
 
 
@@ -500,6 +529,73 @@ SCORE_MOD_ROWS = (
          logits_soft_cap=3.0, sink=True, dropout_rate=0.2, is_causal=True, q_heads=4, kv_heads=2),
 )  # fmt: skip
 
+# Values of jaxflash.masks (mask_values.py), alone and beside everything else.
+MASK_VALUE_ROWS = (
+    *(_row(f"mask-value-{name}", mask_value=name, q_heads=4, kv_heads=2, kv_len=60)
+      for name in MASK_VALUES),
+    _row("mask-value-square", mask_value="both-alignments", dtype="bfloat16"),
+    _row("mask-value-unbatched", mask_value="prefix", batch=(), dtype="float16"),
+    _row("mask-value-batch-axes", mask_value="whole-lengths", batch=(2, 2), q_len=20),
+    _row("mask-value-batch-axes-intervals", mask_value="intervals", batch=(2, 1, 2), q_len=20),
+    _row("mask-value-causal-window", mask_value="prefix", is_causal=True, local_window_size=(30, 5),
+         dtype="bfloat16"),
+    _row("mask-value-bottom-right", mask_value="array-or-band", is_causal=True, kv_len=70,
+         causal_alignment="bottom_right", query_lengths=(48, 30), kv_lengths=(70, 41)),
+    _row("mask-value-other-alignment", mask_value="causal", local_window_size=(30, 30), kv_len=70,
+         causal_alignment="bottom_right"),
+    _row("mask-value-lengths-twice", mask_value="whole-lengths", query_lengths=(48, 30),
+         kv_lengths=(20, 48)),
+    _row("mask-value-segments", mask_value="segments-twice", segments="shared"),
+    _row("mask-value-array", mask_value="two-arrays", mask="B1TS"),
+    _row("mask-value-function-array-segments", mask_value="head-windows", mask="11TS",
+         segments="pair", kv_len=70, q_heads=4, kv_heads=2),
+    _row("mask-value-alibi-bottom-right", mask_value="causal", alibi="N", kv_len=70,
+         causal_alignment="bottom_right"),
+    _row("mask-value-score-mod", mask_value="documents", score_mod="relative-table"),
+    _row("mask-value-bias-cap-sink", mask_value="float-captures", bias="1NTS", sink=True,
+         logits_soft_cap=2.0, dropout_rate=0.2),
+    _row("mask-value-deterministic", mask_value="global-tokens", deterministic_backward=True),
+    _row("mask-value-float32-highest", mask_value="dilated", precision="highest"),
+    _row("mask-value-empty-S", mask_value="documents", q_len=16, kv_len=0),
+    _row("mask-value-empty-T", mask_value="lengths-or", q_len=0, kv_len=16),
+    _row("mask-value-one-row", mask_value="prefix", q_len=1, kv_len=70),
+    _row("mask-value-poison", mask_value="closed-over", poison=True, kv_len=70),
+    _row("mask-value-poison-dense", mask_value="documents", mask="B11S", poison=True, kv_len=70),
+    _row("tiles-mask-value-prefix-64", mask_value="prefix", q_len=330, q_heads=4, kv_heads=2,
+         head_dim=64, dtype="bfloat16", gpu_only=True),
+    _row("tiles-mask-value-global-128", mask_value="global-tokens", q_len=500, head_dim=128,
+         dtype="bfloat16"),
+    _row("tiles-mask-value-documents-128", mask_value="documents-causal", q_len=600, q_heads=4,
+         kv_heads=2, head_dim=128, dtype="float16", gpu_only=True),
+    _row("tiles-mask-value-checkerboard-128", mask_value="checkerboard", q_len=600, kv_len=700,
+         head_dim=128, dtype="bfloat16", gpu_only=True),
+    _row("tiles-mask-value-checkerboard-64", mask_value="checkerboard-16", q_len=300, kv_len=330,
+         head_dim=64, dtype="bfloat16", gpu_only=True),
+    _row("tiles-mask-value-dilated-256", mask_value="dilated", q_len=300, kv_len=333, head_dim=256,
+         dtype="bfloat16", gpu_only=True),
+    _row("tiles-mask-value-random-96", mask_value="random", q_len=260, kv_len=333, q_heads=4,
+         kv_heads=2, head_dim=96, dtype="float16", gpu_only=True),
+    _row("tiles-mask-value-heads-64", mask_value="head-windows", q_len=400, q_heads=8, kv_heads=2,
+         head_dim=64, dtype="bfloat16", gpu_only=True),
+    _row("tiles-mask-value-intervals-128", mask_value="intervals", q_len=300, kv_len=400,
+         head_dim=128, dtype="bfloat16", gpu_only=True),
+    _row("tiles-mask-value-intervals-keys-128", mask_value="intervals-of-keys", q_len=300,
+         kv_len=400, head_dim=128, dtype="float16", gpu_only=True),
+    _row("tiles-mask-value-float32", mask_value="prefix", q_len=200, kv_len=333, gpu_only=True),
+    _row("tiles-mask-value-segments-128", mask_value="other-segments", segments="shared",
+         q_len=400, head_dim=128, dtype="bfloat16", gpu_only=True),
+    _row("tiles-mask-value-deterministic-128", mask_value="prefix", q_len=400, head_dim=128,
+         dtype="bfloat16", deterministic_backward=True, gpu_only=True),
+    _row("tiles-mask-value-everything-128", mask_value="documents", mask="B1TS", bias="1NTS",
+         segments="shared", logits_soft_cap=3.0, sink=True, alibi="N", dropout_rate=0.2,
+         is_causal=True, q_len=300, q_heads=4, kv_heads=2, head_dim=128, dtype="bfloat16",
+         gpu_only=True),
+    _row("tiles-mask-value-poison-128", mask_value="closed-over", poison=True, q_len=200,
+         kv_len=400, head_dim=128, dtype="bfloat16", gpu_only=True),
+    _row("decode-mask-value", mask_value="dilated", q_len=1, kv_len=1500, q_heads=8, kv_heads=2,
+         head_dim=128, dtype="bfloat16"),
+)  # fmt: skip
+
 # Gradients of captured arrays past one tile: a tile of the gradient that a block owns, sums over
 # rows, over keys and over both, diagonals of a table, two loads of one array; sums over batch
 # elements and heads that share an array, divided among blocks, in turns where they have an order.
@@ -683,6 +779,6 @@ LARGE = (
 )  # fmt: skip
 
 CASES = (
-    *BASE, *HEADS, *BANDS, *SCORES, *SCORES_OF_TILES, *SCORE_MOD_ROWS,
+    *BASE, *HEADS, *BANDS, *SCORES, *SCORES_OF_TILES, *SCORE_MOD_ROWS, *MASK_VALUE_ROWS,
     *GRADIENTS_OF_CAPTURES, *FAULTS, *DECODE, *LARGE
 )  # fmt: skip

@@ -66,6 +66,24 @@ def test_nnx(mask):
     _close(actual, expected)
 
 
+def _mask_value():
+    """A value, and the bool array (T, T) that it means."""
+    mask = jaxflash.masks.causal() | jaxflash.masks.function(lambda b, h, q, kv: kv < 3)
+    return mask, np.asarray(jaxflash.masks.as_array(mask, (1, T, T)))[0]
+
+
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_mask_values(kind):
+    """The modules pass them on as they are."""
+    mask, array = _mask_value()
+    if kind == "nnx":
+        layer = _nnx_module(attention_fn=jaxflash.attention_fn)
+    else:
+        module = linen.MultiHeadDotProductAttention(HEADS, attention_fn=jaxflash.attention_fn)
+        layer = module.bind(module.init(jax.random.key(0), _x()))
+    _close(layer(_x(), mask=mask), layer(_x(), mask=array))
+
+
 def test_nnx_bfloat16():
     module = _nnx_module(attention_fn=jaxflash.attention_fn, dtype=jnp.bfloat16)
     assert nnx.jit(module)(_x()).dtype == jnp.bfloat16
@@ -436,6 +454,15 @@ def test_multihead_attention(options, call):
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         expected = run(eqx.nn.MultiheadAttention)
     _close(run(jaxflash.equinox.MultiheadAttention), expected)
+
+
+def test_multihead_attention_with_a_mask_value():
+    mask, array = _mask_value()
+    layer = _multihead(jaxflash.equinox.MultiheadAttention)
+    with_value, with_array = (
+        jax.vmap(lambda x, mask=mask: layer(x, x, x, mask=mask))(_x()) for mask in (mask, array)
+    )
+    _close(with_value, with_array)
 
 
 def test_multihead_attention_takes_over_parameters():

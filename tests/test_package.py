@@ -115,7 +115,7 @@ def test_public_names():
     names = {
         "dot_product_attention", "varlen_attention", "attention_fn", "merge_attention",
         "supported", "show_config", "reference", "EXPORT_CHECKS", "CHECKPOINT_NAME",
-        "SlowPathWarning",
+        "SlowPathWarning", "masks",
     }  # fmt: skip
     assert set(jaxflash.__all__) == names
     for name in names:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import pathlib
 import re
 import shutil
@@ -15,7 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxflash import _printer, _scores
+import mask_values
+from jaxflash import _api, _kernel_program, _printer, _scores, reference
+from mask_values import MASK_VALUES
 from score_mods import SCORE_MODS, Sizes
 
 _COMPILER = shutil.which("g++") or shutil.which("c++")
@@ -178,6 +181,52 @@ def test_indices_of_ragged_tiles_are_safe(compiled, name):
     function, printed, captures = programs[name]
     points = _points(np.random.default_rng(2), beyond=50)
     _check(library, list(programs).index(name), printed, captures, function, points)
+
+
+# ---- Masks ---------------------------------------------------------------------------------------
+
+
+def _masked(name):
+    """Of a mask value without batch axes: (program, captures, who sees whom, and where the parts of
+    it that have another place in a call allow that), the latter (N, T, S). None where it has no
+    other parts."""
+    row, shape = MASK_VALUES[name], (1, _SIZES.heads, *_LENGTHS)
+    arrays = row.arrays(Sizes(*shape), np.random.default_rng(0))
+    query, key = (jnp.zeros((n, _SIZES.heads, 8), jnp.float32) for n in _LENGTHS)
+    spec, operands = _api.described(query, key, key, mask=row.bind(arrays, ()))
+    if spec.predicate is None:
+        return None
+    program = _scores.masked(_kernel_program._identity(), spec.predicate)
+    others = dataclasses.replace(spec, predicate=None), operands._replace(mask_captures=())
+    distance = reference._query_minus_key_position(*others)
+    elsewhere = np.broadcast_to(reference._visible(*others, distance), shape[1:])
+    visible = mask_values.visible(row, arrays, shape)[0]
+    return program, operands.mask_captures, visible, elsewhere
+
+
+def test_printed_masks(tmp_path):
+    """All that kernels take, in one library: what a mask hides has a logit of -inf and no slope,
+    the rest is the score."""
+    if _COMPILER is None:
+        pytest.skip("needs a C++ compiler")
+    rows = {name: _masked(name) for name, row in MASK_VALUES.items() if row.on_kernels}
+    rows = {name: row for name, row in rows.items() if row is not None}
+    assert len(rows) > 15
+    printed = [_printer.print_cuda(row[0], distance_is_difference=True) for row in rows.values()]
+    library = _Compiled([x.source for x in printed], tmp_path)
+    points = _points(np.random.default_rng(1))
+    (_, h, q, kv), s = points
+    b = np.zeros_like(h)
+    for number, (name, row) in enumerate(rows.items()):
+        _, captures, visible, elsewhere = row
+        alone, logit, added, slope = library(number, captures, [b, h, q, kv], s)
+        shown, asked = visible[h, q, kv], elsewhere[h, q, kv]
+        assert not (shown & ~asked).any(), name
+        expected = np.where(shown, _SCALE * s, -np.inf)[asked]
+        assert printed[number].unit_slope or name == "nothing", name
+        for x in (alone, logit, added):
+            np.testing.assert_allclose(x[asked], expected, rtol=2e-5, atol=2e-5, err_msg=name)
+        assert (slope[asked & shown] == 1.0).all(), name
 
 
 # ---- Gradients of captures -----------------------------------------------------------------------
@@ -395,9 +444,8 @@ def test_gradients_under_a_mask():
     """The mask is a capture of the program, and where it hides nobody asks for a derivative."""
     bias = jnp.ones((_SIZES.heads, _SIZES.q_len, _SIZES.kv_len), jnp.float32)
     program, _ = _traced(lambda s, b, h, q, kv: jnp.tanh(s) + bias[h, q, kv])
-    program = _scores.masked(
-        program, (1, 2), jax.ShapeDtypeStruct(_LENGTHS, jnp.bool_), packed=None
-    )
+    mask = _scores.dense_predicate((1, 2), jax.ShapeDtypeStruct(_LENGTHS, jnp.bool_), packed=None)
+    program = _scores.masked(program, mask)
     printed = _printer.print_gradients(
         program, (0,), lengths=_LENGTHS, distance_is_difference=True, dropout=3
     )

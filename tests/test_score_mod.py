@@ -471,7 +471,9 @@ def test_masks_as_the_kernels_read_them(shape, pass_):
     (words,) = _kernel_program.captures(spec, operands, pass_)
     axes, packed = _dense_mask.axes(mask), _dense_mask.packed_axis(mask, pass_)
     own = jax.ShapeDtypeStruct(words.shape[1:], words.dtype)
-    program = _scores.masked(_kernel_program._identity(), axes, own, packed)
+    program = _scores.masked(
+        _kernel_program._identity(), _scores.dense_predicate(axes, own, packed)
+    )
     assert words.dtype == (jnp.bool_ if packed is None else jnp.uint32)
 
     def logit(words, h, q, kv):

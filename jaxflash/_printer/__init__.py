@@ -7,7 +7,6 @@ The value of the program and its derivative become one graph of scalar expressio
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Collection, Sequence
 
 from jaxflash._printer.builder import (
@@ -75,8 +74,7 @@ def print_cuda(
     """
     graph = Graph(distance_is_difference)
     logit, slope = Builder(graph).build(program)
-    if logit.op == "select" and logit.args[2] is graph.constant(-math.inf):
-        slope = graph.given(slope, logit.args[0])  # elsewhere nobody asks for it
+    slope = graph.shown(slope, logit)
     sink = None
     captures = len(program.capture_types)
     if sink_dtype is not None:
@@ -134,8 +132,7 @@ def print_gradients(
     for capture in captures:
         logit, partials = Builder(graph).build_partials(program, capture)
         array = program.capture_types[capture]
-        if logit.op == "select" and logit.args[2] is graph.constant(-math.inf):
-            partials = {i: graph.given(x, logit.args[0]) for i, x in partials.items()}
+        partials = {i: graph.shown(x, logit) for i, x in partials.items()}
         partials = {i: x for i, x in partials.items() if x is not graph.constant(0.0)}
         loads += [
             LoadRoots.of(capture, array, index, partial, lengths, alone=len(partials) == 1)

@@ -332,20 +332,29 @@ class Graph:
         score = self.multiply(self.input("score", "float32", SCORE), scale)
         return self._sum(constant, terms) if in_score == [score] else None
 
-    def given(self, x: Node, condition: Node) -> Node:
-        """`x` where a condition holds."""
+    def shown(self, x: Node, logit: Node) -> Node:
+        """`x` where a logit is not -inf because of a choice: elsewhere nobody asks for it."""
+        if logit.op == "select":
+            condition, yes, no = logit.args
+            hidden = self.constant(-math.inf)
+            if hidden in (yes, no):
+                return self.given(x, condition, holds=no is hidden)
+        return x
+
+    def given(self, x: Node, condition: Node, holds: bool = True) -> Node:
+        """`x` where a condition holds, or where it does not."""
         if x.op == "select" and x.args[0] is condition:
-            return self.given(x.args[1], condition)
+            return self.given(x.args[1 if holds else 2], condition, holds)
         if x.op == "sum":
             result = self.constant(x.value[0])
             for coefficient, term in zip(x.value[1], x.args, strict=True):
-                term = self.given(term, condition)
+                term = self.given(term, condition, holds)
                 result = self.add(result, self.scaled(term, coefficient))
             return result
         if x.op == "product":
             result = self.constant(1.0)
             for factor in x.args:
-                result = self.multiply(result, self.given(factor, condition))
+                result = self.multiply(result, self.given(factor, condition, holds))
             return result
         return x
 

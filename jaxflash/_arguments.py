@@ -1,0 +1,125 @@
+"""Checks of single arguments, for `_spec` and `masks`: what is wrong is a ValueError that names the
+argument, what came and what is allowed. Arrays may be `jax.ShapeDtypeStruct`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+
+
+def array(name: str, x) -> Any:
+    if isinstance(x, jax.Array | jax.ShapeDtypeStruct):
+        return x
+    if x is None:
+        raise ValueError(f"{name} must be an array, got None")
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name} must be an array, got {type(x).__name__}: {error}") from error
+
+
+def is_abstract(x) -> bool:
+    return isinstance(x, jax.ShapeDtypeStruct)
+
+
+def computed(function: Callable, *arrays) -> Any:
+    """A function of arrays; its types alone where one of them is abstract."""
+    if any(map(is_abstract, arrays)):
+        return jax.eval_shape(function, *arrays)
+    return function(*arrays)
+
+
+def cast(x, dtype) -> Any:
+    return computed(lambda x: x.astype(dtype), x)
+
+
+def broadcastable(name: str, x, shape, words: str) -> Any:
+    """`x` with leading axes of size 1 added or removed, so that it has the rank of `shape`, whose
+    axes `words` names."""
+    padded = (1,) * (len(shape) - len(x.shape)) + x.shape
+    while len(padded) > len(shape) and padded[0] == 1:
+        padded = padded[1:]
+    if len(padded) != len(shape) or any(
+        size not in (1, full) for size, full in zip(padded, shape, strict=True)
+    ):
+        raise ValueError(
+            f"{name} must broadcast to {words} = {shape}, each axis 1 or full, got shape {x.shape}"
+        )
+    return x if padded == x.shape else computed(lambda x: x.reshape(padded), x)
+
+
+def with_one_dtype(name: str, query_ids, key_ids) -> tuple[Any, Any]:
+    """Integer ids in one dtype, none narrower than the ids: different ones must stay different."""
+    dtypes = query_ids.dtype, key_ids.dtype
+    for dtype in dtypes:
+        if not jnp.issubdtype(dtype, jnp.integer):
+            raise ValueError(f"{name} must have an integer dtype, got {dtype}")
+    size = max(dtype.itemsize for dtype in dtypes)
+    unsigned = [jnp.issubdtype(dtype, jnp.unsignedinteger) for dtype in dtypes]
+    if any(unsigned) and not all(unsigned):
+        large = dtypes[unsigned.index(True)].itemsize
+        if large >= (8 if jax.config.jax_enable_x64 else 4):  # pyright: ignore
+            raise ValueError(
+                f"{name} must have one integer dtype, got {dtypes[0]} and {dtypes[1]}: no dtype "
+                "has the values of both"
+            )
+        size = max(size, 2 * large)
+    dtype = jnp.int64 if size > 4 else jnp.int32
+    return cast(query_ids, dtype), cast(key_ids, dtype)
+
+
+def window(name: str, sides) -> tuple[int | None, int | None]:
+    """(left, right) of an int for both sides, or of a pair."""
+    pair = sides if isinstance(sides, (tuple, list)) else (sides, sides)
+    if len(pair) != 2:
+        raise ValueError(f"{name} must be an int or a pair (left, right), got {sides}")
+    left, right = (_window_side(name, side, sides) for side in pair)
+    return left, right
+
+
+def _window_side(name: str, side, sides) -> int | None:
+    if side is None:
+        return None
+    try:
+        side = operator.index(side)
+    except TypeError:
+        side = -1
+    if side < 0:
+        raise ValueError(
+            f"{name} must be a non-negative int or a pair (left, right) of non-negative "
+            f"ints or None (no limit), got {sides}"
+        )
+    return side
+
+
+def number(name: str, x) -> float:
+    if isinstance(x, bool | str | jax.core.Tracer):
+        raise ValueError(f"{name} must be a Python number known at trace time, got {x!r}")
+    try:
+        return float(x)
+    except TypeError as error:
+        raise ValueError(f"{name} must be a number, got {type(x).__name__}") from error
+
+
+def flag(name: str, x) -> bool:
+    if isinstance(x, jax.core.Tracer):
+        raise ValueError(
+            f"{name} must be known at trace time, got a traced {x.dtype}: name it in "
+            "static_argnames of jax.jit, or choose between two calls with jax.lax.cond"
+        )
+    if not isinstance(x, (bool, np.bool_)):
+        raise ValueError(f"{name} must be True or False, got {x!r}")
+    return bool(x)
+
+
+def one_of(name: str, x, allowed, extra: str = "") -> Any:
+    if not isinstance(x, str) or x not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}{extra}, got {x!r}")
+    return x

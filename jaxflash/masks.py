@@ -1,0 +1,507 @@
+"""Masks as values: who sees whom, said without an array of queries and keys.
+
+Each function makes a frozen value, a pytree whose leaves are the arrays that it was given: it may
+be an argument of `jax.jit`, `jax.vmap` or `jax.lax.scan`, and other arrays compile nothing. Values
+are combined by ``&``, ``|`` and ``~``, with bool arrays too, and `mask=` of
+`jaxflash.dot_product_attention` takes the result::
+
+    from jaxflash import masks
+
+    mask = masks.causal() & masks.segments(ids) | masks.function(lambda b, h, q, kv: kv < 4)
+    out = jaxflash.dot_product_attention(query, key, value, mask=mask)
+
+Letters: B batch (any number of axes), N query heads, T query length, S key length.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from jaxflash import _arguments
+
+__all__ = [
+    "Mask",
+    "as_array",
+    "causal",
+    "dense",
+    "function",
+    "intervals",
+    "lengths",
+    "segments",
+    "window",
+]
+
+Alignment = Literal["top_left", "bottom_right"]
+
+ALIGNMENTS = ("top_left", "bottom_right")
+# What arrays broadcast to, for errors.
+LOGITS = "(*batch, query heads, T, S)"
+_INT32_MAX = 2**31 - 1
+
+
+class Mask:
+    """Which keys each query sees: what the functions of this module make.
+
+    ``a & b`` is what both allow, ``a | b`` what one of them allows, ``~a`` what `a` hides. Bool
+    arrays that broadcast to ``(*B, N, T, S)`` may stand on one side.
+    """
+
+    __array_ufunc__ = None  # NumPy arrays leave the operators to this class
+
+    def __and__(self, other: Mask | ArrayLike) -> Mask:
+        return _combined(And, self, other)
+
+    def __rand__(self, other: ArrayLike) -> Mask:
+        return _combined(And, other, self)
+
+    def __or__(self, other: Mask | ArrayLike) -> Mask:
+        return _combined(Or, self, other)
+
+    def __ror__(self, other: ArrayLike) -> Mask:
+        return _combined(Or, other, self)
+
+    def __invert__(self) -> Mask:
+        return Not(self)
+
+    def __bool__(self) -> bool:
+        raise TypeError("a mask is neither true nor false: combine masks with &, | and ~")
+
+
+def _combined(kind, *terms):
+    flat: list[Mask] = []
+    for term in terms:
+        if isinstance(term, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+            term = dense(term)  # pyright: ignore[reportArgumentType]
+        if not isinstance(term, Mask):
+            return NotImplemented
+        # One of many terms is easier on the eye than a chain of two.
+        flat += term.terms if isinstance(term, And | Or) and type(term) is kind else (term,)
+    return kind(tuple(flat))
+
+
+def _registered(*data: str):
+    """A frozen dataclass as a pytree whose children are these fields."""
+
+    def register(cls):
+        static = [field.name for field in dataclasses.fields(cls) if field.name not in data]
+        jax.tree_util.register_dataclass(cls, data_fields=list(data), meta_fields=static)
+        return cls
+
+    return register
+
+
+# ---- The values ----------------------------------------------------------------------------------
+
+# Their fields are checked by the functions that make them, not here: JAX puts all kinds of objects
+# into a pytree.
+
+
+@_registered()
+@dataclasses.dataclass(frozen=True, eq=False)
+class Window(Mask):
+    """Keys from ``left`` before to ``right`` after a query's position; None is no limit."""
+
+    left: int | None
+    right: int | None
+    alignment: Alignment
+
+
+@_registered("query", "key_value")
+@dataclasses.dataclass(frozen=True, eq=False)
+class Lengths(Mask):
+    query: Any  # int32, broadcasts to (*B), or None
+    key_value: Any  # likewise
+
+
+@_registered("query_ids", "key_ids")
+@dataclasses.dataclass(frozen=True, eq=False)
+class Segments(Mask):
+    query_ids: Any  # integers, broadcast to (*B, T)
+    key_ids: Any  # to (*B, S); None: those of the queries
+
+
+@_registered("begin", "end")
+@dataclasses.dataclass(frozen=True, eq=False)
+class Intervals(Mask):
+    begin: Any  # int32, broadcast to (*B, N, T), of keys (*B, N, S)
+    end: Any  # likewise
+    of: Literal["query", "key"]
+
+
+@_registered("array")
+@dataclasses.dataclass(frozen=True, eq=False)
+class Dense(Mask):
+    array: Any  # bool, broadcasts to (*B, N, T, S)
+
+
+@_registered("captures")
+@dataclasses.dataclass(frozen=True, eq=False)
+class Function(Mask):
+    function: Callable[..., Any]
+    captures: tuple[Any, ...]
+
+    def __call__(self, b, h, q, kv, *captures):
+        """The function's result, checked: one bool."""
+        result = self.function(b, h, q, kv, *captures)
+        expected = "masks.function: f must return one bool scalar"
+        if not isinstance(result, jax.Array | np.ndarray | np.generic | bool):
+            raise ValueError(f"{expected}, got {type(result).__name__}")
+        if jnp.shape(result) != ():
+            raise ValueError(f"{expected}, got an array of shape {jnp.shape(result)}")
+        if jnp.result_type(result) != jnp.bool_:
+            raise ValueError(f"{expected}, got dtype {jnp.result_type(result)}")
+        return jnp.asarray(result)
+
+
+@_registered("terms")
+@dataclasses.dataclass(frozen=True, eq=False)
+class And(Mask):
+    terms: tuple[Mask, ...]
+
+
+@_registered("terms")
+@dataclasses.dataclass(frozen=True, eq=False)
+class Or(Mask):
+    terms: tuple[Mask, ...]
+
+
+@_registered("of")
+@dataclasses.dataclass(frozen=True, eq=False)
+class Not(Mask):
+    of: Mask
+
+    def __invert__(self) -> Mask:
+        return self.of
+
+
+# ---- How they are made ---------------------------------------------------------------------------
+
+
+def causal(alignment: Alignment = "top_left") -> Mask:
+    """A query sees the keys at positions up to its own.
+
+    Args:
+      alignment: where query ``i`` stands: at key position ``i`` (``"top_left"``) or ``i + S - T``
+        (``"bottom_right"``; S and T are the lengths of the sequence where sequence lengths are
+        given, as arguments of the call or by ``& masks.lengths(...)``).
+
+    Raises:
+      ValueError: `alignment` is neither of the two.
+    """
+    return Window(None, 0, _arguments.one_of("masks.causal: alignment", alignment, ALIGNMENTS))
+
+
+def window(left: int | None, right: int | None, alignment: Alignment = "top_left") -> Mask:
+    """A query at position ``p`` sees the keys from ``p - left`` to ``p + right``, both included.
+
+    Args:
+      left: not negative, known at trace time; None is no limit.
+      right: likewise.
+      alignment: as for `causal`.
+
+    Raises:
+      ValueError: a side or the alignment is wrong.
+    """
+    left, right = _arguments.window("masks.window", (left, right))
+    alignment = _arguments.one_of("masks.window: alignment", alignment, ALIGNMENTS)
+    return Window(left, right, alignment)
+
+
+def lengths(query: ArrayLike | None = None, key_value: ArrayLike | None = None) -> Lengths:
+    """Queries and keys from a length on are padding: they see nothing and are seen by nobody.
+
+    Args:
+      query: int32, broadcasts to ``(*B)``, or an int; None is no limit.
+      key_value: likewise.
+
+    Raises:
+      ValueError: a length is no int32.
+    """
+
+    def checked(name, x):
+        if x is None:
+            return None
+        if isinstance(x, int) and not isinstance(x, bool):
+            return np.asarray(min(max(x, 0), _INT32_MAX), np.int32)
+        x = _arguments.array(f"masks.lengths: {name}", x)
+        if x.dtype != jnp.int32:
+            raise ValueError(f"masks.lengths: {name} must have dtype int32, got {x.dtype}")
+        return x
+
+    return Lengths(checked("query", query), checked("key_value", key_value))
+
+
+def segments(query_ids: ArrayLike, key_ids: ArrayLike | None = None) -> Segments:
+    """Queries see the keys with their own id, in any order: documents packed into a row.
+
+    Args:
+      query_ids: integers, broadcast to ``(*B, T)``.
+      key_ids: integers, broadcast to ``(*B, S)``; None: those of the queries, of one length then.
+
+    Raises:
+      ValueError: ids are no integers, or no dtype has the values of both.
+    """
+    name = "masks.segments"
+    query_ids = _arguments.array(f"{name}: query_ids", query_ids)
+    if key_ids is None:
+        return Segments(_arguments.with_one_dtype(name, query_ids, query_ids)[0], None)
+    key_ids = _arguments.array(f"{name}: key_ids", key_ids)
+    return Segments(*_arguments.with_one_dtype(name, query_ids, key_ids))
+
+
+def intervals(begin: ArrayLike, end: ArrayLike, of: Literal["query", "key"] = "query") -> Intervals:
+    """Each query sees the keys of an interval: from `begin` up to but excluding `end`.
+
+    Args:
+      begin: integers, broadcast to ``(*B, N, T)``; below 0 counts as 0.
+      end: likewise; where it is not above `begin`, nothing is seen.
+      of: ``"key"`` turns it round: each key is seen by the queries of an interval, and arrays
+        broadcast to ``(*B, N, S)``.
+
+    Raises:
+      ValueError: begin or end are no integers, or `of` is something else.
+    """
+
+    def checked(name, x):
+        name = f"masks.intervals: {name}"
+        x = _arguments.array(name, x)
+        if not jnp.issubdtype(x.dtype, jnp.integer):
+            raise ValueError(f"{name} must have an integer dtype, got {x.dtype}")
+        if x.dtype == jnp.int32:
+            return x
+        # Beyond int32 is beyond every array.
+        limits = jnp.iinfo(x.dtype)
+        low, high = max(limits.min, -_INT32_MAX), min(limits.max, _INT32_MAX)
+        return _arguments.computed(lambda x: jnp.clip(x, low, high).astype(jnp.int32), x)
+
+    of = _arguments.one_of("masks.intervals: of", of, ("query", "key"))
+    return Intervals(checked("begin", begin), checked("end", end), of)
+
+
+def dense(array: ArrayLike) -> Dense:
+    """A bool array; True means attend. `mask=` takes such an array as it is, too.
+
+    Args:
+      array: bool, broadcasts to ``(*B, N, T, S)``, each axis 1 or full.
+
+    Raises:
+      ValueError: it is not of bools.
+    """
+    x = _arguments.array("masks.dense: array", array)
+    if x.dtype != jnp.bool_:
+        raise ValueError(f"masks.dense: array must have dtype bool (True = attend), got {x.dtype}")
+    return Dense(x)
+
+
+def function(f: Callable[..., Any], *captures: Any) -> Mask:
+    """What a function of JAX says: ``f(b, h, q, kv, *captures) -> bool``, of scalars.
+
+    It is never evaluated into an array of queries and keys: the kernels have it compiled into them,
+    and one pass over it finds where each query's first and last key are. Arrays that it captures
+    are operands of the call: others in their place compile nothing. They have no gradient, and an
+    index out of their bounds is clamped, as always in JAX.
+
+    Args:
+      f: traced once for a call, and known by what it computes: equal functions compile once. ``b``
+        is the batch element (row-major over the batch axes, 0 without any), ``h`` the query head,
+        ``q`` and ``kv`` the row and column numbers, all int32. It may also close over arrays. As an
+        argument of `jax.jit` a mask is known by the function object: define `f` once, and pass what
+        changes as captures.
+      *captures: arrays, or pytrees of them, that `f` gets as further arguments.
+
+    Returns:
+      The mask. That `f` returns one bool is checked when it is traced.
+
+    Raises:
+      ValueError: `f` is no function.
+
+    Examples:
+      A prefix that everybody sees, of another length for each sequence::
+
+          def in_prefix(b, h, q, kv, lengths):
+              return kv < lengths[b]
+
+          mask = masks.causal() | masks.function(in_prefix, prefix_lengths)
+    """
+    if not callable(f) or isinstance(f, Mask):
+        raise ValueError(
+            f"masks.function: f must be a function (b, h, q, kv) -> bool, got {type(f).__name__}"
+        )
+    name = "masks.function: a capture"
+    return Function(f, jax.tree.map(functools.partial(_arguments.array, name), captures))
+
+
+# ---- Their sizes ---------------------------------------------------------------------------------
+
+
+class Sizes(NamedTuple):
+    """Of a call."""
+
+    batch: tuple[Any, ...]
+    heads: int
+    q_len: int
+    kv_len: int
+
+
+def fitted(mask: Mask, sizes: Sizes) -> Mask:
+    """The same mask with arrays of the ranks of what they broadcast to.
+
+    Raises:
+        ValueError: an array does not broadcast.
+    """
+    batch, heads, q_len, kv_len = sizes
+
+    def fit(name, x, shape, words):
+        return None if x is None else _arguments.broadcastable(name, x, shape, words)
+
+    # Made anew: what became of the leaves of a pytree, nobody has checked.
+    match mask:
+        case And(terms) | Or(terms):
+            return type(mask)(tuple(fitted(term, sizes) for term in terms))
+        case Not(of):
+            return Not(fitted(of, sizes))
+        case Lengths(query, key_value):
+            mask = lengths(query, key_value)
+            return Lengths(
+                fit("masks.lengths: query", mask.query, batch, "(*batch)"),
+                fit("masks.lengths: key_value", mask.key_value, batch, "(*batch)"),
+            )
+        case Segments(query_ids, key_ids):
+            mask = segments(query_ids, key_ids)
+            query_ids = key_ids = mask.query_ids
+            if mask.key_ids is not None:
+                key_ids = mask.key_ids
+            elif q_len != kv_len:
+                raise ValueError(
+                    f"masks.segments: key_ids must be given where queries ({q_len}) and keys "
+                    f"({kv_len}) differ in length; got query_ids {query_ids.shape} alone"
+                )
+            return Segments(
+                fit("masks.segments: query_ids", query_ids, (*batch, q_len), "(*batch, T)"),
+                fit("masks.segments: key_ids", key_ids, (*batch, kv_len), "(*batch, S)"),
+            )
+        case Intervals(begin, end, of):
+            mask = intervals(begin, end, of)
+            length, letter = (q_len, "T") if of == "query" else (kv_len, "S")
+            shape, words = (*batch, heads, length), f"(*batch, query heads, {letter})"
+            return Intervals(
+                fit("masks.intervals: begin", mask.begin, shape, words),
+                fit("masks.intervals: end", mask.end, shape, words),
+                of,
+            )
+        case Dense(array):
+            shape = (*batch, heads, q_len, kv_len)
+            return Dense(fit("masks.dense: array", dense(array).array, shape, LOGITS))
+        case Function(f, captures):
+            return function(f, *captures)
+    return mask
+
+
+def conjuncts(mask: Mask) -> tuple[Mask, ...]:
+    """The masks that all must allow what `mask` allows: by them it holds for a call as a whole."""
+    if not isinstance(mask, And):
+        return (mask,)
+    return tuple(part for term in mask.terms for part in conjuncts(term))
+
+
+# ---- Their dense meaning -------------------------------------------------------------------------
+
+
+def as_array(mask: Mask, shape: tuple[int, ...]) -> jax.Array:
+    """What a mask means: a bool array ``(*B, N, T, S)``, True where the query sees the key.
+
+    The definition, and memory for all of it: to look at, and to test with.
+
+    Args:
+      mask: of this module.
+      shape: ``(*B, N, T, S)``, the sizes of a call.
+
+    Raises:
+      ValueError: the mask does not fit the shape.
+
+    Examples:
+      A window that reaches back over two keys::
+
+          masks.as_array(masks.window(2, 0), (1, 5, 5))[0]
+    """
+    if not isinstance(mask, Mask):
+        raise ValueError(f"mask must be a value of jaxflash.masks, got {type(mask).__name__}")
+    shape = tuple(shape)
+    if len(shape) < 3:
+        raise ValueError(f"shape must be (*batch, query heads, T, S), got {shape}")
+    *batch, heads, q_len, kv_len = shape
+    mask = fitted(mask, Sizes(tuple(batch), heads, q_len, kv_len))
+    if 0 in shape:
+        return jnp.zeros(shape, jnp.bool_)
+
+    # The last query stands at the last key: of each sequence, (*#B).
+    valid_queries, valid_keys = jnp.int32(q_len), jnp.int32(kv_len)
+    for part in conjuncts(mask):
+        if isinstance(part, Lengths):
+            if part.query is not None:
+                valid_queries = jnp.minimum(valid_queries, jnp.maximum(part.query, 0))
+            if part.key_value is not None:
+                valid_keys = jnp.minimum(valid_keys, jnp.maximum(part.key_value, 0))
+    offset = (valid_keys - valid_queries)[..., None, None, None]
+    row = jnp.arange(q_len, dtype=jnp.int32)[:, None]
+    column = jnp.arange(kv_len, dtype=jnp.int32)[None, :]
+
+    def meaning(mask: Mask):
+        match mask:
+            case And(terms):
+                return functools.reduce(jnp.logical_and, map(meaning, terms))
+            case Or(terms):
+                return functools.reduce(jnp.logical_or, map(meaning, terms))
+            case Not(of):
+                return ~meaning(of)
+            case Window(left, right, alignment):
+                position = full(row)
+                if alignment == "bottom_right":
+                    position = position + full(offset)
+                distance = position - full(column)
+                visible = jnp.ones(shape, jnp.bool_)
+                if left is not None:
+                    visible &= distance <= min(left, _INT32_MAX)
+                if right is not None:
+                    visible &= distance >= -min(right, _INT32_MAX)
+                return visible
+            case Lengths(query, key_value):
+                visible = jnp.ones(shape, jnp.bool_)
+                if query is not None:
+                    visible &= full(row) < full(query[..., None, None, None])
+                if key_value is not None:
+                    visible &= full(column) < full(key_value[..., None, None, None])
+                return visible
+            case Segments(query_ids, key_ids):
+                return full(query_ids[..., None, :, None]) == full(key_ids[..., None, None, :])
+            case Intervals(begin, end, "query"):
+                begin, end = full(begin[..., :, None]), full(end[..., :, None])
+                return (begin <= full(column)) & (full(column) < end)
+            case Intervals(begin, end, _):
+                begin, end = full(begin[..., None, :]), full(end[..., None, :])
+                return (begin <= full(row)) & (full(row) < end)
+            case Dense(array):
+                return full(array)
+            case Function():
+                numbers = (jnp.arange(n, dtype=jnp.int32) for n in (math.prod(batch), *shape[-3:]))
+                of_element = mask
+                for axis in reversed(range(4)):
+                    in_axes = [0 if i == axis else None for i in range(4)]
+                    in_axes += [None] * len(mask.captures)
+                    of_element = jax.vmap(of_element, in_axes)
+                return of_element(*numbers, *mask.captures).reshape(shape)
+        raise ValueError(f"{type(mask).__name__} is no mask of jaxflash.masks")
+
+    def full(x):
+        return jnp.broadcast_to(x, shape)
+
+    return meaning(mask)

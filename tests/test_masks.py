@@ -1,0 +1,713 @@
+"""jaxflash.masks: what the values mean, how they behave as pytrees, what kernels are told of them,
+and what is wrong with them."""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxflash
+import mask_values
+from jaxflash import (
+    _api,
+    _blockwise,
+    _derivatives,
+    _plan,
+    _ranges,
+    _support,
+    masks,
+)
+from jaxprs import equations
+from mask_values import MASK_VALUES
+from score_mods import Sizes
+
+pytestmark = pytest.mark.usefixtures("accurate_products")
+_B, _T, _S, _N, _K, _H = 2, 12, 20, 4, 2, 8
+_SHAPE = (_B, _N, _T, _S)
+
+_needs_kernels = pytest.mark.skipif(
+    not _support._ffi.extension.kernels, reason="needs the kernels' library"
+)
+_ATTENTIONS = (jaxflash.dot_product_attention, jaxflash.reference.dot_product_attention)
+
+
+def _qkv(seed=0, q_len=_T, kv_len=_S, dtype=np.float32):
+    rng = np.random.default_rng(seed)
+    shapes = ((_B, q_len, _N, _H), (_B, kv_len, _K, _H), (_B, kv_len, _K, _H))
+    return tuple(jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes)
+
+
+def _value(name, shape=_SHAPE):
+    """(mask, what it means)."""
+    row = MASK_VALUES[name]
+    batch, heads, q_len, kv_len = shape
+    arrays = row.arrays(Sizes(batch, heads, q_len, kv_len), np.random.default_rng(1))
+    return row.bind(arrays, (batch,)), mask_values.visible(row, arrays, shape)
+
+
+def _loss(attention, mask, qkv, **options):
+    return jnp.sum(jnp.sin(attention(*qkv, mask=mask, **options)))
+
+
+def _assert_equal(transformed, *arguments, jit=jax.jit):
+    """A function of the attention to call, with ours and with the reference."""
+    ours, theirs = (jit(functools.partial(transformed, f))(*arguments) for f in _ATTENTIONS)
+    for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5)
+
+
+# ---- What they mean ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MASK_VALUES)
+def test_as_array(name):
+    """Against numpy; and a mask that hides everything or nothing tests little."""
+    shape = (_B, _N, 140, 150)
+    mask, visible = _value(name, shape)
+    actual = np.asarray(masks.as_array(mask, shape))
+    assert actual.dtype == bool
+    np.testing.assert_array_equal(actual, visible)
+    if name not in ("everything", "nothing"):
+        assert 0.01 < visible.mean() < 0.99
+
+
+def test_as_array_of_no_elements():
+    mask = masks.function(lambda b, h, q, kv, x: x[kv] > 0, jnp.zeros((0,), jnp.int32))
+    assert masks.as_array(mask, (_N, _T, 0)).shape == (_N, _T, 0)
+
+
+def test_extreme_sides_and_lengths():
+    for mask in (
+        masks.window(2**40, 2**40),
+        ~~masks.window(2**31 - 1, None) | masks.window(0, 0),
+        masks.lengths(2**40, 2**40),
+        masks.intervals(jnp.int32(-(2**31)), jnp.int32(2**31 - 1)),
+        masks.segments(jnp.full(_T, -(2**31)), jnp.full(_S, -(2**31))),
+    ):
+        assert np.asarray(masks.as_array(mask, _SHAPE)).all()
+        np.testing.assert_array_equal(
+            jaxflash.dot_product_attention(*_qkv(), mask=mask),
+            jaxflash.dot_product_attention(*_qkv(), mask=mask & masks.window(None, None)),
+        )
+        _assert_equal(lambda attention, mask=mask: attention(*_qkv(), mask=mask))
+    nothing = masks.as_array(masks.lengths(-3), _SHAPE)
+    assert not np.asarray(nothing).any()
+
+
+def test_values_in_64_bits():
+    with jax.enable_x64(True):
+        ids = jnp.asarray([2**40, 1, 2, 2**40] * 3)
+        begin = jnp.asarray([-(2**50)] * _T)
+        for mask in (
+            masks.segments(ids, jnp.arange(_S)) | masks.segments(ids, jnp.full(_S, 2**40)),
+            masks.intervals(begin, jnp.full(_T, 2**60)) & masks.intervals(0, jnp.arange(_T)),
+            masks.function(lambda b, h, q, kv, x: x[q] == x[kv % _T], ids),
+        ):
+            _assert_equal(lambda attention, mask=mask: attention(*_qkv(), mask=mask))
+
+
+def test_operators():
+    a, b = masks.causal(), masks.lengths(key_value=7)
+    array = np.random.default_rng(0).random((_T, _S)) < 0.5
+    for mask, expected in (
+        (a & array, np.tri(_T, _S, dtype=bool) & array),
+        (array & a, np.tri(_T, _S, dtype=bool) & array),
+        (a | jnp.asarray(array), np.tri(_T, _S, dtype=bool) | array),
+        (jnp.asarray(array) | a, np.tri(_T, _S, dtype=bool) | array),
+        (~a, ~np.tri(_T, _S, dtype=bool)),
+        (a & b & ~b, np.zeros((_T, _S), bool)),
+    ):
+        np.testing.assert_array_equal(masks.as_array(mask, _SHAPE)[1, 2], expected)
+    with pytest.raises(TypeError, match="neither true nor false"):
+        a and b  # noqa: B018
+    with pytest.raises(TypeError):
+        a & 3.0
+    with pytest.raises(TypeError):
+        a | "causal"
+
+
+def test_arguments_of_the_call_are_short_for_values():
+    """The same program, not only the same numbers."""
+    lengths = dict(query=jnp.array([12, 7], jnp.int32), key_value=jnp.array([20, 3], jnp.int32))
+    ids = jnp.zeros((_B, _T), jnp.int32), jnp.ones((_B, _S), jnp.int32)
+    array = jnp.ones((1, 1, _T, _S), bool)
+    described = [
+        _api.described(
+            *_qkv(), None, array, is_causal=True, local_window_size=(4, 9),
+            causal_alignment="bottom_right", query_seq_lengths=lengths["query"],
+            key_value_seq_lengths=lengths["key_value"], segment_ids=ids,
+        ),
+        _api.described(
+            *_qkv(), None,
+            masks.causal("bottom_right") & masks.window(4, 9, "bottom_right") & array
+            & masks.segments(*ids) & masks.lengths(**lengths),
+        ),
+    ]  # fmt: skip
+    (spec, operands), (other_spec, other_operands) = described
+    assert spec == other_spec
+    assert spec.predicate is None
+    for x, y in zip(operands, other_operands, strict=True):
+        assert (x is None) == (y is None)
+        if x is not None:
+            np.testing.assert_array_equal(x, y)
+
+
+# ---- Pytrees -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MASK_VALUES)
+def test_pytrees(name):
+    mask, visible = _value(name)
+    leaves, tree = jax.tree.flatten(mask)
+    assert all(isinstance(x, jax.Array | np.ndarray) for x in leaves)
+    again = jax.tree.map(lambda x: x, mask)
+    assert jax.tree.structure(again) == tree
+    as_array = jax.jit(lambda mask: masks.as_array(mask, _SHAPE))
+    np.testing.assert_array_equal(as_array(again), visible)
+
+
+def test_other_arrays_compile_nothing():
+    """As arguments of a program, and in eager calls of functions that are equal."""
+
+    def call(widths, ids):
+        mask = masks.function(lambda b, h, q, kv, x: q - kv < x[h], widths)
+        mask |= masks.segments(ids, ids[:1])
+        return jaxflash.dot_product_attention(*_qkv(), mask=mask)
+
+    def arrays(seed):
+        rng = np.random.default_rng(seed)
+        return (
+            jnp.asarray(rng.integers(0, 9, _N), jnp.int32),
+            jnp.asarray(rng.integers(0, 3, _T), jnp.int32),
+        )
+
+    first = call(*arrays(0))
+    before = _derivatives.attention._cache_size()
+    second = call(*arrays(1))
+    assert _derivatives.attention._cache_size() == before
+    assert not np.array_equal(first, second)
+
+    def visible(b, h, q, kv, x):
+        return q - kv < x[h]
+
+    step = jax.jit(lambda mask: jaxflash.dot_product_attention(*_qkv(), mask=mask))
+    for seed in range(3):
+        widths, ids = arrays(seed)
+        step(masks.function(visible, widths) & masks.segments(ids, ids[:1]) | masks.window(0, 0))
+    assert step._cache_size() == 1
+
+
+def test_scan_over_masks():
+    widths = jnp.arange(1, 1 + 3 * _N, dtype=jnp.int32).reshape(3, _N)
+    stacked = masks.function(lambda b, h, q, kv, x: abs(q - kv) < x[h], widths)
+
+    def layers(attention, stacked, qkv):
+        q, k, v = qkv
+
+        def layer(x, mask):
+            return x + attention(x, k, v, mask=mask), None
+
+        def loss(q):
+            return jnp.sum(jnp.sin(jax.lax.scan(layer, q, stacked)[0]))
+
+        return jax.value_and_grad(loss)(q)
+
+    _assert_equal(layers, stacked, _qkv())
+
+
+@pytest.mark.parametrize("mapped", ["mask", "query", "both"])
+@pytest.mark.parametrize("name", ["head-windows", "intervals", "whole-lengths", "two-arrays"])
+def test_vmap(name, mapped):
+    mask, _ = _value(name)
+    qkv = _qkv()
+    axes = [None, None]
+    if mapped != "query":
+        other = jax.tree.map(lambda x: jnp.stack([x, jnp.flip(jnp.asarray(x))]), mask)
+        mask, axes[0] = other, 0
+    if mapped != "mask":
+        qkv, axes[1] = tuple(jnp.stack([x, -x]) for x in qkv), 0
+
+    def gradients(attention, mask, qkv):
+        one = jax.grad(lambda qkv, mask: _loss(attention, mask, qkv))
+        return jax.vmap(lambda mask, qkv: one(qkv, mask), axes)(mask, qkv)
+
+    _assert_equal(gradients, mask, qkv)
+
+
+# ---- Transformations -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Several tiles, the last ones of which overlap the ones before them."""
+    monkeypatch.setattr(_blockwise, "_LARGEST_BLOCK", 16)
+    monkeypatch.setattr(_blockwise, "_SMALLEST_BLOCK", 16)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("order", ["jvp", "hvp", "grad of jvp"])
+def test_derivatives_of_every_order(order):
+    """By what is differentiated beside a mask that captures floats, which have none."""
+    mask, _ = _value("float-captures", (_B, _N, 37, 41))
+    mask &= masks.causal("bottom_right") | masks.window(None, 3)
+    qkv = _qkv(q_len=37, kv_len=41)
+    moved = jax.tree.map(jnp.cos, qkv)
+
+    def transformed(attention, mask, qkv):
+        def loss(qkv):
+            return _loss(attention, mask, qkv)
+
+        if order == "jvp":
+            return jax.jvp(loss, (qkv,), (moved,))
+        if order == "hvp":
+            return jax.jvp(jax.grad(loss), (qkv,), (moved,))
+        return jax.grad(lambda qkv: jax.jvp(loss, (qkv,), (moved,))[1])(qkv)
+
+    _assert_equal(transformed, mask, qkv)
+
+
+def test_masks_have_no_gradient():
+    mask, _ = _value("float-captures")
+
+    def gradient(attention, qkv):
+        return jax.grad(lambda mask: _loss(attention, mask, qkv))(mask)
+
+    for attention in _ATTENTIONS:
+        for x in jax.tree.leaves(jax.jit(functools.partial(gradient, attention))(_qkv())):
+            assert not np.asarray(x).any()
+    tangent = jax.tree.map(jnp.ones_like, mask)
+    out, t_out = jax.jvp(
+        lambda mask: jaxflash.dot_product_attention(*_qkv(), mask=mask), (mask,), (tangent,)
+    )
+    assert np.asarray(out).any()
+    assert not np.asarray(t_out).any()
+
+
+def test_checkpoint():
+    mask, _ = _value("prefix")
+
+    def gradients(attention, mask, qkv):
+        policy = jax.checkpoint_policies.save_only_these_names(jaxflash.CHECKPOINT_NAME)
+        loss = jax.checkpoint(lambda qkv: _loss(attention, mask, qkv), policy=policy)
+        return jax.grad(loss)(qkv)
+
+    _assert_equal(gradients, mask, _qkv())
+
+
+def test_without_jit():
+    mask, _ = _value("prefix")
+    expected = jax.grad(lambda q: _loss(_ATTENTIONS[1], mask, (q, *_qkv()[1:])))(_qkv()[0])
+    with jax.disable_jit():
+        actual = jax.grad(lambda q: _loss(_ATTENTIONS[0], mask, (q, *_qkv()[1:])))(_qkv()[0])
+    np.testing.assert_allclose(actual, expected, rtol=2e-4, atol=2e-5)
+
+
+@_needs_kernels
+@pytest.mark.parametrize("symbolic", [False, True])
+def test_export(symbolic):
+    """Gradients, for CPU and CUDA; of symbolic lengths, what kernels do not take is blockwise."""
+    sizes = "b, t" if symbolic else f"{_B}, {_T}"
+    scope = export.SymbolicScope()
+    query, ids = (
+        jax.ShapeDtypeStruct(export.symbolic_shape(shape, scope=scope), dtype)
+        for shape, dtype in ((f"{sizes}, {_N}, {_H}", np.float32), (sizes, np.int32))
+    )
+
+    def gradient(query, ids):
+        mask = masks.function(lambda b, h, q, kv, x: x[b, q] == x[b, kv], ids)
+        mask = mask & masks.causal() | masks.window(0, 0, "bottom_right")
+        return jax.grad(lambda q: _loss(jaxflash.dot_product_attention, mask, (q, q, q)))(query)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", jaxflash.SlowPathWarning)
+        exported = export.export(
+            jax.jit(gradient), platforms=["cpu", "cuda"], disabled_checks=jaxflash.EXPORT_CHECKS
+        )(query, ids)
+    exported = export.deserialize(exported.serialize())
+    x, ids = _qkv()[0], jnp.asarray(np.arange(_B * _T).reshape(_B, _T) // 5, jnp.int32)
+    with jax.default_device(jax.devices("cpu")[0]):
+        actual = exported.call(x, ids)
+    np.testing.assert_allclose(actual, gradient(x, ids), rtol=2e-4, atol=2e-5)
+
+
+def _mesh(kind=None):
+    devices = np.array(jax.devices("cpu")[:4]).reshape(2, 2)
+    options = {} if kind is None else dict(axis_types=(kind, kind))
+    return Mesh(devices, ("b", "h"), **options)
+
+
+_SHARDED = [
+    *(("auto", name) for name in ("prefix", "head-windows", "array-or-band")),
+    *(("explicit", name) for name in ("prefix", "head-windows", "intervals", "array-or-band")),
+    # Where functions count the batch elements and heads of a device.
+    *(("shard_map", name) for name in ("global-tokens", "two-arrays", "array-or-band")),
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), _SHARDED)
+def test_sharded(kind, name):
+    """Batch and heads split; captures of functions stand whole."""
+    mask, _ = _value(name)
+    qkv = _qkv()
+    mesh = _mesh(jax.sharding.AxisType.Explicit if kind == "explicit" else None)
+    placed = jax.device_put(qkv, NamedSharding(mesh, P("b", None, "h")))
+
+    def gradients(attention, mask, qkv):
+        return jax.value_and_grad(lambda qkv: _loss(attention, mask, qkv))(qkv)
+
+    with jax.default_device(jax.devices("cpu")[0]):
+        expected = jax.jit(functools.partial(gradients, _ATTENTIONS[1]))(mask, qkv)[1]
+    ours = functools.partial(gradients, _ATTENTIONS[0])
+    if kind == "shard_map":
+        spec = P("b", None, "h")
+        specs = jax.tree.map(lambda x: {3: P("h"), 4: P("b")}.get(x.ndim, P()), mask)
+        run = jax.shard_map(
+            lambda mask, *qkv: ours(mask, qkv)[1],
+            mesh=mesh,
+            in_specs=(specs, spec, spec, spec),
+            out_specs=(spec,) * 3,
+        )
+        actual = jax.jit(run)(mask, *placed)
+    else:
+        with jax.set_mesh(mesh):
+            actual = jax.jit(ours)(mask, placed)[1]
+    for x, y in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5)
+
+
+# ---- What the kernels are told -------------------------------------------------------------------
+
+
+def _described(mask, **options):
+    """(spec, operands) with what every pass of a call shares."""
+    shape = options.pop("shape", (_B, _N, 200, 330))
+    batch, heads, q_len, kv_len = shape
+    query, key = (
+        jnp.zeros((batch, length, n, _H), jnp.float32)
+        for length, n in ((q_len, heads), (kv_len, options.pop("kv_heads", heads // 2)))
+    )
+    spec, operands = _api.described(query, key, key, mask=mask, **options)
+    return spec, _plan.with_hulls(spec, operands)
+
+
+def _intervals_of(visible):
+    """(begin, end) of what is seen along the last axis."""
+    numbers = np.arange(visible.shape[-1])
+    begin = np.min(np.where(visible, numbers, numbers.size), axis=-1)
+    end = np.max(np.where(visible, numbers + 1, 0), axis=-1)
+    return np.stack((np.where(end > 0, begin, 0), end), axis=-1)
+
+
+@pytest.mark.parametrize("elements", [1 << 22, 5000], ids=["one block", "blocks"])
+@pytest.mark.parametrize(
+    "name", [n for n, row in MASK_VALUES.items() if row not in mask_values.NATIVE]
+)
+def test_hulls(name, elements, monkeypatch):
+    """The first and the last key of each row and row of each key, of each head that has its own,
+    and what follows for the ranges of the kernels; the pass widens nothing that does not ask."""
+    monkeypatch.setattr(_plan, "_BLOCK_ELEMENTS", elements)
+    shape = (_B, _N, 200, 330)
+    mask, visible = _value(name, shape)
+    spec, operands = _described(mask, shape=shape)
+    widest = np.broadcast_shapes(operands.rows_hull.shape[:2], operands.keys_hull.shape[:2])
+    asks_for_batch = (visible != visible[:1]).any()
+    asks_for_heads = (visible != visible[:, :1]).any()
+    if operands.query_seq_lengths is None and operands.query_segment_ids is None:
+        assert widest == (_B if asks_for_batch else 1, _N if asks_for_heads else 1)
+        if operands.mask is None:
+            rows, keys = _intervals_of(visible), _intervals_of(visible.mT)
+            np.testing.assert_array_equal(np.broadcast_to(operands.rows_hull, rows.shape), rows)
+            np.testing.assert_array_equal(np.broadcast_to(operands.keys_hull, keys.shape), keys)
+    ranges = _ranges.of_call(spec, operands, "forward")
+    assert ranges is not None
+    for intervals, seen in ((ranges.keys_of_row, visible), (ranges.rows_of_key, visible.mT)):
+        of_heads = _intervals_of(seen.any(1))
+        nonempty = of_heads[..., 1] > 0
+        intervals = np.asarray(intervals)
+        assert (intervals[..., 0] <= of_heads[..., 0])[nonempty].all()
+        assert (intervals[..., 1] >= of_heads[..., 1])[nonempty].all()
+
+
+def _visited(intervals, others: int, size: int = 64) -> int:
+    """How many tiles a kernel visits: of each block of rows those of keys in the hull."""
+    tiles = 0
+    for blocks in np.asarray(intervals):
+        for begin, end, *_ in blocks:
+            tiles += max(-(-min(end, others) // size) - begin // size, 0)
+    return tiles
+
+
+# Of masks without holes between what a block of rows sees: no empty tile is visited.
+_VISITS = {
+    "prefix of 100": masks.causal() | masks.function(lambda b, h, q, kv: kv < 100),
+    "window": masks.function(lambda b, h, q, kv: (q >= kv) & (q - kv < 130)),
+    "documents": masks.function(lambda b, h, q, kv: q // 200 == kv // 200),
+    "documents, causal": masks.function(lambda b, h, q, kv: q // 200 == kv // 200) & masks.causal(),
+    "intervals": masks.intervals(np.arange(640) // 3 * 2, np.arange(640) // 3 * 2 + 90),
+    "blocks": masks.function(lambda b, h, q, kv: q // 128 == kv // 128),
+    "nothing": masks.function(lambda b, h, q, kv: q < 0),
+}
+
+
+@pytest.mark.parametrize("mask", _VISITS.values(), ids=_VISITS)
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+def test_visited_tiles(mask, pass_):
+    length = 640
+    visible = np.asarray(masks.as_array(mask, (1, length, length)))[0]
+    spec, operands = _described(mask, shape=(1, 2, length, length))
+    ranges = _ranges.of_call(spec, operands, pass_)
+    tiles = visible.reshape(length // 64, 64, length // 64, 64).any((1, 3)).sum()
+    assert tiles < 100 or tiles == 0
+    for blocks in (ranges.row_blocks, ranges.key_blocks):
+        assert _visited(blocks, length) == tiles
+
+
+def test_hulls_of_several_parts():
+    """Segments, an array and a function: what all of them allow."""
+    ids = jnp.asarray(np.arange(640) // 160, jnp.int32)
+    mask = masks.segments(ids) & masks.function(lambda b, h, q, kv: abs(q - kv) < 64)
+    spec, operands = _described(mask, shape=(1, 2, 640, 640))
+    ranges = _ranges.of_call(spec, operands, "forward")
+    visible = np.asarray(masks.as_array(mask, (1, 640, 640)))
+    np.testing.assert_array_equal(ranges.keys_of_row, _intervals_of(visible))
+    np.testing.assert_array_equal(ranges.rows_of_key, _intervals_of(visible.mT))
+    np.testing.assert_array_equal(ranges.query_ids[0], ids)
+
+    array = np.tri(640, k=-64, dtype=bool)
+    mask = masks.dense(array) & masks.function(lambda b, h, q, kv: (q < 300) & (kv >= 64))
+    spec, operands = _described(mask, shape=(1, 2, 640, 640))
+    ranges = _ranges.of_call(spec, operands, "forward")
+    visible = np.asarray(masks.as_array(mask, (1, 640, 640)))
+    tiles = visible[0].reshape(10, 64, 10, 64).any((1, 3)).sum()
+    assert _visited(ranges.row_blocks, 640) == tiles
+
+
+def test_unseen_rows_and_keys():
+    """What a mask hides from all is replaced before it meets a kernel, of each head."""
+    mask = masks.function(lambda b, h, q, kv: (kv >= 5) & ((h < 2) | (q < 7)) & (q != kv))
+    mask &= np.arange(_S) != 9
+    q, k, v = (jnp.full(x.shape, jnp.nan) for x in _qkv())
+    spec, operands = _api.described(q, k, v, mask=mask)
+    operands = _plan.with_hulls(spec, operands)
+    visible = np.asarray(masks.as_array(mask, _SHAPE))
+    keys = visible.any((1, 2))[..., None, None]
+    rows = np.swapaxes(visible.any(-1), -1, -2)[..., None]
+    for pass_ in ("forward", "backward"):
+        shown = _support._ffi._without_unseen(operands, pass_)
+        for x, seen, applies in (
+            (shown.query, rows, pass_ == "backward"),
+            (shown.key, keys, pass_ == "backward"),
+            (shown.value, keys, True),
+        ):
+            expected = np.broadcast_to(seen, x.shape) if applies else np.ones(x.shape, bool)
+            np.testing.assert_array_equal(np.isnan(x), expected)
+
+
+def _largest(function, *arguments) -> int:
+    """Elements of the largest array of a traced function."""
+    return max(
+        math.prod(variable.aval.shape)
+        for equation in equations(function, *arguments)
+        for variable in equation.outvars
+        if hasattr(variable.aval, "shape")
+    )
+
+
+@_needs_kernels
+@pytest.mark.parametrize("path", ["xla", "cuda"])
+def test_memory_is_linear(path):
+    """No array of queries and keys: neither for the kernels, whose pass over the mask evaluates it
+    block by block, nor on the blockwise path."""
+    length, heads = 1 << 17, 2
+    x = jax.ShapeDtypeStruct((1, length, heads, 64), jnp.bfloat16)
+    ids = jax.ShapeDtypeStruct((1, length), jnp.int32)
+
+    def gradient(x, ids):
+        mask = masks.function(lambda b, h, q, kv, ids: ids[b, q] == ids[b, kv], ids)
+        mask |= masks.causal()
+
+        def loss(x):
+            out = jaxflash.dot_product_attention(x, x, x, mask=mask, implementation=path)
+            return jnp.sum(out.astype(jnp.float32) ** 2)
+
+        return jax.grad(loss)(x)
+
+    with jax.default_device(jax.devices("cpu")[0]):
+        assert _largest(gradient, x, ids) <= 5 * length * heads * 64
+    assert 5 * length * heads * 64 < length * length / 128
+
+
+@_needs_kernels
+def test_operands_of_the_custom_calls():
+    """Captures of the mask after those of scores, and before the sink's and dropout's; the hulls,
+    found once for both passes."""
+    x = jnp.zeros((_B, 64, _N, 64), jnp.bfloat16)
+    table, ids, sink = jnp.zeros((_N, 5)), jnp.zeros((_B, 64), jnp.int32), jnp.zeros(_N)
+
+    def loss(x, table, ids, array, sink):
+        mask = masks.function(lambda b, h, q, kv, ids: ids[b, q] == ids[b, kv], ids)
+        mask = (mask | masks.intervals(ids[:, None], 7)) & array
+        out = jaxflash.dot_product_attention(
+            x,
+            x,
+            x,
+            mask=mask,
+            sink=sink,
+            implementation="cuda",
+            score_mod=lambda s, b, h, q, kv: s + table[h, q % 5],
+        )
+        return jnp.sum(out.astype(jnp.float32))
+
+    traced = jax.jit(jax.grad(loss)).trace(x, table, ids, jnp.ones((1, 1, 1, 64), bool), sink)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    masks_of = {
+        "forward": "tensor<1x2xui32>",  # a bit for each key
+        "backward": "tensor<1x64xi1>",
+    }
+    hulls = f"tensor<{_B}x64x2xi32>, tensor<{_B}x64x2xi32>, "
+    own = f"tensor<1x{_B}x64xi32>, tensor<{_B}x64xi32>, tensor<1xi32>"
+    for pass_, array in masks_of.items():
+        (call,) = (line for line in text.splitlines() if f"@jaxflash_{pass_}_v2" in line)
+        assert f"tensor<1x{_N}x5xf32>, {array}, {own}, tensor<1x{_N}xf32>, {hulls}" in call, call
+    one_pass = sum(
+        equation.primitive.name in ("reduce_max", "argmax") and equation.invars[0].aval.ndim == 5
+        for equation in equations(
+            jax.grad(loss), x, table, ids, jnp.ones((1, 1, 1, 64), bool), sink
+        )
+    )
+    assert one_pass == 2
+
+
+@_needs_kernels
+def test_sharded_programs_of_the_kernels_gather_nothing():
+    mask, _ = _value("documents-causal", (4, _N, 64, 64))
+    mesh = _mesh()
+    shape = jnp.zeros((4, 64, _N, 16), jnp.float32)
+    x = jax.device_put(shape, NamedSharding(mesh, P("b", None, "h")))
+    loss = functools.partial(_loss, jaxflash.dot_product_attention, implementation="cuda")
+    traced = jax.jit(jax.grad(lambda x: loss(mask, (x, x, x)))).trace(x)
+    text = traced.lower(lowering_platforms=("cuda",)).compile().as_text()
+    for collective in ("all-gather", "all-to-all", "collective-permute", "all-reduce"):
+        assert collective not in text
+    assert f"f32[2,64,{_N // 2},16]" in text
+
+
+@_needs_kernels
+def test_supported_without_arrays():
+    shape = jax.ShapeDtypeStruct((2, 128, 4, 64), jnp.bfloat16)
+    ids = jax.ShapeDtypeStruct((2, 128), jnp.int32)
+    always = jaxflash.supported(shape, shape, shape)
+    for mask in (
+        masks.causal() & masks.segments(ids) & masks.lengths(jax.ShapeDtypeStruct((2,), jnp.int32)),
+        masks.function(lambda b, h, q, kv, x: x[b, q] == x[b, kv], ids) | masks.segments(ids, ids),
+        masks.dense(jax.ShapeDtypeStruct((128,), jnp.bool_)) & jax.ShapeDtypeStruct((), jnp.bool_),
+        ~masks.intervals(jax.ShapeDtypeStruct((128,), jnp.int8), ids),
+    ):
+        if isinstance(mask, masks.Not):
+            with pytest.raises(ValueError, match="end must broadcast"):
+                jaxflash.supported(shape, shape, shape, mask=mask)
+        else:
+            assert jaxflash.supported(shape, shape, shape, mask=mask) == always
+    mask = masks.function(lambda b, h, q, kv: jax.lax.while_loop(lambda x: x < q, abs, kv) > 3)
+    reasons = jaxflash.supported(shape, shape, shape, mask=mask)
+    assert any(reason.startswith("mask `while`") for reason in reasons)
+    many = masks.function(lambda b, h, q, kv, *x: sum(y[b, q] for y in x) > 3, *(ids,) * 9)
+    assert any("9 arrays" in x for x in jaxflash.supported(shape, shape, shape, mask=many))
+
+
+# ---- Faults --------------------------------------------------------------------------------------
+
+
+_OK = np.ones((_T, _S), bool)
+
+# id: (what makes the mask, words of the error)
+_WRONG = {
+    "alignment": (lambda: masks.causal("left"), ["masks.causal", "alignment", "left", "top_left"]),
+    "window side": (lambda: masks.window(-1, 0), ["masks.window", "-1"]),
+    "window float": (lambda: masks.window(1.5, 0), ["masks.window", "1.5"]),
+    "lengths dtype": (lambda: masks.lengths(jnp.ones(2)), ["masks.lengths: query", "float32"]),
+    "lengths of text": (lambda: masks.lengths(key_value="3"), ["masks.lengths: key_value", "str"]),
+    "ids dtype": (lambda: masks.segments(jnp.ones(_T)), ["masks.segments", "float32"]),
+    "ids None": (lambda: masks.segments(None), ["masks.segments: query_ids", "None"]),
+    "ids of two dtypes": (
+        lambda: masks.segments(jnp.zeros(_T, jnp.uint32), jnp.zeros(_S, jnp.int32)),
+        ["masks.segments", "uint32", "int32"],
+    ),
+    "interval dtype": (lambda: masks.intervals(0, jnp.ones(_T)), ["intervals: end", "float32"]),
+    "interval of": (lambda: masks.intervals(0, 3, of="row"), ["masks.intervals: of", "row", "key"]),
+    "dense dtype": (lambda: masks.dense(_OK.astype(np.int32)), ["masks.dense", "bool", "int32"]),
+    "no function": (lambda: masks.function(_OK), ["masks.function", "ndarray"]),
+    "mask for a function": (lambda: masks.function(masks.causal()), ["masks.function", "Window"]),
+    "text captured": (lambda: masks.function(lambda *i: True, "a"), ["masks.function", "capture"]),
+}  # fmt: skip
+
+# Known when the sizes are.
+_UNFIT = {
+    "lengths shape": (masks.lengths(jnp.zeros(3, jnp.int32)), ["masks.lengths: query", "(3,)"]),
+    "one array of ids": (masks.segments(jnp.zeros(_T, jnp.int32)), ["masks.segments", "12", "20"]),
+    "ids shape": (
+        masks.segments(jnp.zeros(_S, jnp.int32), jnp.zeros(_S, jnp.int32)),
+        ["masks.segments: query_ids", "(*batch, T)", "(20,)"],
+    ),
+    "interval shape": (
+        masks.intervals(0, jnp.zeros((_B, _T), jnp.int32)),
+        ["masks.intervals: end", "(*batch, query heads, T)", "(2, 12)"],
+    ),
+    "interval of keys": (
+        masks.intervals(0, jnp.zeros(_T, jnp.int32), of="key"),
+        ["masks.intervals: end", "(*batch, query heads, S)", "(12,)"],
+    ),
+    "dense shape": (masks.causal() | _OK.T, ["masks.dense: array", "(20, 12)"]),
+    "result dtype": (masks.function(lambda b, h, q, kv: q - kv), ["masks.function", "int32"]),
+    "result shape": (
+        ~masks.function(lambda b, h, q, kv: jnp.stack([q, kv]) > 0), ["masks.function", "(2,)"]
+    ),
+    "result None": (masks.function(lambda b, h, q, kv: None), ["masks.function", "NoneType"]),
+    "leaves of another dtype": (
+        jax.tree.map(lambda x: x.astype(jnp.float32), masks.dense(_OK)), ["masks.dense", "float32"]
+    ),
+    "a function": (lambda b, h, q, kv: True, ["mask", "function", "jaxflash.masks.function"]),
+    "a list": ([masks.causal()], ["mask", "list"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", _WRONG)
+def test_wrong_values(name):
+    make, words = _WRONG[name]
+    with pytest.raises(ValueError, match="masks") as caught:
+        make()
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("name", _UNFIT)
+def test_masks_that_do_not_fit(name):
+    mask, words = _UNFIT[name]
+    for attention in _ATTENTIONS:
+        with pytest.raises(ValueError, match="mask") as caught:
+            attention(*_qkv(), mask=mask)
+        for word in words:
+            assert word in str(caught.value)
+
+
+def test_wrong_arguments_of_as_array():
+    with pytest.raises(ValueError, match=r"jaxflash\.masks.*ndarray"):
+        masks.as_array(_OK, _SHAPE)
+    with pytest.raises(ValueError, match=r"shape must be.*\(12, 20\)"):
+        masks.as_array(masks.causal(), (_T, _S))
+
+
+def test_errors_inside_a_function_are_its_own():
+    with pytest.raises(TypeError, match="positional argument"):
+        jaxflash.dot_product_attention(*_qkv(), mask=masks.function(lambda b, h, q: q > 0))
+    with pytest.raises(TypeError, match="positional argument"):
+        jaxflash.dot_product_attention(*_qkv(), mask=masks.function(lambda b, h, q, kv: True, 3))
