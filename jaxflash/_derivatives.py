@@ -156,14 +156,20 @@ def _tangent(
         return _blockwise.tangent(spec, operands, out, lse, tangents)
 
     def kernels(operands, out, lse, tangents):
-        reasons = {name: _support.reasons_against_tangent(spec, name) for name in tangents}
+        captures = [i for i in range(len(operands.captures)) if f"captures[{i}]" in tangents]
+        reasons = dict.fromkeys(tangents, _support.reasons_against_tangents(spec, operands, ()))
+        if captures:
+            why = _support.reasons_against_tangents(spec, operands, captures)
+            reasons.update((f"captures[{i}]", why) for i in captures)
+        reasons["sink"] = ()
         taken = {name: t for name, t in tangents.items() if not reasons[name]}
         t_sink = taken.pop("sink", None)
         terms = []
         if taken:
-            program = _kernel_program.make(spec, operands, "forward", always=True)
-            assert program is not None
-            terms.append(_ffi.tangent(spec, program, operands, out, lse, taken))
+            moving = [i for i in captures if f"captures[{i}]" in taken]
+            program = _kernel_program.tangents(spec, operands, moving)
+            of_captures = [taken[f"captures[{i}]"] for i in moving]
+            terms.append(_ffi.tangent(spec, program, operands, out, lse, taken, of_captures))
         if t_sink is not None:
             terms.append(_blockwise.sink_tangent(operands, out, lse, t_sink))
         # What the kernels lack: a pass of its own.

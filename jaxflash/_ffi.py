@@ -205,8 +205,10 @@ def tangent(
     out,
     lse,
     tangents: Mapping[str, Any],
+    of_captures: Sequence[Any],
 ):
-    """Tangents of out and lse, given those of query, key and value, 0 where one is left out."""
+    """Tangents of out and lse, given those of query, key and value, 0 where one is left out, and of
+    the captures that move in the program."""
     names = ("query", "key", "value")
     moved = [
         tangents[name] if name in tangents else jnp.zeros_like(x)
@@ -225,7 +227,7 @@ def tangent(
         out,
         lse,
         *_given(operands.query_seq_lengths, operands.key_value_seq_lengths),
-        *_program_operands(spec, program, operands, "forward"),
+        *_program_operands(spec, program, operands, "forward", of_captures),
         *_given(*(ranges or ())),
     )
 
@@ -278,6 +280,7 @@ def _program_operands(
     program: KernelProgram | None,
     operands: Operands,
     pass_: Pass,
+    tangents: Sequence[Any] = (),
 ) -> tuple[Any, ...]:
     """What the kernels get after all else: the numbers by which the program knows batch elements
     and heads, which a shard or a mapped call cannot count itself, and the captures.
@@ -293,7 +296,7 @@ def _program_operands(
     axes = jax.typeof(operands.query).manual_axis_type.varying
     if axes:
         numbers = tuple(jax.lax.pcast(x, tuple(axes), to="varying") for x in numbers)
-    return *numbers, *_kernel_program.captures(spec, operands, pass_)
+    return *numbers, *_kernel_program.captures(spec, operands, pass_, tangents)
 
 
 class _Lengths(tuple):

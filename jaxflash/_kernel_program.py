@@ -55,35 +55,48 @@ class KernelGradients:
         return any(load.narrow for load in self.loads if load.capture == capture)
 
 
-def make(
-    spec: AttentionSpec, operands: Operands, pass_: Pass, always: bool = False
-) -> KernelProgram | None:
-    """The program of a call, or None where a pass of the kernels needs none, unless it has one
-    `always`.
+def make(spec: AttentionSpec, operands: Operands, pass_: Pass) -> KernelProgram | None:
+    """The program of a call, or None where a pass of the kernels needs none.
 
     Raises:
         NotPrintable: the text says why, naming the equation.
     """
-    drops = spec.dropout_rate > 0.0
     has_ranges = operands.query_segment_ids is not None
     if (
         spec.program is None
         and operands.sink is None
         and operands.mask is None
         and spec.predicate is None
-        and not (drops or has_ranges or always)
+        and not (spec.dropout_rate > 0.0 or has_ranges)
     ):
         return None
+    return _program(spec, operands, pass_)
+
+
+def tangents(spec: AttentionSpec, operands: Operands, moving: Sequence[int]) -> KernelProgram:
+    """The program of the tangent pass, which always has one, where some captures have tangents.
+
+    Raises:
+        NotPrintable: the text says why, naming the equation.
+    """
+    return _program(spec, operands, "forward", tuple(moving))
+
+
+def _program(
+    spec: AttentionSpec, operands: Operands, pass_: Pass, moving: tuple[int, ...] = ()
+) -> KernelProgram:
     program = _with_mask(spec, operands, pass_)
-    ranks = tuple(len(t.shape) for t in program.capture_types)
-    if operands.sink is not None:
-        ranks = (*ranks, 1)
-    if drops:
-        ranks = (*ranks, 1)
+    drops = spec.dropout_rate > 0.0
+    shapes = [t.shape for t in program.capture_types]
+    ranks = (
+        *map(len, shapes),
+        *(len(shapes[i]) for i in moving),
+        *(1,) * ((operands.sink is not None) + drops),
+    )
     if len(ranks) > _printer.MAX_CAPTURES:
         raise NotPrintable(
-            f"captures {len(ranks)} arrays, bias, slopes, masks, sink and seed among them; "
-            f"allowed are {_printer.MAX_CAPTURES}"
+            f"captures {len(ranks)} arrays, bias, slopes, masks, sink and seed among them"
+            f"{', and tangents' if moving else ''}; allowed are {_printer.MAX_CAPTURES}"
         )
     sink_dtype = None if operands.sink is None else operands.sink.dtype.name
     if sink_dtype not in (None, *_printer.CAPTURE_DTYPES):
@@ -91,7 +104,9 @@ def make(
             f"has a sink of dtype {sink_dtype}; allowed are {', '.join(_printer.CAPTURE_DTYPES)}"
         )
     paired = _paired(program, operands) if pass_ == "forward" else ()
-    printed = _printed(program, _distance_is_difference(spec, operands), sink_dtype, drops, paired)
+    paired += tuple(len(shapes) + j for j, i in enumerate(moving) if i in paired)
+    is_difference = _distance_is_difference(spec, operands)
+    printed = _printed(program, is_difference, sink_dtype, drops, paired, moving)
     if isinstance(printed, NotPrintable):
         raise printed
     return KernelProgram(printed.source, printed.unit_slope, printed.exact_length, ranks)
@@ -147,9 +162,11 @@ def _distance_is_difference(spec: AttentionSpec, operands: Operands) -> bool:
     return not spec.bottom_right and operands.query_positions is None
 
 
-def captures(spec: AttentionSpec, operands: Operands, pass_: Pass) -> tuple[Any, ...]:
-    """The captures as the kernels get them, those of masks, sink and dropout: (*#B, *own axes)
-    each."""
+def captures(
+    spec: AttentionSpec, operands: Operands, pass_: Pass, tangents: Sequence[Any] = ()
+) -> tuple[Any, ...]:
+    """The captures as the kernels get them, those of masks, tangents of captures, sink and dropout:
+    (*#B, *own axes) each."""
     more = []
     if operands.sink is not None:
         more.append(operands.sink)
@@ -158,7 +175,7 @@ def captures(spec: AttentionSpec, operands: Operands, pass_: Pass) -> tuple[Any,
     ones = (1,) * (operands.query.ndim - 3)
     masks = () if operands.mask is None else (_mask(operands, pass_),)
     masks += operands.mask_captures
-    return *operands.captures, *masks, *(x.reshape(*ones, -1) for x in more)
+    return *operands.captures, *masks, *tangents, *(x.reshape(*ones, -1) for x in more)
 
 
 def _mask(operands: Operands, pass_: Pass):
@@ -175,6 +192,7 @@ def _printed(
     sink_dtype: str | None,
     drops: bool,
     paired: tuple[int, ...],
+    moving: tuple[int, ...],
 ) -> _printer.Printed | NotPrintable:
     try:
         return _printer.print_cuda(
@@ -183,6 +201,7 @@ def _printed(
             sink_dtype=sink_dtype,
             drops=drops,
             paired=paired,
+            moving=moving,
         )
     except NotPrintable as reason:
         return reason

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
+from collections.abc import Sequence
 
 import jax
 
@@ -69,10 +70,7 @@ TRANSFORMS = (
     ("`jit`, `vmap`, `scan`, `cond`, sharded arrays, `shard_map`, `jax.export`", "yes"),
     ("`grad`, `value_and_grad`, `vjp`, `jacrev`", "yes"),
     ("`checkpoint`, by names too", "yes"),
-    (
-        "`jvp`, `linearize`, `jacfwd`",
-        "yes, but tangents of `bias`, `alibi_slopes` and what `score_mod` captures",
-    ),
+    ("`jvp`, `linearize`, `jacfwd`", "yes"),
     (
         "`jvp` of `grad` (Hessian-vector products), `grad` of `grad`, `hessian`",
         "tangents, first gradients",
@@ -162,14 +160,18 @@ def reasons_against_gradient(
     return tuple(reasons)
 
 
-def reasons_against_tangent(spec: AttentionSpec, operand: str) -> tuple[str, ...]:
-    """Why the kernels, which take the call, cannot compute what the tangent of one of its operands
-    contributes."""
-    if operand.startswith("captures"):
-        capture = int(operand.removeprefix("captures[").removesuffix("]"))
-        return (f"the tangent of what {_captured_by(spec, capture)} captures",)
-    no_compiler = _nvrtc.reason_against()
-    return () if no_compiler is None or operand == "sink" else (no_compiler,)
+def reasons_against_tangents(
+    spec: AttentionSpec, operands: Operands, captures: Sequence[int]
+) -> tuple[str, ...]:
+    """Why the kernels, which take the call, cannot compute tangents where some captures move."""
+    if (no_compiler := _nvrtc.reason_against()) is not None:
+        return (no_compiler,)
+    try:
+        _kernel_program.tangents(spec, operands, captures)
+    except NotPrintable as reason:
+        names = dict.fromkeys(_captured_by(spec, i) for i in captures)
+        return (f"the tangent of {' and '.join(names)} {reason}",)
+    return ()
 
 
 def _captured_by(spec: AttentionSpec, capture: int) -> str:

@@ -161,7 +161,7 @@ def _values_and_gradients(attend, with_gradient, others, dout, dlse):
 
 
 def check_tangents(case: AttentionCase, implementation: str | None) -> None:
-    """Tangents of out and lse, given those of the operands that no score function captures."""
+    """Tangents of out and lse, given those of all operands that have one."""
     bounds = _expected_tangents(
         case, arithmetic(case, implementation), runs_kernels(case, implementation)
     )
@@ -188,11 +188,10 @@ def check_tangents(case: AttentionCase, implementation: str | None) -> None:
 
 def _moving(case, arrays) -> tuple[dict, dict, dict]:
     """(operands with a tangent, the others, tangents)"""
-    names = [name for name in ("query", "key", "value", "sink") if name in arrays]
+    moving, others = split(arrays)
     rng = np.random.default_rng(case.seed + 1)
-    moving = {name: arrays[name] for name in names}
     tangents = {name: rng.standard_normal(x.shape).astype(x.dtype) for name, x in moving.items()}
-    return moving, {name: x for name, x in arrays.items() if name not in names}, tangents
+    return moving, others, tangents
 
 
 def _expected_tangents(case, arithmetic: str, kernels: bool) -> dict[str, Bound]:

@@ -11,6 +11,7 @@ struct Program {{
   static constexpr bool kHasSink = {has_sink};
   static constexpr bool kDrops = {drops};
   static constexpr bool kSharesLoads = false;
+  static constexpr bool kCapturesMove = false;
   struct Head {{
     float scale;
     float value;

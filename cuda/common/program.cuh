@@ -11,6 +11,9 @@
 //   float addend(head, row, column, q, kv, distance)   with kUnitSlope: logit - scale * s, in log 2
 //   bool kAdds                                     the addend is not 0 everywhere
 //   bool kDrops                                    the weights stage: probabilities are dropped
+//   bool kCapturesMove                             captures have tangents
+//   float capture_tangent(head, row, column, q, kv, distance, s)   with kCapturesMove: what those
+//                                                  make of the logit's tangent, in natural units
 //   bool kSharesLoads                              neighbouring elements take parts of one load
 //   Dropout dropout(captures, problem, batch, b, h)    with kDrops: those of which bits
 //

@@ -68,6 +68,15 @@ class ProgramScores {
     return Program::logit_and_slope(head_, Program::row(head_, q), Program::column(head_, kv), q,
                                     kv, distance_ + (row - key), s, slope);
   }
+  // The tangent of a logit, given that of its product times the slope.
+  __device__ __forceinline__ float tangent(float t, float s, int row, int key) const {
+    if constexpr (Program::kCapturesMove) {
+      const int q = row_ + row, kv = key_ + key;
+      t += Program::capture_tangent(head_, Program::row(head_, q), Program::column(head_, kv), q,
+                                    kv, distance_ + (row - key), s);
+    }
+    return t;
+  }
   __device__ __forceinline__ float sink() const { return Program::sink(head_); }
 
   // Which elements of a fragment are kept. Tiles start at multiples of 16.

@@ -1,7 +1,7 @@
 // Tangent: a block computes that of one tile of query rows of one head. Probabilities are final at
 // first sight, because lse is given:
 //
-//   tS = slope scale (tQ K^T + Q tK^T)      slope: d logit / d score
+//   tS = slope scale (tQ K^T + Q tK^T)      slope: d logit / d score; captures that move add theirs
 //   t_lse = sum of P tS over a row
 //   tO = (P tS) V + P tV - t_lse O
 //
@@ -180,9 +180,10 @@ __global__ void __launch_bounds__(Traits::Tile::kThreads, Traits::Tile::kBlocksP
               logit = scores.logit_and_slope(s[m][n][i], row, key, &slope);
               slope *= problem.scale;
             }
+            const float tangent = scores.tangent(t[m][n][i] * slope, s[m][n][i], row, key);
             const bool shown = full || mask.visible(first_row + row, s_key + key);
             s[m][n][i] = shown ? exp2_approx(logit - lse_log2[m][i / 2]) : 0.f;
-            t[m][n][i] = shown ? t[m][n][i] * slope : 0.f;
+            t[m][n][i] = shown ? tangent : 0.f;
           }
         }
       }

@@ -101,21 +101,31 @@ class ProgramScores {
       }
     }
   }
-  // The same, and the tangents t of products become those of logits over the scale.
+  // The same, and the tangents t of products become those of logits, over tangent_scale().
   template <int kElements>
-  __device__ __forceinline__ void rewrite(float (&s)[kElements], float (&t)[kElements]) const {
-    if constexpr (Program::kUnitSlope) {
-      rewrite(s);
-    } else {
+  __device__ __forceinline__ void rewrite(float (&s)[kElements], float (&t)[kElements],
+                                          float scale) const {
 #pragma unroll
-      for (int i = 0; i < kElements; ++i) {
-        float slope;
-        s[i] = element(i, [&](const auto& row, const auto& column, int q, int kv, float distance) {
-          return Program::logit_and_slope(head_, row, column, q, kv, distance, s[i], &slope);
-        });
-        t[i] *= slope;
-      }
+    for (int i = 0; i < kElements; ++i) {
+      float slope = 1.f, moved = 0.f;
+      const float logit =
+          element(i, [&](const auto& row, const auto& column, int q, int kv, float distance) {
+            if constexpr (Program::kCapturesMove) {
+              moved = Program::capture_tangent(head_, row, column, q, kv, distance, s[i]);
+            }
+            if constexpr (Program::kUnitSlope) {
+              return fmaf(s[i], scale_log2_, Program::addend(head_, row, column, q, kv, distance));
+            } else {
+              return Program::logit_and_slope(head_, row, column, q, kv, distance, s[i], &slope);
+            }
+          });
+      s[i] = logit;
+      t[i] = Program::kCapturesMove ? fmaf(t[i], slope * scale, moved) : t[i] * slope;
     }
+  }
+  // What rewritten tangents, or those of products where nothing is rewritten, are multiplied with.
+  __device__ __forceinline__ float tangent_scale(float scale) const {
+    return Program::kCapturesMove ? 1.f : scale;
   }
   __device__ __forceinline__ float sink() const { return Program::sink(head_); }
 

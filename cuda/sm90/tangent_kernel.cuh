@@ -239,7 +239,7 @@ struct TangentConsumers {
       const bool cut = tile < full.begin || tile >= full.end;
       scores.begin_keys(key);
       scores.draw(kept, key);
-      if constexpr (Scores::kRewrites) scores.rewrite(s, t);
+      if constexpr (Scores::kRewrites) scores.rewrite(s, t, problem.scale);
       if (cut) {
         apply_mask(s, work.mask, positions, key);
         // What is hidden may have any tangent.
@@ -247,6 +247,7 @@ struct TangentConsumers {
         for (int i = 0; i < kKeys / 2; ++i) t[i] = s[i] == -INFINITY ? 0.f : t[i];
       }
       const float factor = Scores::kRewrites ? 1.f : args.scale_log2;
+      const float scale = scores.tangent_scale(problem.scale);
 #pragma unroll
       for (int i = 0; i < kKeys / 2; ++i) {
         s[i] = exp2_approx(fmaf(s[i], factor, -lse_log2[Fragment::lower(i)]));
@@ -261,7 +262,7 @@ struct TangentConsumers {
             sum = fmaf(s[i], t[i], fmaf(s[i + 1], t[i + 1], sum));
           }
           weight = sum_of_row(weight);
-          const float mean = sum_of_row(sum) / weight * problem.scale;
+          const float mean = sum_of_row(sum) / weight * scale;
           if (has_reference[r] || weight == 0.f) continue;
           has_reference[r] = true;
           reference[r] = fabsf(mean) < INFINITY ? mean : 0.f;
@@ -274,7 +275,7 @@ struct TangentConsumers {
         float weight[2];
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-          weight[j] = s[i + j] * fmaf(t[i + j], problem.scale, -reference[r]);
+          weight[j] = s[i + j] * fmaf(t[i + j], scale, -reference[r]);
           moment[r] += weight[j];
           if constexpr (Scores::kHasSink) total[r] += s[i + j];
         }

@@ -58,6 +58,7 @@ def print_cuda(
     sink_dtype: str | None = None,
     drops: bool = False,
     paired: Collection[int] = (),
+    moving: Sequence[int] = (),
 ) -> Printed:
     """The struct `jaxflash::Program` for a score program.
 
@@ -68,6 +69,7 @@ def print_cuda(
         drops: whether the last capture is `_dropout.kernel_parameters`.
         paired: captures whose last axis has an even number of elements, one for each key, in a pass
             whose threads have neighbouring keys of a row.
+        moving: captures whose tangents are the captures after those of the program.
 
     Raises:
         NotPrintable: the text says why, naming the equation.
@@ -77,6 +79,13 @@ def print_cuda(
     slope = graph.shown(slope, logit)
     sink = None
     captures = len(program.capture_types)
+    tangent = graph.constant(0.0)
+    for capture in moving:
+        dtype = str(program.capture_types[capture].dtype)
+        for index, partial in Builder(graph).build_partials(program, capture)[1].items():
+            moved = graph.multiply(graph.shown(partial, logit), graph.load(captures, dtype, index))
+            tangent = graph.add(tangent, moved)
+        captures += 1
     if sink_dtype is not None:
         head = graph.input("h", "int32", 0)
         sink = graph.load(captures, sink_dtype, (head,))
@@ -84,7 +93,9 @@ def print_cuda(
         sink = graph.scaled(sink, LOG2_E)
     logit = graph.scaled(logit, LOG2_E)
     addend = graph.without_score(logit) if slope is graph.constant(1.0) else None
-    writer = Writer(graph, Roots(logit, slope, addend, sink, paired=paired))
+    writer = Writer(
+        graph, Roots(logit, slope, addend, sink, tangent if moving else None, paired=paired)
+    )
     return Printed(
         writer.struct(captures if drops else None),
         unit_slope=addend is not None,

@@ -58,6 +58,8 @@ _SIGNATURES = {
     "slice": "int64_t slice(const Head& head)",
     "index": "int64_t index(const Head& head, const Row& row, const Column& column, int q, int kv,"
     " float distance)",
+    "capture_tangent": "float capture_tangent(const Head& head, const Row& row,"
+    " const Column& column, int q, int kv, float distance, float s)",
     "partial": "float partial(const Head& head, const Row& row, const Column& column, int q,"
     " int kv, float distance, float s)",
     "dropout": "Dropout dropout(const Captures& captures, const Problem& problem, int64_t batch,"
@@ -78,6 +80,7 @@ class Roots:
         slope: d logit / d score, where the score's gradient is wanted.
         addend: what the logit adds to the score, with a slope of 1 alone.
         sink: where there is one.
+        capture_tangent: what tangents of captures add to that of the logit, in natural units.
         loads: those whose gradients are wanted.
         paired: captures of whose rows, an element for each column, a thread takes neighbours.
     """
@@ -86,6 +89,7 @@ class Roots:
     slope: Node | None = None
     addend: Node | None = None
     sink: Node | None = None
+    capture_tangent: Node | None = None
     loads: tuple[LoadRoots, ...] = ()
     paired: Collection[int] = ()
 
@@ -104,9 +108,15 @@ class Writer:
         self._slope = None if roots.slope is None else self._lowered(roots.slope)
         self._addend = None if roots.addend is None else self._lowered(roots.addend)
         self._sink = None if roots.sink is None else self._lowered(roots.sink)
+        self._capture_tangent = None
+        if roots.capture_tangent is not None:
+            self._capture_tangent = self._lowered(roots.capture_tangent)
+            self._guards_tangent = not is_finite(roots.capture_tangent)
         self._members: dict[str, list[Node]] = {place: [] for place in _PLACES}
         seen: set[Node] = set()
-        for root in (self._logit, self._slope, self._addend, self._sink):
+        for root in (
+            self._logit, self._slope, self._addend, self._sink, self._capture_tangent,
+        ):  # fmt: skip
             if root is not None:
                 self._need(root, "end" if root is self._sink else "element")
                 self._visit(root, seen)
@@ -127,6 +137,7 @@ class Writer:
             ("kHasSink", sink is not None),
             ("kDrops", dropout is not None),
             ("kSharesLoads", self._shares_loads()),
+            ("kCapturesMove", self._capture_tangent is not None),
         ):
             lines.append(f"  static constexpr bool {name} = {'true' if value else 'false'};")
         for place in _PLACES[:3]:
@@ -148,10 +159,7 @@ class Writer:
                 "*slope = 1.0f;",
             )
         elif self._slope is not None:
-            slope = self._text(self._slope, "element")
-            if self._guards_slope:
-                # Where the logit is -inf, the slope may be infinite or NaN; its weight is 0.
-                slope = f"{logit} == -INFINITY ? 0.0f : {slope}"
+            _, slope = self._weighed(self._slope, self._guards_slope)
             lines += self._function(
                 "logit_and_slope",
                 "element",
@@ -159,6 +167,9 @@ class Writer:
                 logit,
                 f"*slope = {slope};",
             )
+        if self._capture_tangent is not None:
+            needed, text = self._weighed(self._capture_tangent, self._guards_tangent)
+            lines += self._function("capture_tangent", "element", needed, text)
         if sink is not None:
             lines += self._function("sink", "end", [], self._text(sink, "end"))
         if dropout is not None:
@@ -194,13 +205,20 @@ class Writer:
             lines += self._function("index", "element", [offset], text)
         else:
             lines += self._function("slice", "end", [], self._text(offset, "end"))
-        text, needed = self._text(partial, "element"), [partial]
-        if not is_finite(roots.partial):
-            # Where the logit is -inf, the derivative may be infinite or NaN; its weight is 0.
-            text = f"{self._text(self._logit, 'element')} == -INFINITY ? 0.0f : {text}"
-            needed = [self._logit, partial]
+        needed, text = self._weighed(partial, not is_finite(roots.partial))
         lines += self._function("partial", "element", needed, text)
         return [f"  {line}" for line in (*lines, "};")]
+
+    def _weighed(self, x: Node, guarded: bool) -> tuple[list[Node], str]:
+        """(the nodes that it takes, the text) of what is multiplied with a probability: where the
+        logit is -inf, that is 0, but `x` may be infinite or NaN."""
+        text = self._text(x, "element")
+        if not guarded:
+            return [x], text
+        return [
+            self._logit,
+            x,
+        ], f"{self._text(self._logit, 'element')} == -INFINITY ? 0.0f : {text}"
 
     # ---- Text -------------------------------------------------------------------------------
 
