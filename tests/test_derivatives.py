@@ -189,10 +189,9 @@ def test_second_order_is_that_of_the_reference(name):
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore::jaxflash.SlowPathWarning")  # of captures, on purpose
+@pytest.mark.filterwarnings("error::jaxflash.SlowPathWarning")
 @pytest.mark.parametrize("name", OPTIONS)
 def test_tangents_of_all_operands_on_the_kernels(name):
-    """What the kernels compute, and beside it what they lack."""
     operands, options = _operands(OPTIONS[name])
     operands = jax.tree.map(np.float32, operands)
 
