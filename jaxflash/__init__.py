@@ -19,6 +19,7 @@ from jaxflash._config import show_config
 from jaxflash._derivatives import CHECKPOINT_NAME
 from jaxflash._flax import attention_fn
 from jaxflash._merge import merge_attention
+from jaxflash._paged import paged_attention
 from jaxflash._support import SlowPathWarning
 from jaxflash._varlen import varlen_attention
 
@@ -29,6 +30,7 @@ __all__ = [
     "attention_fn",
     "dot_product_attention",
     "merge_attention",
+    "paged_attention",
     "reference",
     "show_config",
     "supported",

@@ -60,12 +60,12 @@ def attention(spec: AttentionSpec, path: Path, operands: Operands):
     """(out (*B, T, N, h), lse (*B, T, N)) of checked operands."""
     # jax 0.10 does not take NumPy arrays for residuals, which they may be under vmap; a copy costs
     # nothing in a compiled program.
-    operands = _with_scaled_query(jax.tree.map(jnp.copy, operands))
+    operands = with_scaled_query(jax.tree.map(jnp.copy, operands))
     results: Any = _attention(spec, path, _sharding.alike(spec, operands))
     return _sharding.as_of_query(operands.query, *results)
 
 
-def _with_scaled_query(operands: Operands) -> Operands:
+def with_scaled_query(operands):
     """A factor of the logits that only the program knows multiplies the query, in float32."""
     query, scale = operands.query, operands.scale
     if scale is None:
@@ -86,7 +86,7 @@ def _forward(spec: AttentionSpec, path: Path, operands: Operands):
     def kernels(operands):
         return _ffi.forward(spec, _kernel_program.make(spec, operands, "forward"), operands)
 
-    return _on_path(path, kernels, blockwise)(operands)
+    return on_path(path, kernels, blockwise)(operands)
 
 
 def _backward(
@@ -133,7 +133,7 @@ def _backward(
             gradients.setdefault(f"captures[{i}]", jnp.zeros_like(operands.captures[i]))
         return operands.holding({name: gradients[name] for name in wanted})
 
-    return _on_path(path, kernels, blockwise)(operands, out, lse, dout, dlse)
+    return on_path(path, kernels, blockwise)(operands, out, lse, dout, dlse)
 
 
 # ---- Every derivative ----------------------------------------------------------------------------
@@ -361,7 +361,8 @@ def _mapped_together(function):
     return op
 
 
-def _on_path(path: Path, kernels: Callable, blockwise: Callable) -> Callable[..., Any]:
+def on_path(path: Path, kernels: Callable, blockwise: Callable) -> Callable[..., Any]:
+    """Whichever of two functions of a pytree and more is to run."""
     if path == "xla":
         return blockwise
     if isinstance(path, Fallback):

@@ -113,9 +113,9 @@ def test_import_time():
 
 def test_public_names():
     names = {
-        "dot_product_attention", "varlen_attention", "attention_fn", "merge_attention",
-        "supported", "show_config", "reference", "EXPORT_CHECKS", "CHECKPOINT_NAME",
-        "SlowPathWarning",
+        "dot_product_attention", "paged_attention", "varlen_attention", "attention_fn",
+        "merge_attention", "supported", "show_config", "reference", "EXPORT_CHECKS",
+        "CHECKPOINT_NAME", "SlowPathWarning",
     }  # fmt: skip
     assert set(jaxflash.__all__) == names
     for name in names:
