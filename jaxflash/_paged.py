@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jaxflash import _blockwise, _derivatives, _pages, _scores, _sharding, _spec
+from jaxflash import _blockwise, _derivatives, _ffi, _pages, _scores, _sharding, _spec
 from jaxflash._api import Implementation, Window, choose_path
 from jaxflash._spec import AttentionSpec, PagedOperands
 
@@ -193,7 +193,7 @@ def _mapped(spec: AttentionSpec, path: _derivatives.Path):
             return _blockwise.forward(spec, _pages.operands_of(arrays))
 
         def kernels(arrays):
-            raise AssertionError("there are none yet")
+            return _ffi.paged_forward(spec, arrays)
 
         return _derivatives.on_path(path, kernels, blockwise)(arrays)
 

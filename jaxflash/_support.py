@@ -9,7 +9,6 @@ import warnings
 import jax
 
 from jaxflash import _ffi, _kernel_program, _nvrtc
-from jaxflash._pages import Pages
 from jaxflash._printer import NotPrintable
 from jaxflash._spec import AttentionSpec, Operands
 
@@ -83,8 +82,6 @@ def reasons_against_kernels(spec: AttentionSpec, operands: Operands) -> tuple[st
         return ("this installation was built without CUDA kernels (JAXFLASH_CUDA=OFF)",)
     reasons = []
     query, key, value = operands.query, operands.key, operands.value
-    if isinstance(key, Pages):
-        reasons.append("a cache in pages: there are no kernels for it yet")
     dtype = query.dtype.name
     math = _MATH.get((dtype, spec.highest_precision))
     if math is None:

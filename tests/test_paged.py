@@ -504,13 +504,45 @@ def test_sharded_is_unsharded(split, kind):
             np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
 
+def _compiled(attend, platform, *arguments):
+    """A program for CUDA compiles for the CPUs that its arguments are on; it does not run there."""
+    traced = jax.jit(attend).trace(*arguments)
+    return traced.lower(lowering_platforms=(platform,)).compile().as_text()
+
+
+@pytest.mark.parametrize("path", ["xla", pytest.param("cuda", marks=needs_kernels)])
 @pytest.mark.parametrize("split", ["batch", "heads", "batch and heads"])
-def test_sharded_program_gathers_nothing(split):
+def test_sharded_program_gathers_nothing(split, path):
     _, placed = _placed(_mesh(AxisType.Auto, b=4, h=2), _SPLITS[split])
-    attend = functools.partial(jaxflash.paged_attention, implementation="xla")
-    text = jax.jit(attend).lower(*placed).compile().as_text()
+    attend = functools.partial(jaxflash.paged_attention, implementation=path)
+    text = _compiled(attend, "cuda" if path == "cuda" else "cpu", *placed)
+    assert (path == "cuda") == (_ffi.PAGED_TARGET in text)
     for collective in ("all-gather", "all-to-all", "collective-permute"):
         assert collective not in text
+
+
+@needs_kernels
+@pytest.mark.parametrize("split", _SPLITS.values(), ids=_SPLITS)
+def test_explicit_mesh_of_the_kernels(split):
+    mesh = _mesh(AxisType.Explicit, b=4, h=2)
+    _, placed = _placed(mesh, split)
+    attend = functools.partial(jaxflash.paged_attention, implementation="cuda")
+    with jax.set_mesh(mesh):
+        assert _ffi.PAGED_TARGET in _compiled(attend, "cuda", *placed)
+
+
+@needs_kernels
+def test_more_devices_than_key_heads():
+    """Each takes some query heads of one key head; nothing is summed."""
+    mesh = _mesh(AxisType.Auto, h=8)
+    split = ((None, None, "h"), (), (), ())
+    _, placed = _placed(mesh, split)
+    attend = functools.partial(jaxflash.paged_attention, implementation="cuda")
+    text = _compiled(attend, "cuda", *placed)
+    (call,) = (x for x in text.splitlines() if "custom-call" in x and _ffi.PAGED_TARGET in x)
+    assert "f32[8,2,1,16]" in call
+    assert ",16,1,16]" in call  # pages of one key head
+    assert "all-reduce" not in text
 
 
 def test_shard_map_over_pools():
@@ -527,3 +559,118 @@ def test_shard_map_over_pools():
         actual = jax.jit(run)(*arrays)
         expected = [jaxflash.paged_attention(*cache, is_causal=True) for cache in caches]
         np.testing.assert_allclose(actual, jnp.concatenate(expected), rtol=1e-5, atol=1e-5)
+
+
+# ---- Kernels -------------------------------------------------------------------------------------
+
+
+@needs_kernels
+def test_programs_for_cuda_hold_the_kernels():
+    arrays = _cache((40, 37), queries=2, dtype="bfloat16")
+    for attend in (jaxflash.paged_attention, jax.vmap(jaxflash.paged_attention)):
+        if attend is not jaxflash.paged_attention:
+            arrays = [x[None] for x in arrays]
+        traced = jax.jit(attend).trace(*arrays)
+        assert _ffi.PAGED_TARGET in traced.lower(lowering_platforms=("cuda",)).as_text()
+        assert _ffi.PAGED_TARGET not in traced.lower(lowering_platforms=("cpu",)).as_text()
+
+
+@needs_kernels
+def test_export_for_cuda_with_symbolic_sizes():
+    arrays = _cache((40, 37), queries=2)
+    shapes = jax.export.symbolic_args_specs(
+        arrays, ("b, t, 4, 16", "p, 16, 2, 16", "p, 16, 2, 16", "b, m", "b")
+    )
+    exported = jax.export.export(
+        jax.jit(jaxflash.paged_attention),
+        platforms=["cuda", "cpu"],
+        disabled_checks=jaxflash.EXPORT_CHECKS,
+    )(*shapes)
+    assert _ffi.PAGED_TARGET in exported.mlir_module()
+
+
+def test_kernels_say_what_they_lack():
+    arrays = _cache((40, 37), sizes=(512, 16))
+    with pytest.raises(NotImplementedError, match="query/key head size 512"):
+        jaxflash.paged_attention(*arrays, implementation="cuda")
+
+
+@needs_kernels
+def test_kernels_on_another_platform():
+    arrays = _cache((40, 37))
+    attend = functools.partial(jaxflash.paged_attention, implementation="cuda")
+    with pytest.raises(NotImplementedError, match="compiled for another platform"):
+        jax.jit(attend).trace(*arrays).lower(lowering_platforms=("cpu",))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("row", _ROWS.values(), ids=_ROWS)
+def test_kernels(row, dtype):
+    lengths, cache, call = row
+    _check(_cache(lengths, dtype=dtype, **cache), "cuda", **call)
+
+
+# Long ones are shared among blocks, whose parts are merged.
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("queries", [1, 5, 100])
+@pytest.mark.parametrize("page_size", [16, 32, 64, 128, 256])
+def test_page_sizes_of_the_kernels(page_size, queries, dtype):
+    arrays = _cache(
+        (9000, 0, 77, 3000), page_size=page_size, queries=queries, heads=(8, 2), sizes=(128, 128),
+        dtype=dtype,
+    )  # fmt: skip
+    sink = jnp.linspace(-1, 1, 8)
+    _check(arrays, "cuda", is_causal=True, sink=sink)
+    _check(arrays, "cuda", is_causal=True, local_window_size=(2000, 0), logits_soft_cap=3.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "sizes", [(64, 64), (72, 40), (96, 96), (192, 128), (192, 192), (256, 256), (20, 12)], ids=str
+)
+@pytest.mark.parametrize("queries", [1, 40])
+def test_head_sizes_of_the_kernels(sizes, queries):
+    """The last one on Hopper is for the portable kernels."""
+    arrays = _cache((2500, 300), queries=queries, sizes=sizes, dtype="bfloat16")
+    _check(arrays, "cuda", is_causal=True, sink=jnp.linspace(-1, 9, 4))
+
+
+@pytest.mark.gpu
+def test_kernels_clamp():
+    arrays, clamped = _clamping()
+    arrays, clamped = (
+        (*(x.astype(jnp.bfloat16) for x in those[:3]), *those[3:]) for those in (arrays, clamped)
+    )
+    out, _ = _check(arrays, "cuda", is_causal=True)
+    expected, _ = _check(clamped, "cuda", is_causal=True)
+    np.testing.assert_array_equal(out, expected)
+
+
+@pytest.mark.gpu
+def test_kernels_read_no_meaningless_numbers():
+    query, *pages, table, lengths = _cache((17, 5), capacity=640, dtype="bfloat16")
+    garbage = table.at[0, 2:].set(10**9).at[1, 1:].set(-(10**9))
+    _check((query, *pages, garbage, lengths), "cuda")
+
+
+@pytest.mark.gpu
+def test_kernels_repeat_their_bits():
+    arrays = _cache((9000, 100), dtype="bfloat16", heads=(8, 2), sizes=(128, 128))
+    run = jax.jit(functools.partial(jaxflash.paged_attention, implementation="cuda"))
+    first = np.asarray(run(*arrays))
+    for _ in range(10):
+        np.testing.assert_array_equal(np.asarray(run(*arrays)), first)
+
+
+@pytest.mark.gpu
+def test_kernels_under_vmap_of_pools():
+    caches = [_cache((40, 37, 9), queries=2, seed=seed, dtype="bfloat16") for seed in range(3)]
+    arrays = [jnp.stack(x) for x in zip(*caches, strict=True)]
+    attend = functools.partial(jaxflash.paged_attention, is_causal=True, implementation="cuda")
+    mapped = jax.jit(jax.vmap(attend))(*arrays)
+    for i, cache in enumerate(caches):
+        np.testing.assert_allclose(
+            np.float32(mapped[i]), np.float32(attend(*cache)), rtol=2e-2, atol=2e-2
+        )

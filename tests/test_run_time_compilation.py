@@ -65,6 +65,8 @@ def _program(
     shared_memory: int,
     mask: int = 0,
     one_sided: bool = False,
+    paged: bool = False,
+    one_unit: bool = False,
 ) -> _config.CompiledKernel:
     return _config.CompiledKernel(
         *_extension.compile_program(
@@ -80,6 +82,8 @@ def _program(
             shared_memory=shared_memory,
             mask=mask,
             one_sided=one_sided,
+            paged=paged,
+            one_unit=one_unit,
         )
     )
 
@@ -170,6 +174,43 @@ def test_programs_on_hopper(program, forward, head_dim):
     assert compiled.architecture == "sm_90a"
     assert compiled.spilled <= 64, compiled
     assert not compiled.serialised, compiled
+
+
+@pytest.mark.parametrize("program", ["SCALE", "SINK", "SOFT_CAP"])
+@pytest.mark.parametrize("one_unit", [True, False], ids=["one unit", "two units"])
+@pytest.mark.parametrize("sizes", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+def test_pages_on_hopper(sizes, one_unit, program):
+    """Another kernel merges the parts of what blocks share."""
+    head_dim, value_dim = sizes
+    source = getattr(programs, program)
+    compiled = _program(
+        source, forward=True, head_dim=head_dim, value_dim=value_dim, paged=True,
+        one_unit=one_unit, **_H200,
+    )  # fmt: skip
+    assert f"<{head_dim}, {value_dim}, {1 if one_unit else 2}," in compiled.tile
+    assert compiled.spilled == 0, compiled
+    assert not compiled.serialised, compiled
+    *_, merge = (x for x in _config.config().compiled if x.name == f"{compiled.name} merge")
+    assert merge.spilled == 0, merge
+
+
+@pytest.mark.parametrize(
+    ("gpu", "dtype", "highest_precision", "head_dim"),
+    [
+        (_H200, "float32", False, 64),
+        (_H200, "float32", True, 128),
+        (_H200, "bfloat16", False, 20),
+        (_A100, "bfloat16", False, 128),
+        (_RTX_4090, "float16", False, 256),
+    ],
+)
+def test_pages_elsewhere(gpu, dtype, highest_precision, head_dim):
+    compiled = _program(
+        programs.SINK, forward=True, head_dim=head_dim, dtype=dtype,
+        highest_precision=highest_precision, paged=True, **gpu,
+    )  # fmt: skip
+    assert compiled.name.startswith("sm80 forward")
+    assert compiled.spilled <= 64, compiled
 
 
 @pytest.mark.parametrize("one_sided", [False, True], ids=["all", "causal"])
