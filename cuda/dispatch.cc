@@ -260,6 +260,9 @@ using jaxflash::Status;
 using jaxflash::Variant;
 
 Status jaxflash_forward(const ForwardParams* params, CUstream_st* stream) {
+  if (params->pages.table != nullptr && params->program == nullptr) {
+    return jaxflash::error_status("keys in pages need kernels that were compiled for them");
+  }
   return jaxflash::launch(jaxflash::kForward, "forward", *params, stream);
 }
 

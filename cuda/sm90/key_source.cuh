@@ -54,7 +54,7 @@ class PagedKeys {
                int64_t{plan.batch} * (args.problem.kv_len >> args.pages.in.log2_size)),
         kv_head_(plan.kv_head),
         seen_(plan.seen) {
-    row_ = row_of((plan.tiles.end - 1) * kKeys);
+    look_up((plan.tiles.end - 1) * kKeys);
   }
 
   template <int kPanels>
@@ -64,9 +64,10 @@ class PagedKeys {
     const bool first_lane = threadIdx.x % 32 == 0;
     if (first_lane) landed.arrive_expecting(kPanels * kPanelBytes);
     const int box_bytes = 128 << pages_.log2_box;
+    const int own_row = row_of(first_key);
 #pragma unroll 1
     for (int box = 0; box < kKeys >> pages_.log2_box; ++box) {
-      const int row = __shfl_sync(~0u, row_, box);
+      const int row = __shfl_sync(~0u, own_row, box);
       if (!first_lane) continue;
 #pragma unroll 1
       for (int panel = 0; panel < kPanels; ++panel) {
@@ -74,27 +75,34 @@ class PagedKeys {
                     landed.address(), panel * 64, row, kv_head_, 0, 0);
       }
     }
-    row_ = row_of(first_key - kKeys);
+    look_up(first_key - kKeys);
   }
 
  private:
-  // The row of the pool where the lane's box of a tile begins; behind the pool, where TMA reads
-  // zeros, if no key of it is seen.
+  // The first key of the lane's box of a tile, and whether some key of the box is seen.
+  __device__ __forceinline__ int key_of(int first_key) const {
+    return first_key + (threadIdx.x % 32 << pages_.log2_box);
+  }
+  __device__ __forceinline__ bool is_seen(int first_key) const {
+    return first_key >= 0 && key_of(first_key) < seen_.end;
+  }
+  // Nothing here waits for the number.
+  __device__ __forceinline__ void look_up(int first_key) {
+    if (is_seen(first_key)) page_ = __ldg(table_ + (key_of(first_key) >> pages_.in.log2_size));
+  }
+  // The row of the pool where the box that was looked up begins; if no key of it is seen, one
+  // behind the pool, where TMA reads zeros.
   __device__ __forceinline__ int row_of(int first_key) const {
-    const int key = first_key + (threadIdx.x % 32 << pages_.log2_box);
-    const int log2_size = pages_.in.log2_size;
-    int page = pages_.in.count;
-    if (first_key >= 0 && key < seen_.end) {
-      page = min(max(__ldg(table_ + (key >> log2_size)), 0), pages_.in.count - 1);
-    }
-    return (page << log2_size) + (key & (pages_.in.size() - 1));
+    const int existing = min(max(page_, 0), pages_.in.count - 1);
+    const int page = is_seen(first_key) ? existing : pages_.in.count;
+    return (page << pages_.in.log2_size) + (key_of(first_key) & (pages_.in.size() - 1));
   }
 
   const PageBoxes& pages_;
   const int32_t* table_;
   int kv_head_;
   Interval seen_;
-  int row_;
+  int page_ = 0;  // as the table has it
 };
 
 }  // namespace jaxflash::sm90
