@@ -60,6 +60,7 @@ FEATURES = (
         "`varlen_attention` (packed)",
         but=", but `deterministic_backward`, `alibi_slopes` and `score_mod`",
     ),
+    Feature("`paged_attention` (no derivatives)"),
 )
 
 
