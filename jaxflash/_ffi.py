@@ -159,8 +159,8 @@ def forward(spec: AttentionSpec, program: KernelProgram | None, operands: Operan
 def paged_forward(spec: AttentionSpec, arrays: PagedOperands):
     """(out, lse) of the kernels; `jax.vmap` must have been dealt with."""
     operands = _pages.operands_of(arrays)
-    program = _kernel_program.make(spec, operands, "forward")
-    assert program is not None  # kernels of pages are compiled at run time
+    # Its kernels are compiled at run time, all of them.
+    program = _kernel_program.make(spec, operands, "forward", always=True)
     kernel = _PagedForward(spec, program)
     return _sharded(kernel)(
         arrays.query,

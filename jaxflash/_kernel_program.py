@@ -12,7 +12,6 @@ import jax.numpy as jnp
 
 from jaxflash import _dense_mask, _dropout, _printer, _scores
 from jaxflash._dense_mask import Pass
-from jaxflash._pages import Pages
 from jaxflash._printer import NotPrintable
 from jaxflash._spec import AttentionSpec, Operands
 
@@ -56,9 +55,11 @@ class KernelGradients:
         return any(load.narrow for load in self.loads if load.capture == capture)
 
 
-def make(spec: AttentionSpec, operands: Operands, pass_: Pass) -> KernelProgram | None:
-    """The program of a call, or None where a pass of the kernels needs none. Those of pages, which
-    are compiled at run time, always do.
+def make(
+    spec: AttentionSpec, operands: Operands, pass_: Pass, always: bool = False
+) -> KernelProgram | None:
+    """The program of a call, or None where a pass of the kernels needs none, unless it has one
+    `always`.
 
     Raises:
         NotPrintable: the text says why, naming the equation.
@@ -69,7 +70,7 @@ def make(spec: AttentionSpec, operands: Operands, pass_: Pass) -> KernelProgram 
         spec.program is None
         and operands.sink is None
         and operands.mask is None
-        and not (drops or has_ranges or isinstance(operands.key, Pages))
+        and not (drops or has_ranges or always)
     ):
         return None
     program = _with_mask(_identity() if spec.program is None else spec.program, operands, pass_)

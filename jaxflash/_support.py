@@ -9,6 +9,7 @@ import warnings
 import jax
 
 from jaxflash import _ffi, _kernel_program, _nvrtc
+from jaxflash._pages import Pages
 from jaxflash._printer import NotPrintable
 from jaxflash._spec import AttentionSpec, Operands
 
@@ -112,7 +113,8 @@ def _reasons_against_program(spec: AttentionSpec, operands: Operands) -> tuple[s
     try:
         # A mask is another capture in the backward pass.
         _kernel_program.make(spec, operands, "backward")
-        program = _kernel_program.make(spec, operands, "forward")
+        always = isinstance(operands.key, Pages)
+        program = _kernel_program.make(spec, operands, "forward", always)
     except NotPrintable as reason:
         parts = spec.program.parts if spec.program is not None else ()
         return (f"{' with '.join(parts) or 'the call'} {reason}",)
