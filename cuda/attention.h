@@ -48,6 +48,8 @@ struct ProgramDescription {
   float scale;
   MaskKind mask;
   bool one_sided;  // the band limits one side of the diagonal only
+  bool paged;      // keys and values lie in pages
+  bool one_unit;   // with pages: jaxflash_fits_one_unit of the calls to come; else no matter
   // Backward: the same program with a struct Load0, Load1 ... for each of these loads of captured
   // arrays, whose gradients are wanted; see common/capture_gradient.h. nullptr without any.
   const char* gradient_source;
@@ -136,7 +138,11 @@ JAXFLASH_API int32_t jaxflash_cache_folder(char* path, int32_t capacity);
 
 // Bytes that a workspace needs on any GPU. Reads sizes and the band's sides, no pointers.
 JAXFLASH_API size_t jaxflash_forward_workspace_bytes(const jaxflash::Problem* problem);
+JAXFLASH_API size_t jaxflash_paged_workspace_bytes(const jaxflash::Problem* problem);
 JAXFLASH_API size_t jaxflash_backward_workspace_bytes(const jaxflash::Problem* problem);
+
+// Whether the queries of all heads that share a kv head are so few that one warpgroup takes them.
+JAXFLASH_API bool jaxflash_fits_one_unit(const jaxflash::Problem* problem);
 
 // The variants in the library; returns their number.
 JAXFLASH_API int32_t jaxflash_variants(const jaxflash::Variant** variants);

@@ -199,9 +199,9 @@ Status create_program(const ProgramDescription& description, ScoreKernels** resu
     const CompiledVariant* variant = nullptr;
     if (status.ok()) status = expected_variant(*program, gpu.arch, &variant);
     if (status.ok()) {
-      std::shared_ptr<RuntimeKernel> kernel;
+      std::shared_ptr<RuntimeKernel> kernel, merge;
       ProgramKernel tile;
-      status = program->compile(*variant, gpu, &kernel, &tile);
+      status = program->compile(*variant, gpu, &kernel, &tile, &merge);
     }
     if (status.ok() && program->capture_gradients() != nullptr) {
       status = program->capture_gradients()->compile(gpu);
@@ -268,6 +268,9 @@ using jaxflash::TangentParams;
 using jaxflash::Variant;
 
 Status jaxflash_forward(const ForwardParams* params, CUstream_st* stream) {
+  if (params->pages.table != nullptr && params->program == nullptr) {
+    return jaxflash::error_status("keys in pages need kernels that were compiled for them");
+  }
   return jaxflash::launch(jaxflash::kForward, "forward", *params, stream);
 }
 
@@ -351,10 +354,10 @@ Status jaxflash_compile_program(const jaxflash::ProgramDescription* description,
   if (Status status = jaxflash::expected_variant(program, arch, &variant); !status.ok()) {
     return status;
   }
-  std::shared_ptr<jaxflash::RuntimeKernel> kernel;
+  std::shared_ptr<jaxflash::RuntimeKernel> kernel, merge;
   jaxflash::ProgramKernel tile;
   Status status = program.compile(*variant, {arch, shared_bytes, jaxflash::portable_arch_for(arch)},
-                                  &kernel, &tile);
+                                  &kernel, &tile, &merge);
   if (status.ok()) *report = kernel->report();
   return status;
 }
@@ -383,6 +386,12 @@ int32_t jaxflash_cache_folder(char* path, int32_t capacity) {
 size_t jaxflash_forward_workspace_bytes(const Problem* problem) {
   return jaxflash::forward_workspace_bytes(*problem);
 }
+
+size_t jaxflash_paged_workspace_bytes(const Problem* problem) {
+  return jaxflash::paged_workspace_bytes(*problem);
+}
+
+bool jaxflash_fits_one_unit(const Problem* problem) { return jaxflash::fits_one_unit(*problem); }
 
 size_t jaxflash_backward_workspace_bytes(const Problem* problem) {
   return jaxflash::backward_workspace_bytes(jaxflash::with_query_heads(*problem));

@@ -21,6 +21,9 @@ struct ProgramKernel {
   int tile;            // its place in the variant's list of tiles
   const char* header;  // defines the kernel
   char name[448];      // name expression; the program is jaxflash::Program
+  // Likewise of the kernel that puts parts of its results together; nullptr: there are no parts.
+  const char* merge_header;
+  char merge_name[448];
   char tile_name[160];
   int shared_bytes;
 };
@@ -30,6 +33,8 @@ struct ProgramTraits {
   bool unit_slope;
   bool ranges;       // the mask is one of ranges
   bool one_sided;    // its band limits one side only
+  bool paged;        // keys and values lie in pages
+  bool one_unit;     // the queries of a kv head fill no more than one unit
   int shared_bytes;  // that a block may have on the GPU
 };
 
@@ -39,6 +44,7 @@ inline constexpr int kMaxProgramTiles = 4;
 struct LoadedKernel {
   int tile;
   const void* handle;  // for cudaLaunchKernelExC
+  const void* merge;   // likewise; nullptr: there is none
 };
 
 // What does not depend on the pass.

@@ -7,6 +7,12 @@
 
 #include "common/integers.h"
 
+#ifdef __CUDACC__
+#define JAXFLASH_HOST_DEVICE __host__ __device__
+#else
+#define JAXFLASH_HOST_DEVICE
+#endif
+
 namespace jaxflash {
 
 // How the matrix products are computed; it also fixes the element type of q, k, v, out and the
@@ -105,6 +111,17 @@ struct Captures {
   const int32_t* head_numbers;                  // (N), or nullptr: 0 ... N - 1
 };
 
+// Keys and values in a pool of pages. Those of a sequence lie in pages table[0], table[1] ... of
+// its row; numbers outside of 0 ... count - 1 mean the nearest, and those of pages in which no key
+// is seen are not looked at.
+struct Pages {
+  const int32_t* table;  // (prod B, S / size); nullptr: keys and values are contiguous
+  int32_t log2_size;     // of a page, in keys: 4 to 8
+  int32_t count;         // of the pool
+
+  JAXFLASH_HOST_DEVICE int32_t size() const { return 1 << log2_size; }
+};
+
 // Kernels that were compiled for a score program, see attention.h.
 struct ScoreKernels;
 
@@ -118,6 +135,7 @@ struct ForwardParams {
   void* workspace;  // forward_workspace_bytes(problem) bytes, 256-byte aligned, any contents
   const ScoreKernels* program;  // nullptr: logits are the scaled products, `captures` is not read
   Captures captures;
+  Pages pages;  // with a table, and a program for it: k and v are (count * size, K, dim), no batch
 };
 
 // The tangents of out and lse, given those of q, k and v.

@@ -81,26 +81,12 @@ _GPU = dict(
 def main(description: str, build: Build, attention: Callable, plain: Callable) -> None:
     """Trains with `attention`, samples, trains with `plain`, plots; fails if the two disagree."""
     options = _options(description)
-    text = _Text(options)
-    shape = Shape(
-        len(text.characters),
-        options.length,
-        options.layers,
-        options.width,
-        options.heads,
-        jnp.dtype(options.dtype),
-    )
-    device = jax.devices()[0]
-    print(
-        f"{device.device_kind} ({device.platform}), jax {jax.__version__}, activations "
-        f"{options.dtype}\n{text.train.size:,} characters to train on, {text.validation.size:,} "
-        f"to validate, {len(text.characters)} different ones"
-    )
-
-    runs = [_train("jaxflash", options, text, *build(shape, attention, options.seed))]
+    text = Text(options)
+    shape = text.shape(options)
+    runs = [train("jaxflash", options, text, *build(shape, attention, options.seed))]
     print(f"\n{_sample(runs[0], options, text)}\n")
     if options.compare:
-        runs.append(_train("plain jnp", options, text, *build(shape, plain, options.seed)))
+        runs.append(train("plain jnp", options, text, *build(shape, plain, options.seed)))
     _plot(options, runs)
     print(f"loss curves: {options.output}")
     if options.compare:
@@ -115,50 +101,61 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
-def _options(description: str) -> argparse.Namespace:
-    script = Path(sys.argv[0])
-    defaults = _GPU if jax.default_backend() == "gpu" else _SMALL
+def parser(description: str, **small: Any) -> argparse.ArgumentParser:
+    """Of the options of models, text and training; `small` are other defaults where there is no
+    GPU."""
+    defaults = _GPU if jax.default_backend() == "gpu" else {**_SMALL, **small}
     parser = _Parser(
         description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--steps", type=_positive(int), help="training steps")
-    parser.add_argument("--batch", type=_positive(int), help="sequences in a step")
-    parser.add_argument("--length", type=_positive(int), help="characters in a sequence, T")
-    parser.add_argument("--layers", type=_positive(int), help="transformer blocks")
-    parser.add_argument("--width", type=_positive(int), help="features of a token")
-    parser.add_argument("--heads", type=_positive(int), help="attention heads; divides the width")
-    parser.add_argument("--learning-rate", type=_positive(float), help="its peak")
+    parser.add_argument("--steps", type=positive(int), help="training steps")
+    parser.add_argument("--batch", type=positive(int), help="sequences in a step")
+    parser.add_argument("--length", type=positive(int), help="characters in a sequence, T")
+    parser.add_argument("--layers", type=positive(int), help="transformer blocks")
+    parser.add_argument("--width", type=positive(int), help="features of a token")
+    parser.add_argument("--heads", type=positive(int), help="attention heads; divides the width")
+    parser.add_argument("--learning-rate", type=positive(float), help="its peak")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="activations")
     parser.add_argument(
         "--text", type=Path, help="UTF-8 file to learn; None: Python's own help texts"
     )
     parser.add_argument("--seed", type=int, default=0, help="of parameters, batches and sample")
-    parser.add_argument(
+    parser.set_defaults(**defaults)
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    options = parser.parse_args()
+    if options.width % options.heads:
+        parser.error(f"--width {options.width} is not a multiple of --heads {options.heads}")
+    if options.seed < 0:
+        parser.error(f"--seed must not be negative, got {options.seed}")
+    options.prog, options.error = parser.prog, parser.error
+    return options
+
+
+def _options(description: str) -> argparse.Namespace:
+    script = Path(sys.argv[0])
+    own = parser(description)
+    own.add_argument(
         "--output",
         type=Path,
         default=script.parent / "output" / f"{script.stem}.png",
         help="plot of the loss curves",
     )
-    parser.add_argument(
+    own.add_argument(
         "--no-compare", dest="compare", action="store_false", help="leave out the plain jnp run"
     )
-    parser.set_defaults(**defaults)
-    options = parser.parse_args()
-
-    if options.width % options.heads:
-        parser.error(f"--width {options.width} is not a multiple of --heads {options.heads}")
-    if options.seed < 0:
-        parser.error(f"--seed must not be negative, got {options.seed}")
+    options = parse(own)
     try:  # before the training, not after it
         options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.open("ab").close()
     except OSError as error:
-        parser.error(f"--output {options.output}: {error.strerror}")
-    options.prog, options.error = parser.prog, parser.error
+        own.error(f"--output {options.output}: {error.strerror}")
     return options
 
 
-def _positive(kind: type) -> Callable[[str], Any]:
+def positive(kind: type) -> Callable[[str], Any]:
     def parse(word: str):
         number = kind(word)
         if not (number > 0 and math.isfinite(number)):
@@ -172,7 +169,7 @@ def _positive(kind: type) -> Callable[[str], Any]:
 # ---- Text ----------------------------------------------------------------------------------------
 
 
-class _Text:
+class Text:
     """Characters as integers; the last tenth is for validation."""
 
     def __init__(self, options: argparse.Namespace):
@@ -196,6 +193,23 @@ class _Text:
                 f"the text has {len(text):,} characters; --length {options.length} needs "
                 f"{10 * (options.length + 1):,}"
             )
+        device = jax.devices()[0]
+        print(
+            f"{device.device_kind} ({device.platform}), jax {jax.__version__}, activations "
+            f"{options.dtype}\n{self.train.size:,} characters to train on, "
+            f"{self.validation.size:,} to validate, {len(self.characters)} different ones"
+        )
+
+    def shape(self, options: argparse.Namespace) -> Shape:
+        """Of the model for these characters."""
+        return Shape(
+            len(self.characters),
+            options.length,
+            options.layers,
+            options.width,
+            options.heads,
+            jnp.dtype(options.dtype),
+        )
 
     def batches(self, options: argparse.Namespace):
         """Endless (batch, length + 1) windows, the same for the same seed."""
@@ -216,7 +230,7 @@ class _Text:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Run:
+class Run:
     name: str
     losses: np.ndarray  # (steps)
     validation_loss: float
@@ -225,9 +239,7 @@ class _Run:
     apply: Apply
 
 
-def _train(
-    name: str, options: argparse.Namespace, text: _Text, params: Params, apply: Apply
-) -> _Run:
+def train(name: str, options: argparse.Namespace, text: Text, params: Params, apply: Apply) -> Run:
     optimizer = _optimizer(options)
 
     def loss_of(params, windows):
@@ -274,7 +286,7 @@ def _train(
     ]
     validation_loss = sum(loss * size for loss, size in parts) / sum(size for _, size in parts)
     tokens_per_s = options.steps * options.batch * options.length / seconds
-    run = _Run(name, losses, validation_loss, tokens_per_s, params, apply)
+    run = Run(name, losses, validation_loss, tokens_per_s, params, apply)
     print(
         f"{name}: loss {losses[0]:.3f} -> {_averaged(losses)[-1]:.3f}, validation loss "
         f"{validation_loss:.3f}, {seconds:.1f} s, {tokens_per_s:,.0f} tokens/s",
@@ -297,7 +309,7 @@ def _optimizer(options: argparse.Namespace) -> optax.GradientTransformation:
     )
 
 
-def _sample(run: _Run, options: argparse.Namespace, text: _Text, characters: int = 400) -> str:
+def _sample(run: Run, options: argparse.Namespace, text: Text, characters: int = 400) -> str:
     """The end of a piece of validation text, then how the model goes on."""
     begin = (text.validation.size - options.length) // 4
     prompt = text.validation[begin : begin + options.length]
@@ -344,7 +356,7 @@ def _averaged(losses: np.ndarray) -> np.ndarray:
     return np.convolve(losses, np.ones(size) / size, "valid")
 
 
-def _check_agreement(options: argparse.Namespace, run: _Run, plain: _Run) -> None:
+def _check_agreement(options: argparse.Namespace, run: Run, plain: Run) -> None:
     largest = np.abs(run.losses - plain.losses).max()
     averaged = np.abs(_averaged(run.losses) - _averaged(plain.losses)).max()
     tolerance = _tolerance(options)
@@ -356,7 +368,7 @@ def _check_agreement(options: argparse.Namespace, run: _Run, plain: _Run) -> Non
         sys.exit(f"{options.prog}: error: the loss curves of {run.name} and {plain.name} disagree")
 
 
-def _plot(options: argparse.Namespace, runs: list[_Run]) -> None:
+def _plot(options: argparse.Namespace, runs: list[Run]) -> None:
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     steps = np.arange(1, options.steps + 1)
     for run, width in zip(runs, (3.0, 1.0), strict=False):  # the second is seen on the first

@@ -29,8 +29,8 @@ class Block(nnx.Module):
         self.expand = nnx.Linear(width, 4 * width, dtype=dtype, rngs=rngs)
         self.contract = nnx.Linear(4 * width, width, dtype=dtype, rngs=rngs)
 
-    def __call__(self, x):
-        x = x + self.attention(self.attention_norm(x), is_causal=True)
+    def __call__(self, x, decode=False):
+        x = x + self.attention(self.attention_norm(x), is_causal=not decode, decode=decode)
         return x + self.contract(jax.nn.gelu(self.expand(self.mlp_norm(x))))
 
 
@@ -48,10 +48,14 @@ class GPT(nnx.Module):
         self.norm = nnx.LayerNorm(width, dtype=dtype, rngs=rngs)
         self.head = nnx.Linear(width, shape.vocabulary, dtype=dtype, rngs=rngs)
 
-    def __call__(self, tokens):
-        x = self.tokens(tokens) + self.positions(jnp.arange(tokens.shape[-1]))
+    def __call__(self, tokens, position=None):
+        """Logits of whole sequences or, where a position is given, of the one token there, which
+        sees the caches of the layers."""
+        decode = position is not None
+        numbers = position[None] if decode else jnp.arange(tokens.shape[-1])
+        x = self.tokens(tokens) + self.positions(numbers)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, decode)
         return self.head(self.norm(x))
 
 

@@ -19,6 +19,7 @@ from jaxflash._config import show_config
 from jaxflash._derivatives import CHECKPOINT_NAME
 from jaxflash._flax import attention_fn
 from jaxflash._merge import merge_attention
+from jaxflash._paged import paged_attention
 from jaxflash._support import SlowPathWarning
 from jaxflash._varlen import varlen_attention
 
@@ -30,6 +31,7 @@ __all__ = [
     "dot_product_attention",
     "masks",
     "merge_attention",
+    "paged_attention",
     "reference",
     "show_config",
     "supported",
@@ -42,6 +44,7 @@ __version__ = "0.1.0"
 EXPORT_CHECKS: tuple[_DisabledSafetyCheck, ...] = (
     _DisabledSafetyCheck.custom_call(_ffi.FORWARD_TARGET),
     _DisabledSafetyCheck.custom_call(_ffi.BACKWARD_TARGET),
+    _DisabledSafetyCheck.custom_call(_ffi.PAGED_TARGET),
 )
 
 

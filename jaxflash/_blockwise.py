@@ -18,12 +18,14 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxflash import _dropout
+from jaxflash._pages import Pages
 from jaxflash._spec import AttentionSpec, Operands
 from jaxflash._tile import Block, Blocks, Tiles, blocks, captures_of, cut, is_one, put
 
 
 def forward(spec: AttentionSpec, operands: Operands):
-    """(out (*B, T, N, h) in the dtype of the query, lse (*B, T, N) in float32 or float64)."""
+    """(out (*B, T, N, h) in the dtype of the query, lse (*B, T, N) in float32 or float64). Key and
+    value may be `Pages`."""
     q, k, v = operands.query, operands.key, operands.value
     dtype = compute_dtype(q)
     *batch, q_len, q_heads, _ = q.shape
@@ -461,6 +463,8 @@ def tiling(spec: AttentionSpec, operands: Operands) -> tuple[Blocks, Blocks]:
     leaves_none_out = spec.left is None and spec.right is None
     if leaves_none_out and operands.key_value_seq_lengths is None and isinstance(rows.size, int):
         at_most = max(at_most, _TILE_ELEMENTS // (heads * rows.size))
+    if isinstance(operands.key, Pages):
+        return rows, operands.key.blocks(at_most)
     return rows, blocks(kv_len, at_most)
 
 
@@ -493,11 +497,14 @@ class _KeyBlocks:
     """Blocks of keys or values (*B, S, K, h), as (*B, K, columns, h)."""
 
     def __init__(self, x, rows: Blocks):
-        # Where there are more blocks of rows than one, turned once for all of them.
-        self._is_turned = not is_one(rows.count)
+        # Where there are more blocks of rows than one, turned once for all of them. Not pages: they
+        # are longer than what a call sees of them.
+        self._is_turned = not is_one(rows.count) and not isinstance(x, Pages)
         self._x = keys_major(x) if self._is_turned else x
 
     def __getitem__(self, block: Block):
+        if isinstance(self._x, Pages):
+            return keys_major(self._x.gathered(block))
         return cut(self._x, block, -2) if self._is_turned else keys_major(cut(self._x, block, -3))
 
 

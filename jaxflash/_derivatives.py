@@ -68,7 +68,7 @@ def attention(spec: AttentionSpec, path: Path, operands: Operands):
     """(out (*B, T, N, h), lse (*B, T, N)) of checked operands."""
     # jax 0.10 does not take NumPy arrays for residuals, which they may be under vmap; a copy costs
     # nothing in a compiled program.
-    operands = _with_scaled_query(jax.tree.map(jnp.copy, operands))
+    operands = with_scaled_query(jax.tree.map(jnp.copy, operands))
     alike = _sharding.alike(spec, operands)
     if path in ("cuda", "auto"):
         alike = _plan.with_hulls(spec, alike)
@@ -76,7 +76,7 @@ def attention(spec: AttentionSpec, path: Path, operands: Operands):
     return _sharding.as_of_query(operands.query, *results)
 
 
-def _with_scaled_query(operands: Operands) -> Operands:
+def with_scaled_query(operands):
     """A factor of the logits that only the program knows multiplies the query, in float32."""
     query, scale = operands.query, operands.scale
     if scale is None:
@@ -97,7 +97,7 @@ def _forward(spec: AttentionSpec, path: Path, operands: Operands):
     def kernels(operands):
         return _ffi.forward(spec, _kernel_program.make(spec, operands, "forward"), operands)
 
-    return _on_path(path, kernels, blockwise)(operands)
+    return on_path(path, kernels, blockwise)(operands)
 
 
 def _backward(
@@ -144,7 +144,7 @@ def _backward(
             gradients.setdefault(f"captures[{i}]", jnp.zeros_like(operands.captures[i]))
         return operands.holding({name: gradients[name] for name in wanted})
 
-    return _on_path(path, kernels, blockwise)(operands, out, lse, dout, dlse)
+    return on_path(path, kernels, blockwise)(operands, out, lse, dout, dlse)
 
 
 def _tangent(
@@ -181,7 +181,7 @@ def _tangent(
         t_out, t_lse = zip(*terms, strict=True)
         return functools.reduce(jnp.add, t_out), functools.reduce(jnp.add, t_lse)
 
-    return _on_path(path, kernels, blockwise)(operands, out, lse, tangents)
+    return on_path(path, kernels, blockwise)(operands, out, lse, tangents)
 
 
 # ---- Every derivative ----------------------------------------------------------------------------
@@ -409,7 +409,8 @@ def _mapped_together(function):
     return op
 
 
-def _on_path(path: Path, kernels: Callable, blockwise: Callable) -> Callable[..., Any]:
+def on_path(path: Path, kernels: Callable, blockwise: Callable) -> Callable[..., Any]:
+    """Whichever of two functions of a pytree and more is to run."""
     if path == "xla":
         return blockwise
     if isinstance(path, Fallback):

@@ -27,6 +27,8 @@ def compile_program(
     shared_memory: int,
     mask: int = 0,
     one_sided: bool = False,
+    paged: bool = False,
+    one_unit: bool = False,
 ) -> tuple[str, str, str, int, int, bool, float, bool]: ...
 def compile_kernel(
     source: str, kernel: str, architecture: str
@@ -45,7 +47,9 @@ def forward_workspace_bytes(
     value_dim: int,
     left: int,
     right: int,
+    paged: bool = False,
 ) -> int: ...
+def fits_one_unit(*, q_len: int, q_heads: int, kv_heads: int) -> bool: ...
 def backward_workspace_bytes(
     *,
     batch: int,

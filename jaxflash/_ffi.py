@@ -23,15 +23,16 @@ from jax.interpreters import batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxflash import _extension as extension
-from jaxflash import _kernel_program, _nvrtc, _plan, _ranges, _split
+from jaxflash import _kernel_program, _nvrtc, _pages, _plan, _ranges, _split
 from jaxflash._dense_mask import Pass
 from jaxflash._kernel_program import KernelGradients, KernelProgram
-from jaxflash._spec import AttentionSpec, Operands
+from jaxflash._spec import AttentionSpec, Operands, PagedOperands
 
 # The names are part of exported programs: a changed contract gets a new number.
 FORWARD_TARGET = "jaxflash_forward_v2"
 BACKWARD_TARGET = "jaxflash_backward_v2"
 TANGENT_TARGET = "jaxflash_tangent_v1"
+PAGED_TARGET = "jaxflash_paged_v1"
 _STATE_TYPE = "jaxflash_program_v2"
 
 # cuda/problem.h: kUnlimited, kMaxBatchAxes.
@@ -58,7 +59,12 @@ def _register() -> None:
         type_id, type_info = extension.program_state_type()
         state: Any = {"type_id": type_id, "type_info": type_info}
         jax.ffi.register_ffi_type(_STATE_TYPE, state, platform="CUDA")
-    targets = {"forward": FORWARD_TARGET, "backward": BACKWARD_TARGET, "tangent": TANGENT_TARGET}
+    targets = {
+        "forward": FORWARD_TARGET,
+        "backward": BACKWARD_TARGET,
+        "tangent": TANGENT_TARGET,
+        "paged": PAGED_TARGET,
+    }
     for pass_name, target in targets.items():
         # On other platforms the target exists to say that it needs CUDA.
         jax.ffi.register_ffi_target(target, extension.wrong_platform_handler(), platform="cpu")
@@ -153,6 +159,22 @@ def forward(spec: AttentionSpec, program: KernelProgram | None, operands: Operan
         *_given(operands.query_seq_lengths, operands.key_value_seq_lengths),
         *_program_operands(spec, program, operands, "forward"),
         *_given(*(ranges or ())),
+    )
+
+
+def paged_forward(spec: AttentionSpec, arrays: PagedOperands):
+    """(out, lse) of the kernels; `jax.vmap` must have been dealt with."""
+    operands = _pages.operands_of(arrays)
+    # Its kernels are compiled at run time, all of them.
+    program = _kernel_program.make(spec, operands, "forward", always=True)
+    kernel = _PagedForward(spec, program)
+    return _sharded(kernel)(
+        arrays.query,
+        arrays.key_pages,
+        arrays.value_pages,
+        arrays.page_table,
+        arrays.lengths,
+        *_program_operands(spec, program, operands, "forward"),
     )
 
 
@@ -353,7 +375,7 @@ class _Pass:
 
     `operand_axes` and `result_axes` name the trailing axes of each array: t, s lengths, n query
     heads, k key/value heads, h, v head sizes, c3x1 axis 1 of capture 3. Leading (batch) axes come
-    before them, but for the operand `unbatched`, which has none.
+    before them, but for the operands `unbatched`, which have none.
     """
 
     operand_axes: tuple[Sequence[str], ...]
@@ -371,17 +393,18 @@ class _Pass:
         lengths: _Lengths,
         program: KernelProgram | None,
         ranges: tuple[tuple[str, ...], ...],
-        operand_axes: tuple[str, ...],
+        operand_axes: tuple[Sequence[str], ...],
         dense: tuple[bool, ...],
+        unbatched: frozenset[int] = frozenset(),
     ):
         self.spec = spec
         self.lengths = lengths
         self.program = program
         self.ranges = ranges
         self.operand_axes, self.dense = operand_axes, dense
-        self.unbatched: int | None = None
+        self.unbatched = unbatched
         if program is not None:
-            self.unbatched = len(operand_axes) + 1
+            self.unbatched = unbatched | {len(operand_axes) + 1}
             captures = (
                 tuple(f"c{i}x{axis}" for axis in range(rank))
                 for i, rank in enumerate(program.capture_ranks)
@@ -430,7 +453,7 @@ class _Pass:
             candidates = [
                 (x.shape[axis], _mesh_axes(x)[axis])
                 for i, x in enumerate(operands)
-                if i != self.unbatched
+                if i not in self.unbatched
             ]
             axes.append(next((c for c in candidates if c[0] != 1), candidates[0]))
         return axes
@@ -451,7 +474,7 @@ class _Forward(_Pass):
         results = (
             self.result(operands, query, (*rows, value.shape[-1]), query.dtype),
             self.result(operands, query, rows, jnp.float32),
-            _result_type(query, (self._workspace_bytes(operands),), jnp.uint8, [None]),
+            _result_type(query, (self._workspace_bytes(operands, value),), jnp.uint8, [None]),
         )
         out, lse, _ = jax.ffi.ffi_call(FORWARD_TARGET, results)(
             *operands,
@@ -460,8 +483,9 @@ class _Forward(_Pass):
         )
         return out, lse
 
-    def _workspace_bytes(self, operands) -> int:
-        query, _, value = operands[:3]
+    def _workspace_bytes(self, operands, value, paged: bool = False) -> int:
+        """`value`: whose trailing axes are those of the values."""
+        query = operands[0]
         q_len, q_heads, head_dim = query.shape[-3:]
         kv_len, kv_heads, value_dim = value.shape[-3:]
         batch = math.prod(self.full_batch(operands))
@@ -482,6 +506,7 @@ class _Forward(_Pass):
                 value_dim=value_dim,
                 left=int(sides["left"]),
                 right=int(sides["right"]),
+                paged=paged,
             )
             for rows in q_lens
         )
@@ -507,6 +532,39 @@ class _TangentPass(_Pass):
             problem=_attributes(self.spec, self.lengths, self.ranges),
             **_program_attributes(self.program, query, value),
         )
+
+
+class _PagedForward(_Forward):
+    def __init__(self, spec, program):
+        pool = ("cpage", "cslot", "k")
+        axes = ("tnh", (*pool, "h"), (*pool, "v"), ("ctable",), "")
+        _Pass.__init__(
+            self, spec, _Lengths(False, True), program, (), axes, (True,) * 5, frozenset((1, 2))
+        )
+        self.result_axes = ("tnv", "tn")
+        self.result_sums = ((), ())
+
+    def call(self, *operands):
+        query, key_pages, value_pages = operands[:3]
+        q_len, q_heads, _ = query.shape[-3:]
+        # Of a symbolic length any tile will do.
+        one_unit = isinstance(q_len, int) and extension.fits_one_unit(
+            q_len=q_len, q_heads=q_heads, kv_heads=key_pages.shape[-2]
+        )
+        rows = query.shape[-3:-1]
+        workspace = self._workspace_bytes(operands, value_pages, paged=True)
+        results = (
+            self.result(operands, query, (*rows, value_pages.shape[-1]), query.dtype),
+            self.result(operands, query, rows, jnp.float32),
+            _result_type(query, (workspace,), jnp.uint8, [None]),
+        )
+        out, lse, _ = jax.ffi.ffi_call(PAGED_TARGET, results)(
+            *operands,
+            problem=_attributes(self.spec, self.lengths, self.ranges),
+            **_program_attributes(self.program, query, value_pages),
+            one_unit=np.bool_(one_unit),
+        )
+        return out, lse
 
 
 class _Backward(_Pass):
@@ -609,21 +667,14 @@ def _result_type(like, shape, dtype, mesh_axes):
 
 @functools.cache
 def _mapped(kernel: _Pass) -> Callable:
-    @jax.custom_batching.custom_vmap
-    def op(*operands):
-        return _partitioned(
-            kernel,
-            _batch_pattern(kernel, operands),
-            _groups(operands),
-            _automatic_devices(operands),
-        )(*operands)
+    op = jax.custom_batching.custom_vmap(_sharded(kernel))
 
     @op.def_vmap
     def rule(axis_size: int, mapped: Sequence[bool], *operands):
         too_many = operands[0].ndim - 3 >= _MAX_BATCH_AXES
         operands = [
             x
-            if is_mapped or i == kernel.unbatched
+            if is_mapped or i in kernel.unbatched
             else jnp.broadcast_to(x, (axis_size, *x.shape))
             if dense or too_many
             else jnp.expand_dims(x, 0)
@@ -639,6 +690,20 @@ def _mapped(kernel: _Pass) -> Callable:
 # ---- Sharding ------------------------------------------------------------------------------------
 
 
+def _sharded(kernel: _Pass) -> Callable:
+    """The custom call, which splits as its operands do."""
+
+    def op(*operands):
+        return _partitioned(
+            kernel,
+            _batch_pattern(kernel, operands),
+            _groups(operands),
+            _automatic_devices(operands),
+        )(*operands)
+
+    return op
+
+
 def _groups(operands) -> tuple[int, int]:
     """(key/value heads, query heads of each)."""
     q_heads, kv_heads = operands[0].shape[-2], operands[1].shape[-2]
@@ -650,7 +715,7 @@ def _batch_pattern(kernel: _Pass, operands) -> tuple[tuple[bool, ...], ...]:
     full = kernel.full_batch(operands)
     return tuple(
         ()
-        if i == kernel.unbatched
+        if i in kernel.unbatched
         else tuple(n != full_n for n, full_n in zip(x.shape, full, strict=False))
         for i, x in enumerate(operands)
     )

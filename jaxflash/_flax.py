@@ -41,6 +41,7 @@ def attention_fn(
     attn_weights_value_einsum: None = None,
     einsum_dot_general: None = None,
     input_positions: None = None,
+    mask_is_prefix: bool = False,
     **options: Any,
 ) -> jax.Array:
     """Attention as `flax.nnx.MultiHeadAttention` and `flax.linen.MultiHeadDotProductAttention`
@@ -76,6 +77,12 @@ def attention_fn(
       attn_weights_value_einsum: must be None, likewise.
       einsum_dot_general: must be None, likewise.
       input_positions: must be None: positions are Flax's way to its own rotary attention.
+      mask_is_prefix: promises that the mask of one query, the same for all heads, shows the first
+        keys, however many, and hides the others, as that of a module with a cache does
+        (``decode=True``). Their number then is `key_value_seq_lengths`, which is as fast as a cache
+        can be read, and the query stands at the last of them, which gives windows and slopes their
+        meaning. Without it the mask is read as an array: its content is not known when a program is
+        traced. Where the promise is broken the output is NaN. Of several queries it says nothing.
       **options: every other option of `jaxflash.dot_product_attention` except
         `return_residual`: `local_window_size`, `key_value_seq_lengths`, `segment_ids`, `scale`,
         `logits_soft_cap`, `sink`, `alibi_slopes`, `implementation` and so on.
@@ -87,8 +94,8 @@ def attention_fn(
       ValueError: as in `jaxflash.dot_product_attention`; an argument that must be None is
         not; or ``is_causal``, ``local_window_size`` or ``alibi_slopes`` for one query over several
         keys, as a module with a cache (``decode=True``) asks: the query's position among the keys
-        does not reach this function, and the mask of the cache is causal already. An explicit
-        ``causal_alignment`` says where the query stands.
+        does not reach this function, and the mask of the cache is causal already. `mask_is_prefix`
+        or an explicit ``causal_alignment`` says where the query stands.
       TypeError: an option that `jaxflash.dot_product_attention` does not have.
 
     Examples:
@@ -98,6 +105,13 @@ def attention_fn(
               jaxflash.attention_fn, local_window_size=(127, 0), logits_soft_cap=50.0
           )
           layer = linen.MultiHeadDotProductAttention(num_heads=8, attention_fn=attention_fn)
+
+      A module that generates token by token::
+
+          attention_fn = functools.partial(jaxflash.attention_fn, mask_is_prefix=True)
+          layer = linen.MultiHeadDotProductAttention(
+              num_heads=8, decode=True, attention_fn=attention_fn
+          )
     """
     del force_fp32_for_softmax
     fused = "the products run inside one kernel"
@@ -121,11 +135,22 @@ def attention_fn(
             f"{', '.join(sorted(_OPTIONS - _FLAX))}"
         )
 
+    if not isinstance(mask_is_prefix, bool):
+        raise ValueError(f"mask_is_prefix must be True or False, got {mask_is_prefix!r}")
+
     query, key, value = _promoted((query, key, value), dtype, promote_dtype)
-    _check_position(query, key, is_causal, options)
-    if mask is not None and not isinstance(mask, Mask):
+    is_array = mask is not None and not isinstance(mask, Mask)
+    if is_array:
         mask = jnp.asarray(mask)
         mask = mask if mask.dtype == jnp.bool_ else mask != 0
+    is_prefix = None
+    if mask_is_prefix and is_array and query.ndim >= 3 and query.shape[-3] == 1:
+        lengths, is_prefix = _prefix(mask, (*query.shape[:-3], 1, 1, key.shape[-3]))
+        mask = None
+        if (others := options.get("key_value_seq_lengths")) is not None:
+            lengths = jnp.minimum(lengths, others)
+        options = {"causal_alignment": "bottom_right", **options, "key_value_seq_lengths": lengths}
+    _check_position(query, key, is_causal, options)
     if deterministic:
         dropout_rate, dropout_rng = 0.0, None
     elif dropout_rate and broadcast_dropout:
@@ -134,7 +159,7 @@ def attention_fn(
             "of its own; broadcast_dropout=False says so, and silences this warning",
             stacklevel=2,
         )
-    return dot_product_attention(
+    out = dot_product_attention(
         query,
         key,
         value,
@@ -146,6 +171,9 @@ def attention_fn(
         precision=precision,
         **options,
     )
+    if is_prefix is None:
+        return out
+    return jnp.where(is_prefix[..., None, None, None], out, jnp.nan)
 
 
 _FLAX = frozenset(inspect.signature(attention_fn).parameters)
@@ -157,6 +185,22 @@ def _promoted(arrays, dtype, promote_dtype):
     if dtype is None:
         dtype = jnp.result_type(*arrays)
     return tuple(jnp.asarray(x, dtype) for x in arrays)
+
+
+def _prefix(mask, shape) -> tuple[jax.Array, jax.Array]:
+    """(keys that a mask of one query lets through, whether these are the first), (*B) each."""
+    padded = (1,) * (len(shape) - mask.ndim) + mask.shape
+    if len(padded) != len(shape) or any(
+        size not in (1, full) for size, full in zip(padded, shape, strict=True)
+    ):
+        raise ValueError(
+            f"mask_is_prefix: the mask must broadcast to (*batch, 1, 1, S) = {shape}, the same for "
+            f"all heads, got shape {mask.shape}"
+        )
+    visible = jnp.broadcast_to(mask.reshape(padded), shape)[..., 0, 0, :]
+    lengths = jnp.sum(visible, axis=-1, dtype=jnp.int32)
+    numbers = jax.lax.broadcasted_iota(jnp.int32, visible.shape, visible.ndim - 1)
+    return lengths, jnp.all(visible == (numbers < lengths[..., None]), axis=-1)
 
 
 def _check_position(query, key, is_causal, options) -> None:
@@ -174,6 +218,7 @@ def _check_position(query, key, is_causal, options) -> None:
         raise ValueError(
             f"{', '.join(by_position)}: one query over {key.shape[-3]} keys, as with a cache "
             "(decode=True), has no known position among them. Leave them away where the mask of "
-            "the cache says what is visible, or pass causal_alignment ('bottom_right': the query "
-            "stands at the last key, or at that of key_value_seq_lengths)"
+            "the cache says what is visible, pass mask_is_prefix=True, or causal_alignment "
+            "('bottom_right': the query stands at the last key, or at that of "
+            "key_value_seq_lengths)"
         )

@@ -55,8 +55,11 @@ class KernelGradients:
         return any(load.narrow for load in self.loads if load.capture == capture)
 
 
-def make(spec: AttentionSpec, operands: Operands, pass_: Pass) -> KernelProgram | None:
-    """The program of a call, or None where a pass of the kernels needs none.
+def make(
+    spec: AttentionSpec, operands: Operands, pass_: Pass, always: bool = False
+) -> KernelProgram | None:
+    """The program of a call, or None where a pass of the kernels needs none, unless it has one
+    `always`.
 
     Raises:
         NotPrintable: the text says why, naming the equation.
@@ -67,7 +70,7 @@ def make(spec: AttentionSpec, operands: Operands, pass_: Pass) -> KernelProgram 
         and operands.sink is None
         and operands.mask is None
         and spec.predicate is None
-        and not (spec.dropout_rate > 0.0 or has_ranges)
+        and not (spec.dropout_rate > 0.0 or has_ranges or always)
     ):
         return None
     return _program(spec, operands, pass_)

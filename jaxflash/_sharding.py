@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, reshard
 
-from jaxflash._spec import AttentionSpec, Operands
+from jaxflash._spec import AttentionSpec, Operands, PagedOperands
 
 # The trailing axes of each operand, after its batch axes: T, S lengths, N query heads, K key/value
 # heads, H, h head sizes.
@@ -41,6 +41,12 @@ def alike(spec: AttentionSpec, operands: Operands) -> Operands:
     return _varying_alike(_split_alike(operands, axes))
 
 
+def alike_in_pages(operands: PagedOperands) -> PagedOperands:
+    """Likewise of a call with pages, each of which stays where its heads are: pages are whole along
+    all other axes, and so are heads that more devices hold than there are key heads."""
+    return _varying_alike(_paged_split_alike(operands))
+
+
 def as_of_query(query, out, lse):
     """(out, lse) split as the caller's query is, where that is an axis that `alike` gathered."""
     parts = _parts(query)
@@ -49,7 +55,7 @@ def as_of_query(query, out, lse):
     return _resharded(out, query, (*parts[:-1], None)), _resharded(lse, query, parts[:-1])
 
 
-def _varying_alike(operands: Operands) -> Operands:
+def _varying_alike(operands):
     """Inside `shard_map`, everything varies over the mesh axes that something varies over: loops
     and custom calls want one type, and the gradient of the cast sums what was replicated.
     """
@@ -135,6 +141,36 @@ def _split_of(operands: Operands) -> _Split:
         if shards % kv_heads == 0 and q_heads % shards == 0:
             return _Split(batch, heads, shards // kv_heads)
     return _Split(batch, (), 1)
+
+
+def _paged_split_alike(operands: PagedOperands) -> PagedOperands:
+    query, key_pages, value_pages, page_table, lengths, sink, _ = operands
+    if not any(any(_parts(x)) for x in jax.tree.leaves(operands)):
+        return operands
+    batch_rank = query.ndim - 3
+    batch = tuple(
+        next(filter(None, parts), None)
+        for parts in zip(
+            *(_parts(x)[:batch_rank] for x in (query, page_table, lengths)), strict=True
+        )
+    )
+    taken = {name for part in batch for name in _names(part)}
+    heads: tuple[str, ...] = ()
+    for x in (query, key_pages, value_pages):
+        names = tuple(name for name in _names(_parts(x)[-2]) if name not in taken)
+        sizes = jax.typeof(x).sharding.mesh.shape
+        if names and key_pages.shape[-2] % math.prod(sizes[name] for name in names) == 0:
+            heads = names
+            break
+    mesh = next(x for x in jax.tree.leaves(operands) if any(_parts(x)))
+    return operands._replace(
+        query=_resharded(query, mesh, (*batch, None, heads, None)),
+        key_pages=_resharded(key_pages, mesh, (None, None, heads, None)),
+        value_pages=_resharded(value_pages, mesh, (None, None, heads, None)),
+        page_table=_resharded(page_table, mesh, (*batch, None)),
+        lengths=_resharded(lengths, mesh, batch),
+        sink=None if sink is None else _resharded(sink, mesh, (heads,)),
+    )
 
 
 def _repeated_heads(x, repeats: int):

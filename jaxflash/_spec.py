@@ -145,6 +145,18 @@ class Operands(NamedTuple):
 _CAPTURES = ("captures", "mask_captures")
 
 
+class PagedOperands(NamedTuple):
+    """The arrays of a call whose keys and values lie in pages; what was not given is None."""
+
+    query: Any  # (*B, T, N, H)
+    key_pages: Any  # (P, page size, K, H)
+    value_pages: Any  # (P, page size, K, h)
+    page_table: Any  # (*B, M) int32
+    lengths: Any  # (*B) int32
+    sink: Any = None  # (N)
+    scale: Any = None  # ()
+
+
 def make(
     query,
     key,
@@ -238,6 +250,96 @@ def make(
         scale=scale if _is_traced_scale(scale) else None,
     )
     return spec, operands
+
+
+# Powers of two: kernels load whole pages, or whole parts of one, into a tile.
+PAGE_SIZES = (16, 32, 64, 128, 256)
+
+
+def make_paged(
+    query,
+    key_pages,
+    value_pages,
+    page_table,
+    lengths,
+    *,
+    scale,
+    is_causal,
+    local_window_size,
+    logits_soft_cap,
+    sink,
+    precision,
+) -> tuple[AttentionSpec, PagedOperands]:
+    """As `make`, of the arguments of `jaxflash.paged_attention`."""
+    query = array("query", query)
+    key_pages, value_pages = array("key_pages", key_pages), array("value_pages", value_pages)
+    page_table = array("page_table", page_table)
+    for name, x in (("key_pages", key_pages), ("value_pages", value_pages)):
+        if len(x.shape) != 4:
+            raise ValueError(
+                f"{name} must have shape (pages, page_size, heads, head_size), got {x.shape}"
+            )
+        if x.dtype != query.dtype:
+            raise ValueError(f"{name} must have the dtype of query, {query.dtype}, got {x.dtype}")
+        if x.shape[0] == 0:
+            raise ValueError(f"{name} must hold at least one page, got shape {x.shape}")
+        if x.shape[1] not in PAGE_SIZES:
+            raise ValueError(
+                f"{name} page size must be one of {', '.join(map(str, PAGE_SIZES))}, "
+                f"got {x.shape[1]} (shape {x.shape}; pages, page_size, heads, head_size)"
+            )
+    if value_pages.shape[:-1] != key_pages.shape[:-1]:
+        raise ValueError(
+            "value_pages must have the pages, page size and heads of key_pages "
+            f"{key_pages.shape[:-1]}, got {value_pages.shape[:-1]}"
+        )
+    if len(query.shape) < 3:
+        raise ValueError(
+            f"query must have shape (*batch, length, heads, head_size), got {query.shape}"
+        )
+    batch = query.shape[:-3]
+    if page_table.dtype != jnp.int32:
+        raise ValueError(f"page_table must have dtype int32, got {page_table.dtype}")
+    if len(page_table.shape) == 0 or page_table.shape[:-1] != batch:
+        raise ValueError(
+            f"page_table must have shape (*batch, pages of a sequence), batch {batch} as query, "
+            f"got {page_table.shape}"
+        )
+    if lengths is None:
+        raise ValueError("lengths must be an int32 array of the valid keys, got None")
+    lengths = _lengths("lengths", lengths, batch)
+
+    # The cache as the contiguous arrays that the pages stand for.
+    kv_len = page_table.shape[-1] * key_pages.shape[1]
+    key, value = (
+        jax.ShapeDtypeStruct((*batch, kv_len, *x.shape[2:]), x.dtype)
+        for x in (key_pages, value_pages)
+    )
+    spec, operands = make(
+        query,
+        key,
+        value,
+        None,
+        None,
+        scale=scale,
+        is_causal=is_causal,
+        query_seq_lengths=None,
+        key_value_seq_lengths=lengths,
+        local_window_size=local_window_size,
+        segment_ids=None,
+        causal_alignment="bottom_right",
+        logits_soft_cap=logits_soft_cap,
+        sink=sink,
+        alibi_slopes=None,
+        dropout_rate=0.0,
+        dropout_rng=None,
+        precision=precision,
+        deterministic_backward=False,
+    )
+    arrays = PagedOperands(
+        query, key_pages, value_pages, page_table, lengths, operands.sink, operands.scale
+    )
+    return spec, arrays
 
 
 def check_implementation(implementation) -> Implementation | None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import jax
 
 from jaxflash import _ffi, _kernel_program, _nvrtc
+from jaxflash._pages import Pages
 from jaxflash._printer import NotPrintable
 from jaxflash._spec import AttentionSpec, Operands
 
@@ -62,6 +63,7 @@ FEATURES = (
         "`varlen_attention` (packed)",
         but=", but `deterministic_backward`, `alibi_slopes` and `score_mod`",
     ),
+    Feature("`paged_attention` (no derivatives)"),
 )
 
 
@@ -116,7 +118,8 @@ def _reasons_against_program(spec: AttentionSpec, operands: Operands) -> tuple[s
     try:
         # A mask is another capture in the backward pass.
         _kernel_program.make(spec, operands, "backward")
-        program = _kernel_program.make(spec, operands, "forward")
+        always = isinstance(operands.key, Pages)
+        program = _kernel_program.make(spec, operands, "forward", always)
     except NotPrintable as reason:
         parts = spec.program.parts if spec.program is not None else ()
         if spec.predicate is not None:

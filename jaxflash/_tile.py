@@ -47,13 +47,14 @@ class Blocks:
         return Block(start, fresh, self.size)
 
 
-def blocks(length: int, at_most: int) -> Blocks:
-    """Blocks as even as multiples of 16 allow: the fewest elements are computed twice."""
+def blocks(length: int, at_most: int, multiple: int = 16) -> Blocks:
+    """Blocks as even as their sizes, multiples of a number, allow: the fewest elements are computed
+    twice."""
     if not isinstance(length, int):  # symbolic (jax.export), at least 1
         size = jax.core.min_dim(length, at_most)
         return Blocks(length, size, -(-length // size), ragged=True)
     count = -(-length // at_most)
-    size = min(-(-length // (16 * count)) * 16, length)
+    size = min(-(-length // (multiple * count)) * multiple, length)
     count = -(-length // size)
     return Blocks(length, size, count, ragged=count * size != length)
 

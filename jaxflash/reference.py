@@ -1,7 +1,7 @@
 """The definition of attention as this package means it: dense, plain jnp, made to be read.
 
-A module: its functions `dot_product_attention` and `varlen_attention` take the arguments of the
-package's functions of these names.
+A module: its functions `dot_product_attention`, `paged_attention` and `varlen_attention` take the
+arguments of the package's functions of these names.
 
 It is what the kernels and the blockwise path are tested against. Its memory is quadratic in the
 sequence length; JAX differentiates it any number of times, forward and reverse.
@@ -24,7 +24,7 @@ from jaxflash import _dropout, _spec, masks
 if TYPE_CHECKING:
     from jaxflash._api import CausalAlignment, Implementation, Window
 
-__all__ = ["dot_product_attention", "varlen_attention"]
+__all__ = ["dot_product_attention", "paged_attention", "varlen_attention"]
 
 _INT32_MAX = 2**31 - 1
 
@@ -184,6 +184,69 @@ def varlen_attention(
     out = jnp.pad(jnp.concatenate(outs), ((0, padding), (0, 0), (0, 0)))
     lse = jnp.pad(jnp.concatenate(lses), ((0, padding), (0, 0)), constant_values=-jnp.inf)
     return (out, lse) if return_residual else out
+
+
+def paged_attention(
+    query: ArrayLike,
+    key_pages: ArrayLike,
+    value_pages: ArrayLike,
+    page_table: ArrayLike,
+    lengths: ArrayLike,
+    *,
+    scale: ArrayLike | None = None,
+    is_causal: bool = False,
+    local_window_size: Window = None,
+    logits_soft_cap: float | None = None,
+    sink: ArrayLike | None = None,
+    precision: jax.lax.PrecisionLike = None,
+    implementation: Implementation | None = None,
+    return_residual: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    r"""The definition of `jaxflash.paged_attention`: the pages of each sequence put together.
+
+    It has derivatives, as everything here.
+
+    Args:
+        query: (\*B, T, N, H).
+        key_pages: (P, page size, K, H).
+        value_pages: (P, page size, K, h).
+        page_table: (\*B, M) int32, clamped to 0 ... P - 1.
+        lengths: (\*B) int32, clamped to 0 ... M * page size.
+        scale: as in `dot_product_attention`, like all that follow.
+        is_causal: see there.
+        local_window_size: see there.
+        logits_soft_cap: see there.
+        sink: see there.
+        precision: ignored.
+        implementation: ignored.
+        return_residual: see there.
+    """
+    options: dict[str, Any] = dict(
+        scale=scale,
+        is_causal=is_causal,
+        local_window_size=local_window_size,
+        logits_soft_cap=logits_soft_cap,
+        sink=sink,
+        precision=precision,
+    )
+    _, arrays = _spec.make_paged(query, key_pages, value_pages, page_table, lengths, **options)
+
+    def contiguous(pages):
+        count, size, *trailing = pages.shape
+        *batch, number = arrays.page_table.shape
+        of_sequences = pages[jnp.clip(arrays.page_table, 0, count - 1)]
+        return of_sequences.reshape(*batch, number * size, *trailing)
+
+    return dot_product_attention(
+        arrays.query,
+        contiguous(arrays.key_pages),
+        contiguous(arrays.value_pages),
+        **options,
+        key_value_seq_lengths=arrays.lengths,
+        causal_alignment="bottom_right",
+        implementation=implementation,
+        return_residual=return_residual,
+    )
 
 
 def attention(

@@ -20,8 +20,33 @@ NAMES = (
     "capture-bias-64", "capture-table", "capture-keys-deterministic",
 )  # fmt: skip
 
+# Of caches in pages: (lengths, page size, queries, head size, dtype). Tables hold numbers outside
+# of the pool, and garbage behind the lengths.
+PAGED = {
+    "paged-16": ((0, 37, 2100), 16, 1, 64, "bfloat16"),
+    "paged-64-five-queries": ((100, 1, 1500), 64, 5, 128, "float16"),
+    "paged-32-many-queries": ((130, 90), 32, 70, 256, "bfloat16"),
+    "paged-portable": ((100, 0, 50), 128, 3, 20, "float32"),
+}
+
 # Those of the portable kernels on every GPU: float32, or head sizes that TMA does not take.
-PORTABLE_NAMES = ("float32-highest", "T-65-float32", "head-7-value-3")
+PORTABLE_NAMES = ("float32-highest", "T-65-float32", "head-7-value-3", "paged-portable")
+
+
+def run_paged(lengths, page_size, queries, head_dim, dtype):
+    random = np.random.default_rng(0)
+    number = -(-max(lengths) // page_size) + 1
+    pool, batch = 7, len(lengths)
+    query = random.standard_normal((batch, queries, 4, head_dim), np.float32)
+    pages = random.standard_normal((pool, page_size, 2, head_dim), np.float32)
+    table = random.integers(-3, pool + 3, (batch, number)).astype(np.int32)
+    for row, length in zip(table, lengths, strict=True):
+        row[-(-length // page_size) :] = random.integers(-(2**31), 2**31 - 1)
+    attend = functools.partial(
+        jaxflash.paged_attention, is_causal=True, sink=np.ones(4, np.float32), implementation="cuda"
+    )
+    query, pages = (x.astype(dtype) for x in (query, pages))
+    return jax.device_get(jax.jit(attend)(query, pages, pages, table, np.array(lengths, np.int32)))
 
 
 def main() -> None:
@@ -31,7 +56,11 @@ def main() -> None:
                         help="of larger heads the forward pass alone")  # fmt: skip
     arguments = parser.parse_args()
     cases = [case for case in CASES if case.name in arguments.names]
-    assert len(cases) == len(arguments.names), set(arguments.names) - {case.name for case in cases}
+    known = {case.name for case in cases} | PAGED.keys()
+    assert known.issuperset(arguments.names), set(arguments.names) - known
+    for name in PAGED.keys() & set(arguments.names):
+        assert not np.isnan(run_paged(*PAGED[name]).astype(np.float32)).any(), name
+        print("ran", name, flush=True)
     for case in cases:
         if max(case.head_dim, case.value_size) > arguments.gradients_up_to:
             forward = functools.partial(

@@ -13,6 +13,7 @@ from flax import linen, nnx
 
 import jaxflash
 from another_process import run_python
+from jaxflash import _ffi
 
 pytestmark = pytest.mark.usefixtures("accurate_products")
 B, T, FEATURES, HEADS = 2, 12, 32, 4
@@ -127,17 +128,95 @@ def test_nnx_options():
 _as_flax_promotes = jax.numpy_dtype_promotion("standard")
 
 
+_with_lengths = functools.partial(jaxflash.attention_fn, mask_is_prefix=True)
+_DECODING = {"mask": jaxflash.attention_fn, "lengths": _with_lengths}
+
+
 @_as_flax_promotes
-def test_nnx_decode():
+@pytest.mark.parametrize("attention_fn", _DECODING.values(), ids=_DECODING)
+def test_nnx_decode(attention_fn):
     """Token by token through the cache."""
 
     def run(**options):
-        module = _nnx_module(**options)
-        module.init_cache((B, 3, FEATURES))
+        module = _nnx_module(num_kv_heads=2, **options)
+        module.init_cache((B, 5, FEATURES))
         step = nnx.jit(lambda module, x: module(x, decode=True))
-        return [step(module, _x()[:, i : i + 1]) for i in range(3)]
+        return [step(module, _x()[:, i : i + 1]) for i in range(5)]
 
-    _close(run(attention_fn=jaxflash.attention_fn), run())
+    _close(run(attention_fn=attention_fn), run())
+
+
+@_as_flax_promotes
+def test_nnx_decode_in_a_window():
+    """With lengths the query has a position; Flax says the same with a mask of its own."""
+
+    def run(masks, **options):
+        module = _nnx_module(**options)
+        module.init_cache((B, 6, FEATURES))
+        step = nnx.jit(lambda module, x, mask: module(x, decode=True, mask=mask))
+        return [step(module, _x()[:, i : i + 1], masks(i)) for i in range(6)]
+
+    def window(i):
+        return jnp.broadcast_to(jnp.arange(6) > i - 3, (B, 1, 1, 6))
+
+    attention_fn = functools.partial(_with_lengths, local_window_size=(2, 0))
+    _close(run(lambda i: None, attention_fn=attention_fn), run(window))
+
+
+def _one_query():
+    query, key, value = _qkv()
+    return query[:, :1], key, value
+
+
+def test_prefix_masks_become_lengths():
+    """A program for CUDA holds the kernels of plain calls, which share the keys, and no mask."""
+    query, key, value = (x.astype(jnp.bfloat16) for x in _one_query())
+    mask = jnp.broadcast_to(jnp.arange(T) < 5, (B, 1, 1, T))
+
+    def attend(query, key, value, mask):
+        return _with_lengths(query, key, value, mask=mask, implementation="cuda")
+
+    if not _ffi.extension.kernels:
+        pytest.skip("the library was built without kernels")
+    traced = jax.jit(attend).trace(query, key, value, mask)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert 'program = ""' in text
+    assert "has_kv_lengths = true" in text
+
+
+def test_prefix_masks():
+    query, key, value = _one_query()
+    mask = np.zeros((B, 1, 1, T), bool)
+    mask[0, ..., :5] = True
+    expected = jaxflash.attention_fn(query, key, value, mask=mask)
+    _close(_with_lengths(query, key, value, mask=mask), expected)
+    _close(_with_lengths(query, key, value, mask=mask.astype(np.float32)), expected)
+    lengths = jnp.full(B, 3, jnp.int32)
+    _close(
+        _with_lengths(query, key, value, mask=mask, key_value_seq_lengths=lengths),
+        jaxflash.attention_fn(query, key, value, mask=mask, key_value_seq_lengths=lengths),
+    )
+    # Neither without a mask nor of several queries does the promise say anything.
+    _close(_with_lengths(query, key, value), jaxflash.attention_fn(query, key, value))
+    query = _qkv()[0]
+    _close(
+        _with_lengths(query, key, value, mask=~mask),
+        jaxflash.attention_fn(query, key, value, mask=~mask),
+    )
+
+
+def test_broken_promise_of_a_prefix():
+    query, key, value = _one_query()
+    mask = np.ones((B, 1, 1, T), bool)
+    mask[1, ..., 2] = False
+    out = _with_lengths(query, key, value, mask=mask)
+    assert np.isfinite(out[0]).all()
+    assert np.isnan(out[1]).all()
+    of_heads = np.ones((B, HEADS, 1, T), bool)
+    with pytest.raises(ValueError, match="mask_is_prefix: the mask must broadcast"):
+        _with_lengths(query, key, value, mask=of_heads)
+    with pytest.raises(ValueError, match="mask_is_prefix must be True or False"):
+        jaxflash.attention_fn(query, key, value, mask_is_prefix=1)
 
 
 def test_window_without_sides_has_no_position():
@@ -204,21 +283,22 @@ def test_linen_options():
 
 
 @_as_flax_promotes
-def test_linen_decode():
+@pytest.mark.parametrize("attention_fn", _DECODING.values(), ids=_DECODING)
+def test_linen_decode(attention_fn):
     def run(**options):
         module = linen.MultiHeadDotProductAttention(num_heads=HEADS, decode=True, **options)
-        variables = module.init(jax.random.key(0), _x()[:, :3])
+        variables = module.init(jax.random.key(0), _x()[:, :5])
         step = jax.jit(functools.partial(module.apply, mutable=["cache"]))
         outs = []
-        for i in range(3):
+        for i in range(5):
             out, updated = step(variables, _x()[:, i : i + 1])
             variables = {**variables, **updated}
             outs.append(out)
         return outs
 
-    _close(run(attention_fn=jaxflash.attention_fn), run())
+    _close(run(attention_fn=attention_fn), run())
     causal = functools.partial(jaxflash.attention_fn, is_causal=True)
-    with pytest.raises(ValueError, match="is_causal: one query over 3 keys"):
+    with pytest.raises(ValueError, match="is_causal: one query over 5 keys"):
         run(attention_fn=causal)
 
 

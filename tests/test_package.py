@@ -65,7 +65,7 @@ def test_kernels_of_other_sources_are_refused(tmp_path):
     assert other.decode() in message
 
 
-@pytest.mark.parametrize("name", ["train_gpt_flax", "train_gpt_equinox"])
+@pytest.mark.parametrize("name", ["train_gpt_flax", "train_gpt_equinox", "generate"])
 @pytest.mark.parametrize("how", ["script", "module"])
 def test_example_finds_its_module(name, how, tmp_path):
     """Without the script's own folder on the path: `python -P` and `python -m`."""
@@ -113,9 +113,9 @@ def test_import_time():
 
 def test_public_names():
     names = {
-        "dot_product_attention", "varlen_attention", "attention_fn", "merge_attention",
-        "supported", "show_config", "reference", "EXPORT_CHECKS", "CHECKPOINT_NAME",
-        "SlowPathWarning", "masks",
+        "dot_product_attention", "paged_attention", "varlen_attention", "attention_fn",
+        "merge_attention", "supported", "show_config", "reference", "EXPORT_CHECKS",
+        "CHECKPOINT_NAME", "SlowPathWarning", "masks",
     }  # fmt: skip
     assert set(jaxflash.__all__) == names
     for name in names:

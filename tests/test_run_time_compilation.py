@@ -68,6 +68,8 @@ def _program(
     shared_memory: int,
     mask: int = 0,
     one_sided: bool = False,
+    paged: bool = False,
+    one_unit: bool = False,
 ) -> _config.CompiledKernel:
     return _config.CompiledKernel(
         *_extension.compile_program(
@@ -83,6 +85,8 @@ def _program(
             shared_memory=shared_memory,
             mask=mask,
             one_sided=one_sided,
+            paged=paged,
+            one_unit=one_unit,
         )
     )
 
@@ -174,6 +178,43 @@ def test_programs_on_hopper(program, pass_name, head_dim):
     assert not compiled.serialised, compiled
 
 
+@pytest.mark.parametrize("program", ["SCALE", "SINK", "SOFT_CAP"])
+@pytest.mark.parametrize("one_unit", [True, False], ids=["one unit", "two units"])
+@pytest.mark.parametrize("sizes", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+def test_pages_on_hopper(sizes, one_unit, program):
+    """Another kernel merges the parts of what blocks share."""
+    head_dim, value_dim = sizes
+    source = getattr(programs, program)
+    compiled = _program(
+        source, pass_name="forward", head_dim=head_dim, value_dim=value_dim, paged=True,
+        one_unit=one_unit, **_H200,
+    )  # fmt: skip
+    assert f"<{head_dim}, {value_dim}, {1 if one_unit else 2}," in compiled.tile
+    assert compiled.spilled == 0, compiled
+    assert not compiled.serialised, compiled
+    *_, merge = (x for x in _config.config().compiled if x.name == f"{compiled.name} merge")
+    assert merge.spilled == 0, merge
+
+
+@pytest.mark.parametrize(
+    ("gpu", "dtype", "highest_precision", "head_dim"),
+    [
+        (_H200, "float32", False, 64),
+        (_H200, "float32", True, 128),
+        (_H200, "bfloat16", False, 20),
+        (_A100, "bfloat16", False, 128),
+        (_RTX_4090, "float16", False, 256),
+    ],
+)
+def test_pages_elsewhere(gpu, dtype, highest_precision, head_dim):
+    compiled = _program(
+        programs.SINK, pass_name="forward", head_dim=head_dim, dtype=dtype,
+        highest_precision=highest_precision, paged=True, **gpu,
+    )  # fmt: skip
+    assert compiled.name.startswith("sm80 forward")
+    assert compiled.spilled <= 64, compiled
+
+
 @pytest.mark.parametrize("one_sided", [False, True], ids=["all", "causal"])
 @pytest.mark.parametrize("mask", [1, 2], ids=["ranges", "segments"])  # cuda/problem.h: MaskKind
 @pytest.mark.parametrize("pass_name", ["forward", "backward"])
@@ -242,9 +283,7 @@ def test_mask_values_on_hopper(name, head_dim, pass_):
     qkv = 3 * (jnp.zeros((1, 64, 2, head_dim), jnp.bfloat16),)
     program = _kernel_program.make(*_api.described(*qkv, mask=mask), pass_)
     assert program is not None
-    compiled = _program(
-        program.source, forward=pass_ == "forward", head_dim=head_dim, mask=1, **_H200
-    )
+    compiled = _program(program.source, pass_name=pass_, head_dim=head_dim, mask=1, **_H200)
     assert not compiled.serialised, compiled
     # As with ranges alone, the backward at 256 has one tile, whose registers do not hold it.
     assert compiled.spilled <= (64 if pass_ == "forward" or head_dim < 256 else 108), compiled

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from sanitizer_cases import NAMES, PORTABLE_NAMES
+from sanitizer_cases import NAMES, PAGED, PORTABLE_NAMES
 
 pytestmark = pytest.mark.gpu
 
@@ -56,7 +56,7 @@ def _races(text: str) -> list[str]:
 def test_is_clean(tool):
     """Only our kernels are looked at: what XLA leaves allocated at exit is its own affair."""
     # initcheck does not see what TMA stores, so that all of an output seems to lack its values.
-    names = PORTABLE_NAMES if tool == "initcheck" else NAMES
+    names = PORTABLE_NAMES if tool == "initcheck" else (*NAMES, *PAGED)
     command = [
         _sanitizer(), "--tool", tool, "--kernel-name", "kns=jaxflash", "--report-api-errors", "no",
         "--show-backtrace", "device", "--print-limit", "1000",

@@ -70,4 +70,10 @@ inline size_t forward_workspace_bytes(const Problem& problem) {
   return shares_keys(problem) ? forward_workspace(problem).bytes : 0;
 }
 
+// Of keys in pages, which the kernels that share always share.
+inline size_t paged_workspace_bytes(const Problem& problem) {
+  const bool shares = problem.math == Math::kFloat16 || problem.math == Math::kBFloat16;
+  return shares ? forward_workspace(problem).bytes : 0;
+}
+
 }  // namespace jaxflash

@@ -81,6 +81,15 @@ class ProgramKernelList {
     std::snprintf(kernel.name, sizeof(kernel.name), format, parts...);
   }
 
+  // Of the kernel added last.
+  template <class... Parts>
+  void merge_with(const char* header, const char* format, Parts... parts) {
+    if (count_ == 0) return;
+    ProgramKernel& kernel = kernels_[count_ - 1];
+    kernel.merge_header = header;
+    std::snprintf(kernel.merge_name, sizeof(kernel.merge_name), format, parts...);
+  }
+
   int count() const { return count_; }
 
  private:

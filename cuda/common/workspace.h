@@ -4,12 +4,6 @@
 
 #include "problem.h"
 
-#ifdef __CUDACC__
-#define JAXFLASH_HOST_DEVICE __host__ __device__
-#else
-#define JAXFLASH_HOST_DEVICE
-#endif
-
 namespace jaxflash {
 
 // ---- Forward ------------------------------------------------------------------------------------

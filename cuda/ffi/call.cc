@@ -51,9 +51,13 @@ void set_sizes(int64_t q_len, int64_t kv_len, int64_t q_heads, int64_t kv_heads,
   problem->value_dim = static_cast<int32_t>(value_dim);
 }
 
-ffi::Error describe(const Attributes& attributes, ffi::AnyBuffer q, ffi::AnyBuffer k,
-                    ffi::AnyBuffer v, Shape out, ffi::RemainingArgs optional, Problem* problem) {
-  const Shape q_shape{q.dimensions()}, k_shape{k.dimensions()}, v_shape{v.dimensions()};
+namespace {
+
+// Of keys and values in these shapes, wherever they lie.
+ffi::Error describe_shapes(const Attributes& attributes, ffi::AnyBuffer q, Shape k_shape,
+                           Shape v_shape, Shape out, ffi::RemainingArgs optional,
+                           Problem* problem) {
+  const Shape q_shape{q.dimensions()};
   const size_t rank = out.dims.size();
   if (rank < 3 || q_shape.dims.size() != rank || k_shape.dims.size() != rank ||
       v_shape.dims.size() != rank) {
@@ -74,9 +78,7 @@ ffi::Error describe(const Attributes& attributes, ffi::AnyBuffer q, ffi::AnyBuff
     return invalid("sequences are limited to 2^30 positions");
   }
   const std::optional<Math> math = math_of(q.element_type(), attributes.highest_precision);
-  if (!math || k.element_type() != q.element_type() || v.element_type() != q.element_type()) {
-    return invalid("q, k and v must share one dtype of float16, bfloat16, float32");
-  }
+  if (!math) return invalid("q must have a dtype of float16, bfloat16, float32");
   problem->math = *math;
   set_sizes(q_shape.length(), k_shape.length(), q_shape.heads(), k_shape.heads(), q_shape.dim(),
             v_shape.dim(), problem);
@@ -100,6 +102,67 @@ ffi::Error describe(const Attributes& attributes, ffi::AnyBuffer q, ffi::AnyBuff
     return invalid("sequence lengths must be int32, one per sequence of the batch");
   }
   return ffi::Error::Success();
+}
+
+}  // namespace
+
+ffi::Error describe(const Attributes& attributes, ffi::AnyBuffer q, ffi::AnyBuffer k,
+                    ffi::AnyBuffer v, Shape out, ffi::RemainingArgs optional, Problem* problem) {
+  if (k.element_type() != q.element_type() || v.element_type() != q.element_type()) {
+    return invalid("q, k and v must share one dtype");
+  }
+  return describe_shapes(attributes, q, {k.dimensions()}, {v.dimensions()}, out, optional, problem);
+}
+
+ffi::Error describe_paged(const Attributes& attributes, ffi::AnyBuffer q, ffi::AnyBuffer key_pages,
+                          ffi::AnyBuffer value_pages, ffi::Buffer<ffi::S32> table, Shape out,
+                          ffi::RemainingArgs optional, Problem* problem, Pages* pages) {
+  const auto key_dims = key_pages.dimensions(), value_dims = value_pages.dimensions();
+  const auto table_dims = table.dimensions();
+  const size_t rank = out.dims.size();
+  if (key_pages.element_type() != q.element_type() ||
+      value_pages.element_type() != q.element_type()) {
+    return invalid("q and the pages must share one dtype");
+  }
+  if (rank < 3 || key_dims.size() != 4 || value_dims.size() != 4 || table_dims.size() != rank - 2) {
+    return invalid("pages must have four axes, and the table one beside those of the batch");
+  }
+  if (key_dims[0] != value_dims[0] || key_dims[1] != value_dims[1]) {
+    return invalid("pages of keys and of values must be alike");
+  }
+  if (!std::equal(table_dims.begin(), table_dims.end() - 1, out.dims.begin())) {
+    return invalid("the table must have the batch axes of the result");
+  }
+  if (!attributes.has_kv_lengths || attributes.has_q_lengths) {
+    return invalid("sequences in pages have lengths of keys, and of keys alone");
+  }
+  const int64_t count = key_dims[0], size = key_dims[1];
+  pages->log2_size = 4;
+  while (pages->log2_size < 8 && pages->size() < size) ++pages->log2_size;
+  if (pages->size() != size) return invalid("pages hold 16, 32, 64, 128 or 256 keys");
+  if (count < 1 || count > kMaxLength) return invalid("a pool has 1 to 2^30 pages");
+  pages->count = static_cast<int32_t>(count);
+  pages->table = table.typed_data();
+  // As contiguous arrays they would have the batch axes of the result.
+  std::vector<int64_t> key(out.dims.begin(), out.dims.end() - 3), value;
+  if (table_dims.back() > kMaxLength / size) {
+    return invalid("sequences are limited to 2^30 positions");
+  }
+  key.push_back(table_dims.back() * size);
+  value = key;
+  key.insert(key.end(), key_dims.begin() + 2, key_dims.end());
+  value.insert(value.end(), value_dims.begin() + 2, value_dims.end());
+  return describe_shapes(attributes, q, {{key.data(), key.size()}}, {{value.data(), value.size()}},
+                         out, optional, problem);
+}
+
+Tensor pool_tensor(ffi::AnyBuffer pages) {
+  const auto dims = pages.dimensions();
+  Tensor tensor = {};
+  tensor.data = pages.untyped_data();
+  tensor.head_stride = dims[3];
+  tensor.seq_stride = dims[2] * dims[3];
+  return tensor;
 }
 
 namespace {

@@ -58,6 +58,14 @@ void set_sizes(int64_t q_len, int64_t kv_len, int64_t q_heads, int64_t kv_heads,
 ffi::Error describe(const Attributes& attributes, ffi::AnyBuffer q, ffi::AnyBuffer k,
                     ffi::AnyBuffer v, Shape out, ffi::RemainingArgs optional, Problem* problem);
 
+// The same where keys and values lie in pages; fills `pages` too.
+ffi::Error describe_paged(const Attributes& attributes, ffi::AnyBuffer q, ffi::AnyBuffer key_pages,
+                          ffi::AnyBuffer value_pages, ffi::Buffer<ffi::S32> table, Shape out,
+                          ffi::RemainingArgs optional, Problem* problem, Pages* pages);
+
+// A pool of pages as one array (keys of all pages, heads, dim).
+Tensor pool_tensor(ffi::AnyBuffer pages);
+
 // A program's operands, from the one of that index on: numbers of batch elements and heads, then
 // the captured arrays, whose leading axes are the batch axes or 1.
 class ProgramOperands {

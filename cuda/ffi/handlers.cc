@@ -28,10 +28,17 @@ struct ProgramState {
 };
 ffi::TypeId ProgramState::id = {};
 
+// How keys and values lie in memory, as far as kernels depend on it.
+struct KeyLayout {
+  bool paged;
+  bool one_unit;  // see ProgramDescription
+};
+
 // While XLA compiles.
 ffi::ErrorOr<std::unique_ptr<ProgramState>> instantiate(Pass pass, const Attributes& attributes,
                                                         const ProgramAttributes& program,
-                                                        const GradientAttributes& gradients) {
+                                                        const GradientAttributes& gradients,
+                                                        KeyLayout layout = {}) {
   auto state = std::make_unique<ProgramState>();
   if (program.source.empty()) return state;
   const std::optional<Math> math = math_of(program.dtype, attributes.highest_precision);
@@ -57,6 +64,8 @@ ffi::ErrorOr<std::unique_ptr<ProgramState>> instantiate(Pass pass, const Attribu
   if (!mask) return ffi::Unexpected(invalid("unknown kind of mask"));
   description.mask = *mask;
   description.one_sided = (attributes.left >= kUnlimited) != (attributes.right >= kUnlimited);
+  description.paged = layout.paged;
+  description.one_unit = layout.one_unit;
   const std::string gradient_source(gradients.source);
   const std::optional<std::vector<CaptureLoad>> loads = loads_of(program, gradients);
   if (!loads) return ffi::Unexpected(invalid("unknown loads of captured arrays"));
@@ -139,6 +148,60 @@ ffi::Error forward(CUstream_st* stream, ProgramState* state, Attributes attribut
   params.workspace = workspace->untyped_data();
   if (workspace->size_bytes() < jaxflash_forward_workspace_bytes(&params.problem)) {
     return invalid("the forward workspace is too small");
+  }
+  return to_error(jaxflash_forward(&params, stream));
+}
+
+ffi::ErrorOr<std::unique_ptr<ProgramState>> instantiate_paged(
+    Attributes attributes, std::string_view source, bool unit_slope, int64_t head_dim,
+    int64_t value_dim, std::string_view dtype, ffi::Span<const int64_t> capture_ranks,
+    bool one_unit) {
+  if (source.empty()) return ffi::Unexpected(invalid("calls with pages have a score program"));
+  return instantiate(true, attributes,
+                     {source, unit_slope, head_dim, value_dim, dtype, capture_ranks}, {},
+                     {true, one_unit});
+}
+
+ffi::Error paged(CUstream_st* stream, ProgramState* state, Attributes attributes,
+                 std::string_view source, bool unit_slope, int64_t head_dim, int64_t value_dim,
+                 std::string_view dtype, ffi::Span<const int64_t> capture_ranks, bool /*one_unit*/,
+                 ffi::AnyBuffer q, ffi::AnyBuffer key_pages, ffi::AnyBuffer value_pages,
+                 ffi::Buffer<ffi::S32> table, ffi::RemainingArgs optional,
+                 ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::Buffer<ffi::F32>> lse,
+                 ffi::Result<ffi::Buffer<ffi::U8>> workspace) {
+  const Shape full{out->dimensions()};
+  ForwardParams params = {};
+  if (ffi::Error error = describe_paged(attributes, q, key_pages, value_pages, table, full,
+                                        optional, &params.problem, &params.pages);
+      error.failure()) {
+    return error;
+  }
+  if (out->element_type() != q.element_type() || !is_per_row(lse->dimensions(), full)) {
+    return invalid("out must have the dtype of q, and lse the shape of out without its last axis");
+  }
+  const Shape q_shape{q.dimensions()};
+  ProgramOperands program;
+  if (ffi::Error error =
+          program.take({source, unit_slope, head_dim, value_dim, dtype, capture_ranks},
+                       MaskKind::kBand, full, optional, attributes.has_kv_lengths, &params.problem);
+      error.failure()) {
+    return error;
+  }
+  std::vector<Shape> shapes = {q_shape};
+  program.add_shapes(&shapes);
+  const BatchAxes axes(full, shapes);
+  if (!axes.fits()) return invalid("too many batch axes that broadcast differently");
+  axes.describe(&params.problem);
+  params.program = state->kernels;
+  params.captures = program.describe(full.batch_rank(), axes);
+  params.q = axes.tensor(q.untyped_data(), q_shape);
+  params.k = pool_tensor(key_pages);
+  params.v = pool_tensor(value_pages);
+  params.out = axes.tensor(out->untyped_data(), full);
+  params.lse = lse->typed_data();
+  params.workspace = workspace->untyped_data();
+  if (workspace->size_bytes() < jaxflash_paged_workspace_bytes(&params.problem)) {
+    return invalid("the workspace of a call with pages is too small");
   }
   return to_error(jaxflash_forward(&params, stream));
 }
@@ -325,6 +388,9 @@ auto with_backward_attributes(Binding&& binding) {
 XLA_FFI_DEFINE_HANDLER(kInstantiateForward, instantiate_forward,
                        with_attributes(ffi::Ffi::BindInstantiate()));
 
+XLA_FFI_DEFINE_HANDLER(kInstantiatePaged, instantiate_paged,
+                       with_attributes(ffi::Ffi::BindInstantiate()).Attr<bool>("one_unit"));
+
 XLA_FFI_DEFINE_HANDLER(kInstantiateBackward, instantiate_backward,
                        with_backward_attributes(ffi::Ffi::BindInstantiate()));
 
@@ -346,6 +412,21 @@ XLA_FFI_DEFINE_HANDLER(kForward, forward,
                                                    // and heads (N), captures (*B, ...); of a mask
                                                    // of ranges: their arrays, see take_ranges
                            .Ret<ffi::AnyBuffer>()  // out (*B, T, N, h)
+                           .Ret<ffi::Buffer<ffi::F32>>()  // lse (*B, T, N)
+                           .Ret<ffi::Buffer<ffi::U8>>(),  // workspace
+                       {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER(kPaged, paged,
+                       with_attributes(ffi::Ffi::Bind()
+                                           .Ctx<ffi::PlatformStream<CUstream_st*>>()
+                                           .Ctx<ffi::State<ProgramState>>())
+                           .Attr<bool>("one_unit")
+                           .Arg<ffi::AnyBuffer>()         // q (*B, T, N, H)
+                           .Arg<ffi::AnyBuffer>()         // k pages (P, size, K, H)
+                           .Arg<ffi::AnyBuffer>()         // v pages (P, size, K, h)
+                           .Arg<ffi::Buffer<ffi::S32>>()  // table (*B, S / size)
+                           .RemainingArgs()               // kv_lengths (*B); a program's as above
+                           .Ret<ffi::AnyBuffer>()         // out (*B, T, N, h)
                            .Ret<ffi::Buffer<ffi::F32>>()  // lse (*B, T, N)
                            .Ret<ffi::Buffer<ffi::U8>>(),  // workspace
                        {ffi::Traits::kCmdBufferCompatible});
@@ -402,6 +483,8 @@ XLA_FFI_DEFINE_HANDLER(kWrongPlatform, wrong_platform,
 #ifdef JAXFLASH_WITH_KERNELS
 
 Handlers forward_handlers() { return {kInstantiateForward, kInitialize, kForward}; }
+
+Handlers paged_handlers() { return {kInstantiatePaged, kInitialize, kPaged}; }
 
 Handlers backward_handlers() { return {kInstantiateBackward, kInitialize, kBackward}; }
 

@@ -18,6 +18,7 @@ struct Handlers {
 Handlers forward_handlers();
 Handlers backward_handlers();
 Handlers tangent_handlers();
+Handlers paged_handlers();
 
 // Of the state that instantiation makes, for `jax.ffi.register_ffi_type`.
 struct StateType {

@@ -145,6 +145,7 @@ NB_MODULE(_extension, m) {
         handlers["forward"] = by_stage(forward_handlers());
         handlers["backward"] = by_stage(backward_handlers());
         handlers["tangent"] = by_stage(tangent_handlers());
+        handlers["paged"] = by_stage(paged_handlers());
         return handlers;
       },
       "Handlers for the CUDA platform, by pass and stage.");
@@ -184,7 +185,8 @@ NB_MODULE(_extension, m) {
       "compile_program",
       [](const std::string& pass, const std::string& source, bool unit_slope,
          const std::string& dtype, bool highest_precision, int32_t head_dim, int32_t value_dim,
-         float scale, int32_t arch, int32_t shared_memory, int64_t mask, bool one_sided) {
+         float scale, int32_t arch, int32_t shared_memory, int64_t mask, bool one_sided, bool paged,
+         bool one_unit) {
         const auto math = math_of(dtype, highest_precision);
         if (!math) throw nb::value_error("dtype must be float16, bfloat16 or float32");
         const auto kind = mask_of(mask);
@@ -199,6 +201,8 @@ NB_MODULE(_extension, m) {
         description.scale = scale;
         description.mask = *kind;
         description.one_sided = one_sided;
+        description.paged = paged;
+        description.one_unit = one_unit;
         KernelReport report;
         Status status;
         {
@@ -211,7 +215,7 @@ NB_MODULE(_extension, m) {
       nb::kw_only(), nb::arg("pass_name"), nb::arg("source"), nb::arg("unit_slope"),
       nb::arg("dtype"), nb::arg("highest_precision"), nb::arg("head_dim"), nb::arg("value_dim"),
       nb::arg("scale"), nb::arg("arch"), nb::arg("shared_memory"), nb::arg("mask") = 0,
-      nb::arg("one_sided") = false,
+      nb::arg("one_sided") = false, nb::arg("paged") = false, nb::arg("one_unit") = false,
       "Compiles a score program as for a GPU of compute capability `arch` / 10 whose blocks may "
       "have that many bytes of shared memory; needs no GPU. Returns a row of kernel_reports().");
   m.def(
@@ -256,7 +260,8 @@ NB_MODULE(_extension, m) {
   m.def(
       "forward_workspace_bytes",
       [](const std::string& dtype, int64_t batch, int64_t q_len, int64_t kv_len, int64_t q_heads,
-         int64_t kv_heads, int64_t head_dim, int64_t value_dim, int64_t left, int64_t right) {
+         int64_t kv_heads, int64_t head_dim, int64_t value_dim, int64_t left, int64_t right,
+         bool paged) {
         Problem problem = {};
         problem.math = math_of(dtype, false).value_or(Math::kTF32);
         problem.num_batch_axes = 1;
@@ -264,12 +269,22 @@ NB_MODULE(_extension, m) {
         set_sizes(q_len, kv_len, q_heads, kv_heads, head_dim, value_dim, &problem);
         problem.band.left = clamp_side(left);
         problem.band.right = clamp_side(right);
-        return jaxflash_forward_workspace_bytes(&problem);
+        return paged ? jaxflash_paged_workspace_bytes(&problem)
+                     : jaxflash_forward_workspace_bytes(&problem);
       },
       nb::kw_only(), nb::arg("dtype"), nb::arg("batch"), nb::arg("q_len"), nb::arg("kv_len"),
       nb::arg("q_heads"), nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("value_dim"),
-      nb::arg("left"), nb::arg("right"),
+      nb::arg("left"), nb::arg("right"), nb::arg("paged") = false,
       "Bytes of workspace that the forward pass of one problem needs; no more for more sequences.");
+  m.def(
+      "fits_one_unit",
+      [](int64_t q_len, int64_t q_heads, int64_t kv_heads) {
+        Problem problem = {};
+        set_sizes(q_len, 0, q_heads, kv_heads, 0, 0, &problem);
+        return jaxflash_fits_one_unit(&problem);
+      },
+      nb::kw_only(), nb::arg("q_len"), nb::arg("q_heads"), nb::arg("kv_heads"),
+      "Whether one warpgroup takes the queries of all heads that share a key head.");
   m.def(
       "backward_workspace_bytes",
       [](int64_t batch, int64_t q_len, int64_t kv_len, int64_t q_heads, int64_t kv_heads,

@@ -13,6 +13,8 @@ ScoreKernels::ScoreKernels(const ProgramDescription& description)
       unit_slope_(description.unit_slope),
       mask_(description.mask),
       one_sided_(description.one_sided),
+      paged_(description.paged),
+      one_unit_(description.one_unit),
       problem_{} {
   problem_.math = description.math;
   problem_.head_dim = description.head_dim;
@@ -38,10 +40,12 @@ std::string with_mask(std::string name, MaskKind mask) {
 }  // namespace
 
 Status ScoreKernels::compile(const CompiledVariant& variant, const GpuTraits& gpu,
-                             std::shared_ptr<RuntimeKernel>* kernel, ProgramKernel* tile) const {
-  ProgramKernel tiles[kMaxProgramTiles];
+                             std::shared_ptr<RuntimeKernel>* kernel, ProgramKernel* tile,
+                             std::shared_ptr<RuntimeKernel>* merge) const {
+  ProgramKernel tiles[kMaxProgramTiles] = {};
   const int count = variant.program_kernels(
-      {unit_slope_, mask_ != MaskKind::kBand, one_sided_, gpu.shared_bytes}, tiles);
+      {unit_slope_, mask_ != MaskKind::kBand, one_sided_, paged_, one_unit_, gpu.shared_bytes},
+      tiles);
   const Variant& name = variant.variant;
   KernelRequest request;
   request.label = std::string(name.family) + " " + name.pass + " " + name.math + " " +
@@ -65,12 +69,15 @@ Status ScoreKernels::compile(const CompiledVariant& variant, const GpuTraits& gp
   };
   // The next tile costs more than this, measured at head size 64.
   constexpr int kHarmlessSpills = 64;
+  const auto choose = [&](const char* name, const char* header) {
+    request.kernel = with_mask(name, mask_);
+    request.source = "#include \"common/program.cuh\"\n#include \"common/range_mask.cuh\"\n" +
+                     source_ + "\n#include \"" + header + "\"\n";
+  };
   *kernel = nullptr;
   for (int i = 0; i < count; ++i) {
     request.tile = tiles[i].tile_name;
-    request.kernel = with_mask(tiles[i].name, mask_);
-    request.source = "#include \"common/program.cuh\"\n#include \"common/range_mask.cuh\"\n" +
-                     source_ + "\n#include \"" + tiles[i].header + "\"\n";
+    choose(tiles[i].name, tiles[i].header);
     std::shared_ptr<RuntimeKernel> compiled;
     if (Status status = RuntimeKernel::get(request, &compiled); !status.ok()) return status;
     if (*kernel == nullptr || badness(compiled->costs()) < badness((*kernel)->costs())) {
@@ -80,16 +87,22 @@ Status ScoreKernels::compile(const CompiledVariant& variant, const GpuTraits& gp
     const KernelCosts& best = (*kernel)->costs();
     if (!best.serialised && best.spilled <= kHarmlessSpills) break;
   }
-  return {};
+  if (tile->merge_header == nullptr) return {};
+  request.label += " merge";
+  request.tile = tile->tile_name;
+  choose(tile->merge_name, tile->merge_header);
+  return RuntimeKernel::get(request, merge);
 }
 
 Status ScoreKernels::load_new(const CompiledVariant& variant, int device, const GpuTraits& gpu,
                               LoadedKernel* kernel) const {
-  std::shared_ptr<RuntimeKernel> compiled;
+  std::shared_ptr<RuntimeKernel> compiled, merge;
   ProgramKernel tile;
-  if (Status status = compile(variant, gpu, &compiled, &tile); !status.ok()) return status;
+  if (Status status = compile(variant, gpu, &compiled, &tile, &merge); !status.ok()) return status;
   kernel->tile = tile.tile;
+  kernel->merge = nullptr;
   Status status = compiled->load(device, tile.shared_bytes, &kernel->handle);
+  if (status.ok() && merge != nullptr) status = merge->load(device, 0, &kernel->merge);
   if (status.ok()) loaded_.push_back({&variant, device, *kernel});
   return status;
 }

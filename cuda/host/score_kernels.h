@@ -26,9 +26,11 @@ struct ScoreKernels {
   const CaptureGradients* capture_gradients() const { return capture_gradients_.get(); }
 
   // The kernel of the first tile of the variant that hardly spills and does not serialise its
-  // warpgroup instructions; where there is none, of the one that does so least.
+  // warpgroup instructions; where there is none, of the one that does so least. And the one that
+  // merges its parts, if there is one.
   Status compile(const CompiledVariant& variant, const GpuTraits& gpu,
-                 std::shared_ptr<RuntimeKernel>* kernel, ProgramKernel* tile) const;
+                 std::shared_ptr<RuntimeKernel>* kernel, ProgramKernel* tile,
+                 std::shared_ptr<RuntimeKernel>* merge) const;
 
   // The same on the device, which must be the current one. `ask` is called where that is new.
   template <class AskGpu>
@@ -61,6 +63,8 @@ struct ScoreKernels {
   bool unit_slope_;
   MaskKind mask_;
   bool one_sided_;
+  bool paged_;
+  bool one_unit_;
   Problem problem_;
   std::unique_ptr<CaptureGradients> capture_gradients_;
   mutable std::mutex mutex_;  // of what follows: where the kernels are

@@ -33,7 +33,26 @@ struct ForwardSmem {
   }
 };
 
-template <Math kMath, int kHeadDim, class Tile, class Mask = BandMask, class Scores = ScaledScores>
+// The rows of a key head's K or V, by whether they lie in pages (ForwardParams::pages).
+template <bool kPaged, class Element>
+__device__ __forceinline__ auto key_rows(const ForwardParams& params, const Tensor& tensor,
+                                         int64_t batch, int kv_head) {
+  const Problem& problem = params.problem;
+  const auto* const data = static_cast<const Element*>(tensor.data);
+  if constexpr (kPaged) {
+    Pages pages = params.pages;
+    pages.table += batch * (problem.kv_len >> pages.log2_size);
+    const Element* const base = data + kv_head * tensor.head_stride;
+    return PagedRows<Element>{base, tensor.seq_stride, pages, problem.kv_len};
+  } else {
+    const Element* const base =
+        data + tensor_offset(tensor, problem, batch) + kv_head * tensor.head_stride;
+    return DenseRows<Element>{base, tensor.seq_stride};
+  }
+}
+
+template <Math kMath, int kHeadDim, class Tile, class Mask = BandMask, class Scores = ScaledScores,
+          bool kPaged = false>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSM)
     forward_kernel(const __grid_constant__ ForwardParams params, uint64_t first_head) {
   using Smem = ForwardSmem<kMath, kHeadDim, Tile>;
@@ -52,12 +71,13 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSM)
     return static_cast<Element*>(tensor.data) + tensor_offset(tensor, problem, batch) +
            head * tensor.head_stride;
   };
-  const Element* k_gmem = part_of(params.k, work.batch, kv_head);
-  const Element* v_gmem = part_of(params.v, work.batch, kv_head);
+
+  const auto k_rows = key_rows<kPaged, Element>(params, params.k, work.batch, kv_head);
+  const auto v_rows = key_rows<kPaged, Element>(params, params.v, work.batch, kv_head);
 
   // One answer for both, known before the loop.
-  const bool aligned = rows_are_aligned(k_gmem, params.k.seq_stride, problem.head_dim) &&
-                       rows_are_aligned(v_gmem, params.v.seq_stride, problem.value_dim);
+  const bool aligned = rows_are_aligned(k_rows.base, params.k.seq_stride, problem.head_dim) &&
+                       rows_are_aligned(v_rows.base, params.v.seq_stride, problem.value_dim);
 
   const Mask mask(problem, work.batch);
   Scores scores(problem);
@@ -76,12 +96,12 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSM)
 
   // Keys at keys.end and beyond are zero: a probability of 0 does not silence a NaN.
   const auto load_k = [&](int stage, int first_key) {
-    load_tile_async<Tile::kThreads>(smem.k(stage), k_gmem, params.k.seq_stride, first_key, keys.end,
-                                    problem.head_dim, tid_x(), aligned);
+    load_rows_async<Tile::kThreads>(smem.k(stage), k_rows, first_key, keys.end, problem.head_dim,
+                                    tid_x(), aligned);
   };
   const auto load_v = [&](int stage, int first_key) {
-    load_tile_async<Tile::kThreads>(smem.v(stage), v_gmem, params.v.seq_stride, first_key, keys.end,
-                                    problem.value_dim, tid_x(), aligned);
+    load_rows_async<Tile::kThreads>(smem.v(stage), v_rows, first_key, keys.end, problem.value_dim,
+                                    tid_x(), aligned);
   };
 
   if (keys.begin < keys.end) {

@@ -316,15 +316,58 @@ __device__ __forceinline__ void gemm(float (&acc)[kRowTiles][kColBlocks][4], Loa
 
 // ---- Global memory ----------------------------------------------------------------------------
 
-// Fills the tile with rows first_row ... of the array at `gmem`, its rows at `end_row` and beyond
-// and its columns at `cols` and beyond with zeros. Called by kThreads threads, `thread` is one's
-// index among them. The copies belong to the caller's cp.async group, except for rows that are not
-// 16-byte aligned: those are copied at once, by elements.
-template <int kThreads, class Tile>
-__device__ __forceinline__ void load_tile_async(const Tile& tile,
-                                                const typename Tile::Element* gmem,
-                                                int64_t row_stride, int first_row, int end_row,
-                                                int cols, uint32_t thread, bool aligned) {
+// Rows one after the other, at equal distances.
+template <class Element>
+struct DenseRows {
+  const Element* base;
+  int64_t stride;
+
+  // An element of a row, and the same of rows after it.
+  struct Cursor {
+    const Element* source;
+    int64_t stride;
+    __device__ __forceinline__ const Element* get() const { return source; }
+    __device__ __forceinline__ void advance(int rows) { source += rows * stride; }
+  };
+  __device__ __forceinline__ Cursor at(int row, int col) const {
+    return {base + row * stride + col, stride};
+  }
+};
+
+// Rows of a sequence whose pages lie anywhere in a pool. Those behind the end of all its pages,
+// which are not read, have the address of the last one.
+template <class Element>
+struct PagedRows {
+  const Element* base;
+  int64_t stride;
+  Pages pages;  // their table begins with the sequence's row
+  int end;
+
+  struct Cursor {
+    const PagedRows& rows;
+    int row;
+    int col;
+    __device__ __forceinline__ const Element* get() const {
+      const int inside = min(row, rows.end - 1);
+      const int page = __ldg(rows.pages.table + (inside >> rows.pages.log2_size));
+      const int64_t existing = min(max(page, 0), rows.pages.count - 1);
+      const int64_t of_pool =
+          (existing << rows.pages.log2_size) + (inside & (rows.pages.size() - 1));
+      return rows.base + of_pool * rows.stride + col;
+    }
+    __device__ __forceinline__ void advance(int rows) { row += rows; }
+  };
+  __device__ __forceinline__ Cursor at(int row, int col) const { return {*this, row, col}; }
+};
+
+// Fills the tile with rows first_row ... of `rows`, those at `end_row` and beyond and its columns
+// at `cols` and beyond with zeros. Called by kThreads threads, `thread` is one's index among them.
+// The copies belong to the caller's cp.async group, except for rows that are not 16-byte aligned:
+// those are copied at once, by elements.
+template <int kThreads, class Tile, class Rows>
+__device__ __forceinline__ void load_rows_async(const Tile& tile, const Rows& rows, int first_row,
+                                                int end_row, int cols, uint32_t thread,
+                                                bool aligned) {
   using Element = typename Tile::Element;
   constexpr int kChunk = Tile::kChunk;
   constexpr int kChunks = Tile::kChunks;
@@ -333,20 +376,20 @@ __device__ __forceinline__ void load_tile_async(const Tile& tile,
     constexpr int kRowsPerPass = kThreads / kChunks;
     const int row = thread / kChunks, col = thread % kChunks * kChunk;
     const int valid_rows = col < cols ? end_row - first_row : 0;
-    const Element* source = gmem + (first_row + row) * row_stride + col;
+    auto source = rows.at(first_row + row, col);
 #pragma unroll
     for (int pass = 0; pass < Tile::kRows; pass += kRowsPerPass) {
       if (Tile::kRows % kRowsPerPass == 0 || pass + row < Tile::kRows) {
-        cp_async_16(tile.address(pass + row, col), source, pass + row < valid_rows ? 16 : 0);
+        cp_async_16(tile.address(pass + row, col), source.get(), pass + row < valid_rows ? 16 : 0);
       }
-      source += kRowsPerPass * row_stride;
+      source.advance(kRowsPerPass);
     }
   } else {
 #pragma unroll 1
     for (int i = thread; i < Tile::kRows * kChunks; i += kThreads) {
       const int row = i / kChunks, col = i % kChunks * kChunk;
       const int valid_cols = first_row + row < end_row ? cols - col : 0;
-      const Element* source = gmem + (first_row + row) * row_stride + col;
+      const Element* source = rows.at(first_row + row, col).get();
       uint32_t words[4] = {};
 #pragma unroll
       for (int e = 0; e < kChunk; ++e) {
@@ -360,6 +403,16 @@ __device__ __forceinline__ void load_tile_async(const Tile& tile,
       st_shared_128(tile.address(row, col), words);
     }
   }
+}
+
+// The same of the dense array at `gmem`.
+template <int kThreads, class Tile>
+__device__ __forceinline__ void load_tile_async(const Tile& tile,
+                                                const typename Tile::Element* gmem,
+                                                int64_t row_stride, int first_row, int end_row,
+                                                int cols, uint32_t thread, bool aligned) {
+  load_rows_async<kThreads>(tile, DenseRows<typename Tile::Element>{gmem, row_stride}, first_row,
+                            end_row, cols, thread, aligned);
 }
 
 template <int kThreads, class Tile>

@@ -32,10 +32,12 @@ inline bool map_forward(const ForwardParams& params, ForwardMaps& maps) {
   if (!merge_batch_axes(problem, tensors, maps.batch, strides)) return false;
   maps.q = map_tensor(params.q, problem.head_dim, problem.q_len, problem.q_heads, maps.batch,
                       strides[0]);
-  maps.k = map_tensor(params.k, problem.head_dim, problem.kv_len, problem.kv_heads, maps.batch,
-                      strides[1]);
-  maps.v = map_tensor(params.v, problem.value_dim, problem.kv_len, problem.kv_heads, maps.batch,
-                      strides[2]);
+  // A pool of pages is as long as all of them.
+  const Pages& pages = params.pages;
+  const int64_t keys =
+      pages.table == nullptr ? problem.kv_len : int64_t{pages.count} << pages.log2_size;
+  maps.k = map_tensor(params.k, problem.head_dim, keys, problem.kv_heads, maps.batch, strides[1]);
+  maps.v = map_tensor(params.v, problem.value_dim, keys, problem.kv_heads, maps.batch, strides[2]);
   maps.out = map_tensor(params.out, problem.value_dim, problem.q_len, problem.q_heads, maps.batch,
                         strides[3]);
   return mappable(maps.q) && mappable(maps.k) && mappable(maps.v) && mappable(maps.out);
@@ -44,7 +46,7 @@ inline bool map_forward(const ForwardParams& params, ForwardMaps& maps) {
 // Tiles of one call: their indices, and the rounds beyond the last, stay within 31 bits.
 inline constexpr int64_t kMaxTiles = int64_t{1} << 30;
 
-// What the 64 rows of a warpgroup hold. See UnitShape. A score program wants rows of one head.
+// What the 64 rows of a warpgroup hold. See UnitShape. A score program may want rows of one head.
 inline UnitShape unit_shape(const Problem& problem, bool one_head) {
   UnitShape unit{};
   while ((1 << unit.log2_positions) < std::min(problem.q_len, 64)) ++unit.log2_positions;
@@ -104,10 +106,10 @@ inline bool takes(const ForwardParams& params) {
 
 namespace detail {
 
-// The kernel's shared memory has been allowed.
+// The kernel's shared memory has been allowed. `merge` is for tiles that share keys.
 template <Math kMath, class Tile>
-Status launch_forward(Kernel<ForwardArgs> kernel, const ForwardParams& params,
-                      cudaStream_t stream) {
+Status launch_forward(Kernel<ForwardArgs> kernel, Kernel<ForwardArgs> merge,
+                      const ForwardParams& params, cudaStream_t stream) {
   using Traits = ForwardTraits<Tile, kMath, BandMask>;
   const Problem& problem = params.problem;
   const int64_t batch = batch_size(problem);
@@ -130,11 +132,18 @@ Status launch_forward(Kernel<ForwardArgs> kernel, const ForwardParams& params,
   if (Status status = cuda_status(error, kDoing); !status.ok()) return status;
 
   ForwardArgs args{};
-  args.unit = unit_shape(problem, params.program != nullptr);
+  args.unit = unit_shape(problem, params.program != nullptr && !Tile::kShares);
   const int positions = 1 << args.unit.log2_positions;
+  int box_keys = Tile::kKeys;
+  if (params.pages.table != nullptr) {
+    args.pages.in = params.pages;
+    args.pages.log2_box = params.pages.log2_size;
+    while (Tile::kKeys % (1 << args.pages.log2_box) != 0) --args.pages.log2_box;
+    box_keys = 1 << args.pages.log2_box;
+  }
   CUresult encoded = encode(args.q, maps.q, kMath, positions, args.unit.heads);
-  if (encoded == CUDA_SUCCESS) encoded = encode(args.k, maps.k, kMath, Tile::kKeys);
-  if (encoded == CUDA_SUCCESS) encoded = encode(args.v, maps.v, kMath, Tile::kKeys);
+  if (encoded == CUDA_SUCCESS) encoded = encode(args.k, maps.k, kMath, box_keys);
+  if (encoded == CUDA_SUCCESS) encoded = encode(args.v, maps.v, kMath, box_keys);
   if (encoded == CUDA_SUCCESS) {
     encoded = encode(args.out, maps.out, kMath, positions, args.unit.heads);
   }
@@ -181,8 +190,7 @@ Status launch_forward(Kernel<ForwardArgs> kernel, const ForwardParams& params,
   if constexpr (Tile::kShares) {
     const unsigned merges = (args.order.blocks - 1) * merges_of_tile(args.sharing.rows);
     if (merges > 0) {
-      error = launch(Kernel(merge_kernel<Traits>), Start::kBeside, {merges}, kMergeThreads, 0,
-                     stream, args);
+      error = launch(merge, Start::kBeside, {merges}, kMergeThreads, 0, stream, args);
     }
   }
   return cuda_status(error, "launching the merge of the forward pass");
@@ -195,10 +203,12 @@ template <Math kMath, class Tile>
 Status forward_with(const ForwardParams& params, cudaStream_t stream) {
   using Traits = ForwardTraits<Tile, kMath, BandMask>;
   const Kernel<ForwardArgs> kernel = forward_kernel<Traits, ScaledScores>;
+  Kernel<ForwardArgs> merge(static_cast<const void*>(nullptr));
+  if constexpr (Tile::kShares) merge = merge_kernel<Traits, ScaledScores>;
   if (Status status = allow_shared_memory<Traits>(kernel.handle, Traits::kSharedBytes);
       !status.ok())
     return status;
-  return detail::launch_forward<kMath, Tile>(kernel, params, stream);
+  return detail::launch_forward<kMath, Tile>(kernel, merge, params, stream);
 }
 
 namespace detail {
@@ -240,10 +250,41 @@ Status forward(const ForwardParams& params, cudaStream_t stream) {
   return detail::forward_in<kMath>(Tiles{}, params, detail::mean_keys(params.problem), stream);
 }
 
+namespace detail {
+
+// Of calls with pages, whose blocks always share keys: their rows are of many heads, and a merge
+// follows.
+template <int kHeadDim, int kValueDim>
+using PagedTiles = ProgramTiles<typename ForwardTileFor<kHeadDim, kValueDim>::OneUnit,
+                                typename ForwardTileFor<kHeadDim, kValueDim>::TwoUnits>;
+
+template <Math kMath, int kHeadDim, int kValueDim>
+int paged_program_kernels(const ProgramTraits& program,
+                          ProgramKernel (&kernels)[kMaxProgramTiles]) {
+  ProgramKernelList list(program, kernels);
+  for_each_tile(PagedTiles<kHeadDim, kValueDim>{}, [&](int number, auto tile) {
+    using Tile = decltype(tile);
+    if (program.one_unit != (Tile::kWarpGroups == 1)) return;
+    using Traits = ForwardTraits<Tile, kMath, BandMask, PagedKeys<Tile::kKeys>>;
+    const TypeName name = type_name<Traits>();
+    constexpr char kScores[] = "jaxflash::sm90::ProgramScores<jaxflash::Program, true>";
+    list.add<Tile>(number, "sm90/forward_kernel.cuh", Traits::kSharedBytes,
+                   "jaxflash::sm90::forward_kernel<%.*s, %s>", name.length, name.begin, kScores);
+    list.merge_with("sm90/forward_merge.cuh", "jaxflash::sm90::merge_kernel<%.*s, %s>", name.length,
+                    name.begin, kScores);
+  });
+  return list.count();
+}
+
+}  // namespace detail
+
 // The kernels for a score program: see Launcher.
 template <Math kMath, int kHeadDim, int kValueDim = kHeadDim>
 int forward_program_kernels(const ProgramTraits& program,
                             ProgramKernel (&kernels)[kMaxProgramTiles]) {
+  if (program.paged) {
+    return detail::paged_program_kernels<kMath, kHeadDim, kValueDim>(program, kernels);
+  }
   ProgramKernelList list(program, kernels);
   using Choice = ForwardProgramTiles<kHeadDim, kValueDim>;
   for_each_tile(typename Choice::Tiles{}, [&](int number, auto tile) {
@@ -264,11 +305,14 @@ int forward_program_kernels(const ProgramTraits& program,
 template <Math kMath, int kHeadDim, int kValueDim = kHeadDim>
 Status forward_program(const ForwardParams& params, const LoadedKernel& kernel,
                        cudaStream_t stream) {
-  return use_tile(typename ForwardProgramTiles<kHeadDim, kValueDim>::Tiles{}, kernel.tile,
-                  [&](auto tile) {
-                    return detail::launch_forward<kMath, decltype(tile)>(
-                        Kernel<ForwardArgs>(kernel.handle), params, stream);
-                  });
+  const auto launch = [&](auto tile) {
+    return detail::launch_forward<kMath, decltype(tile)>(
+        Kernel<ForwardArgs>(kernel.handle), Kernel<ForwardArgs>(kernel.merge), params, stream);
+  };
+  if (params.pages.table != nullptr) {
+    return use_tile(detail::PagedTiles<kHeadDim, kValueDim>{}, kernel.tile, launch);
+  }
+  return use_tile(typename ForwardProgramTiles<kHeadDim, kValueDim>::Tiles{}, kernel.tile, launch);
 }
 
 }  // namespace jaxflash::sm90

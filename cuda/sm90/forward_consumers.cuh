@@ -327,7 +327,10 @@ struct ForwardConsumers {
           if (position(r) >= plan.mask.q_len()) sum[r] = 0.f;
           inverse[r] = rcp_approx(sum[r]);
           if constexpr (Scores::kHasSink) {
-            if (sum[r] != 0.f) inverse[r] = softmax.add_sink(scores.sink(), sum[r], r);
+            // Of a part, the merge adds it.
+            bool adds = sum[r] != 0.f;
+            if constexpr (Traits::kShares) adds = adds && plan.part[group] == nullptr;
+            if (adds) inverse[r] = softmax.add_sink(scores.sink(r), sum[r], r);
           }
           if constexpr (Scores::kDrops) inverse[r] *= scores.kept_scale();
         }

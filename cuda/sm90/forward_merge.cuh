@@ -7,6 +7,7 @@
 #pragma once
 
 #include "common/dependency.cuh"
+#include "sm90/forward_scores.cuh"
 #include "sm90/forward_traits.cuh"
 
 namespace jaxflash::sm90 {
@@ -18,7 +19,7 @@ __host__ __device__ inline int merges_of_tile(int rows) {
   return (rows + kMergeRows - 1) / kMergeRows;
 }
 
-template <class Traits>
+template <class Traits, class Scores>
 __global__ void __launch_bounds__(kMergeThreads)
     merge_kernel(const __grid_constant__ ForwardArgs args) {
   using Slices = typename Traits::Slices;
@@ -85,6 +86,20 @@ __global__ void __launch_bounds__(kMergeThreads)
       sum += __shfl_xor_sync(~0u, sum, distance);
     }
     __syncwarp();
+    if constexpr (Scores::kHasSink) {
+      if (sum != 0.f) {
+        const float above = Scores::sink_of(args, batch, head) - top * kLog2E;
+        // The sink becomes the reference where it is above: nothing then overflows.
+        const float smaller = exp2_approx(-fabsf(above));
+        const float rescale = above > 0.f ? smaller : 1.f;
+        sum = sum * rescale + (above > 0.f ? 1.f : smaller);
+        if (above > 0.f) {
+          for (int part = lane; part < parts; part += 32) weights[warp][part] *= smaller;
+          top += above * kLn2;
+          __syncwarp();
+        }
+      }
+    }
     const float inverse = sum == 0.f ? 0.f : 1.f / sum;
     uint16_t* const out = args.out_data + outer * args.out_batch_stride[1] +
                           inner * args.out_batch_stride[0] + head * args.out_head_stride +

@@ -4,6 +4,7 @@
 
 #include "common/mask.cuh"
 #include "sm90/forward_traits.cuh"
+#include "sm90/key_source.cuh"
 #include "sm90/unseen_keys.cuh"
 
 namespace jaxflash::sm90 {
@@ -14,6 +15,7 @@ struct ForwardProducers {
   using Mask = typename Traits::Mask;
   using Plan = typename Traits::Plan;
   using Unit = typename Plan::Unit;
+  using Keys = typename Traits::Keys;
   using SharedMemory = typename Traits::SharedMemory;
   static constexpr int kKeys = Tile::kKeys;
   static constexpr int kWarpGroups = Traits::kWarpGroups;
@@ -132,21 +134,13 @@ struct ForwardProducers {
       const Plan& plan = smem.plans.receive(count);
       if (!plan.exists) return;
       const Interval tiles = plan.tiles;
-      const int kv_head = plan.kv_head;
-      const int inner = plan.inner * args.k_batch_step[0];
-      const int outer = plan.outer * args.k_batch_step[1];
+      Keys keys(args, plan, args.k_batch_step);
       smem.plans.release(count);
-      if (threadIdx.x % 32 == 0) {
+      if (Keys::kByWarp || threadIdx.x % 32 == 0) {
         for (int tile = tiles.end - 1; tile >= tiles.begin; --tile, ring.advance()) {
-          Barrier& full = smem.k_full[ring.stage];
           smem.k_empty[ring.stage].wait(ring.phase ^ 1);
-          full.arrive_expecting(Traits::kKBytes);
-#pragma unroll 1
-          for (int panel = 0; panel < Traits::kPanels; ++panel) {
-            const uint8_t* target = smem.k[ring.stage] + panel * Traits::kKeyPanelBytes;
-            tensor_load(shared_address(target), &args.k, full.address(), panel * 64, tile * kKeys,
-                        kv_head, inner, outer);
-          }
+          keys.template load<Traits::kPanels>(args.k, smem.k[ring.stage], smem.k_full[ring.stage],
+                                              tile * kKeys);
         }
       }
       __syncwarp();
@@ -163,9 +157,7 @@ struct ForwardProducers {
       if (!plan.exists) return;
       const Interval seen = plan.seen;
       const Interval tiles = plan.tiles;
-      const int kv_head = plan.kv_head;
-      const int inner = plan.inner * args.v_batch_step[0];
-      const int outer = plan.outer * args.v_batch_step[1];
+      Keys keys(args, plan, args.v_batch_step);
       smem.plans.release(count);
       for (int tile = tiles.end - 1; tile >= tiles.begin; --tile, ring.advance()) {
         const int first_key = tile * kKeys;
@@ -173,13 +165,8 @@ struct ForwardProducers {
         Barrier& landed = cut ? smem.v_landed : smem.v_full[ring.stage];
         smem.v_empty[ring.stage].wait(ring.phase ^ 1);
         const uint8_t* target = smem.v[ring.stage];
-        if (lane == 0) {
-          landed.arrive_expecting(Traits::kVBytes);
-#pragma unroll 1
-          for (int panel = 0; panel < Traits::kValuePanels; ++panel) {
-            tensor_load(shared_address(target + panel * Traits::kKeyPanelBytes), &args.v,
-                        landed.address(), panel * 64, first_key, kv_head, inner, outer);
-          }
+        if (Keys::kByWarp || lane == 0) {
+          keys.template load<Traits::kValuePanels>(args.v, target, landed, first_key);
         }
         // No lane may fall a whole round of the ring behind: it would misread the parity.
         __syncwarp();

@@ -35,8 +35,9 @@ class ScaledScores {
   float scale_log2_;  // positive
 };
 
-// A program of common/program.cuh. All rows of a unit are of one head.
-template <class Program>
+// A program of common/program.cuh. The rows of a unit are of one head or, with kManyHeads, each of
+// its own.
+template <class Program, bool kManyHeads = false>
 class ProgramScores {
  public:
   static constexpr bool kRewrites = Program::kAdds;
@@ -53,11 +54,15 @@ class ProgramScores {
                                              int head, const RowPositions& rows) {
     const int last_head = args.problem.q_heads - 1;  // units behind the last one compute nothing
     const int b = batch_number(args.captures, args.problem, batch);
-    const int h = head_number(args.captures, min(head, last_head));
-    head_ = Program::head(args.captures, args.problem, batch, b, h);
-    if constexpr (kDrops) dropout_ = Program::dropout(args.captures, args.problem, batch, b, h);
+    for (int i = 0; i < kHeads; ++i) {
+      int own = head;
+      if constexpr (kManyHeads) own += args.unit.head(Fragment::row(threadIdx.x % 128) + 8 * i);
+      const int h = head_number(args.captures, min(own, last_head));
+      heads_[i] = Program::head(args.captures, args.problem, batch, b, h);
+      if constexpr (kDrops) dropout_ = Program::dropout(args.captures, args.problem, batch, b, h);
+    }
     for (int r = 0; r < 2; ++r) {
-      rows_[r] = Program::row(head_, rows.of[r]);
+      rows_[r] = Program::row(head_of(r), rows.of[r]);
       row_[r] = rows.of[r];
     }
     diagonal_ = args.problem.band.bottom_right ? mask.kv_len() - mask.q_len() : 0;
@@ -108,17 +113,17 @@ class ProgramScores {
 #pragma unroll
     for (int i = 0; i < kElements; ++i) {
       float slope = 1.f, moved = 0.f;
-      const float logit =
-          element(i, [&](const auto& row, const auto& column, int q, int kv, float distance) {
-            if constexpr (Program::kCapturesMove) {
-              moved = Program::capture_tangent(head_, row, column, q, kv, distance, s[i]);
-            }
-            if constexpr (Program::kUnitSlope) {
-              return fmaf(s[i], scale_log2_, Program::addend(head_, row, column, q, kv, distance));
-            } else {
-              return Program::logit_and_slope(head_, row, column, q, kv, distance, s[i], &slope);
-            }
-          });
+      const float logit = element(i, [&](const auto& head, const auto& row, const auto& column,
+                                         int q, int kv, float distance) {
+        if constexpr (Program::kCapturesMove) {
+          moved = Program::capture_tangent(head, row, column, q, kv, distance, s[i]);
+        }
+        if constexpr (Program::kUnitSlope) {
+          return fmaf(s[i], scale_log2_, Program::addend(head, row, column, q, kv, distance));
+        } else {
+          return Program::logit_and_slope(head, row, column, q, kv, distance, s[i], &slope);
+        }
+      });
       s[i] = logit;
       t[i] = Program::kCapturesMove ? fmaf(t[i], slope * scale, moved) : t[i] * slope;
     }
@@ -127,34 +132,48 @@ class ProgramScores {
   __device__ __forceinline__ float tangent_scale(float scale) const {
     return Program::kCapturesMove ? 1.f : scale;
   }
-  __device__ __forceinline__ float sink() const { return Program::sink(head_); }
+  __device__ __forceinline__ float sink(int r) const { return Program::sink(head_of(r)); }
+
+  // The same of any row, where nothing has begun.
+  __device__ __forceinline__ static float sink_of(const ForwardArgs& args, int batch, int head) {
+    const int b = batch_number(args.captures, args.problem, batch);
+    const int h = head_number(args.captures, head);
+    return Program::sink(Program::head(args.captures, args.problem, batch, b, h));
+  }
 
  private:
-  // Calls of(row, column, q, kv, distance) for element i.
+  static constexpr int kHeads = kManyHeads ? 2 : 1;
+  static_assert(!(kManyHeads && kDrops), "bits are drawn for one head");
+
+  __device__ __forceinline__ const typename Program::Head& head_of(int r) const {
+    return heads_[kManyHeads ? r : 0];
+  }
+  // Calls of(head, row, column, q, kv, distance) for element i.
   template <class Of>
   __device__ __forceinline__ float element(int i, const Of& of) const {
     const int r = Fragment::lower(i);
+    const auto& head = head_of(r);
     const int column = Fragment::column_of(i);
     int key = key_ + column;
     if constexpr (Program::kSharesLoads) {
       // The same by "or", which the compiler sees through: tiles are multiples of 16 keys.
       key = ((key_ & -16) + column / 16 * 16) | (key_ & 6) | column % 16;
     }
-    return of(rows_[r], Program::column(head_, key), row_[r], key, distance_[r] - column);
+    return of(head, rows_[r], Program::column(head, key), row_[r], key, distance_[r] - column);
   }
   __device__ __forceinline__ float logit(int i, float s) const {
-    return element(i, [&](const auto& row, const auto& column, int q, int kv, float distance) {
-      return Program::logit(head_, row, column, q, kv, distance, s);
-    });
+    return element(
+        i, [&](const auto& head, const auto& row, const auto& column, int q, int kv,
+               float distance) { return Program::logit(head, row, column, q, kv, distance, s); });
   }
   __device__ __forceinline__ float addend(int i) const {
-    return element(i, [&](const auto& row, const auto& column, int q, int kv, float distance) {
-      return Program::addend(head_, row, column, q, kv, distance);
-    });
+    return element(
+        i, [&](const auto& head, const auto& row, const auto& column, int q, int kv,
+               float distance) { return Program::addend(head, row, column, q, kv, distance); });
   }
 
   float scale_log2_;
-  typename Program::Head head_;
+  typename Program::Head heads_[kHeads];
   typename Program::Row rows_[2];
   int row_[2];
   int diagonal_;  // from a row number to its position among the keys

@@ -25,10 +25,16 @@ struct KeySharing {
   float* lse;      // (slots, rows)
 };
 
+// A pool of pages, as boxes of TMA.
+struct PageBoxes {
+  Pages in;
+  int32_t log2_box;  // keys of a box: a page's, or as many as divide a tile
+};
+
 struct ForwardArgs {
   TensorMap q;    // boxes of a unit x 64 columns
-  TensorMap k;    // boxes of kKeys x 64
-  TensorMap v;    // boxes of kKeys x 64
+  TensorMap k;    // boxes of kKeys x 64, or of PageBoxes
+  TensorMap v;    // likewise
   TensorMap out;  // boxes of a unit x 64 columns
   // What an index along each batch axis of the maps is multiplied with: 0 broadcasts.
   int32_t q_batch_step[2];
@@ -49,6 +55,7 @@ struct ForwardArgs {
   float scale_log2;
   KeySharing sharing;  // where Tile::kShares
   Captures captures;   // of a score program; plain kernels do not look
+  PageBoxes pages;     // of PagedKeys
 };
 
 // The rows along the sequence that tile `index` of a kv head covers.
@@ -86,10 +93,17 @@ class QuerySlices {
   const ForwardArgs& args_;
 };
 
-template <class Tile_, Math kMath_, class Mask_>
+// Where a tile's K and V come from, see key_source.cuh.
+template <int kKeys>
+class ContiguousKeys;
+template <int kKeys>
+class PagedKeys;
+
+template <class Tile_, Math kMath_, class Mask_, class Keys_ = ContiguousKeys<Tile_::kKeys>>
 struct ForwardTraits {
   using Tile = Tile_;
   using Mask = Mask_;
+  using Keys = Keys_;
   static constexpr Math kMath = kMath_;
 
   static constexpr int kWarpGroups = Tile::kWarpGroups;
