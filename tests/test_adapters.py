@@ -14,7 +14,7 @@ from flax import linen, nnx
 import jaxflash
 from another_process import run_python
 
-pytestmark = pytest.mark.usefixtures("accurate_products")
+pytestmark = pytest.mark.usefixtures("accurate_products", "quick_compilation")
 B, T, FEATURES, HEADS = 2, 12, 32, 4
 
 
