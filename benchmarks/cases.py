@@ -1,13 +1,15 @@
 """What is timed, and the bar that each row has to reach.
 
 A bar is a ratio of speeds from one run: ours over a peer's, or over ours of another row. Ratios,
-because clocks and heat move absolute figures by up to 5 % from run to run.
+because clocks and heat move absolute figures by up to 5 % from run to run. Where nothing that runs
+beside a row has a recorded time, its goal alone is the bar.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any, Literal
 
 import numpy as np
 
@@ -26,11 +28,11 @@ SOURCE = (
 class Bar:
     """`ratio` is how many times as fast as the yardstick ours has to be."""
 
-    ratio: float
-    peer: str = "cudnn"  # the yardstick, in the same row
-    row: str | None = None  # instead: ours in this row
+    ratio: float | None
+    peer: str = "cudnn"  # the yardstick: a peer, or the name of a case, whose call by ours it is
     portable: float | None = None  # the ratio that is enough for the portable kernels
     best: float | None = None  # TFLOP/s that the best peer was recorded with
+    goal: float | None = None  # ms of a call that were set as the goal; the bar without a ratio
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,34 +51,92 @@ class Case:
     is_causal: bool = False
     local_window_size: tuple[int, int] | None = None
     kv_lengths: tuple[int, ...] | None = None  # keys of each sequence; None: all
-    bias: tuple[int, ...] | None = None  # shape; its gradient is computed too
+    # "random": (B, 1, T, S); "causal": (1, 1, T, S); "padding": kv_lengths as (B, 1, 1, S)
+    mask: Literal["random", "causal", "padding"] | None = None
+    segments: int | None = None  # documents of one length in each sequence
+    packed: tuple[int, ...] | None = None  # lengths of sequences in one axis of tokens
+    logits_soft_cap: float | None = None
+    sink: bool = False
+    alibi: bool = False
+    dropout_rate: float = 0.0
+    bias: str | None = None  # shape, in the letters B, N, T, S and 1
+    relative: bool = False  # a score_mod: bias of (N, 2 T), read by q - kv
+    capture_gradient: bool = True  # that of bias or table is computed too
     deterministic_backward: bool = False
     passes: tuple[str, ...] = ("forward", "backward")
     platform: str = "gpu"
     by_default: bool = True
+    beside: tuple[str, ...] = ()  # timed in turns with it: peers, and ours of other cases
     forward: Bar | None = None
     backward: Bar | None = None
     gradient: Bar | None = None
+    jvp: Bar | None = None
+    hvp: Bar | None = None
 
     @property
-    def operand_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of query, key, value and, where there is one, bias."""
+    def operand_shapes(self) -> dict[str, tuple[int, ...]]:
+        """By name, of what has a gradient."""
+        return {**self.qkv_shapes, **(self.capture_shapes if self.capture_gradient else {})}
+
+    @property
+    def qkv_shapes(self) -> dict[str, tuple[int, ...]]:
         lead = () if self.batch is None else (self.batch,)
-        kv_len = self.kv_len or self.q_len
-        kv_heads = self.kv_heads or self.q_heads
-        query = (*lead, self.q_len, self.q_heads, self.head_dim)
-        key = (*lead, kv_len, kv_heads, self.head_dim)
-        value = (*lead, kv_len, kv_heads, self.value_dim or self.head_dim)
-        return (query, key, value) if self.bias is None else (query, key, value, self.bias)
+        keys = (*lead, self.kv_len or self.q_len, self.kv_heads or self.q_heads)
+        return {
+            "query": (*lead, self.q_len, self.q_heads, self.head_dim),
+            "key": (*keys, self.head_dim),
+            "value": (*keys, self.value_dim or self.head_dim),
+        }
+
+    @property
+    def capture_shapes(self) -> dict[str, tuple[int, ...]]:
+        shapes = {}
+        if self.bias is not None:
+            sizes = {"B": self.batch or 1, "N": self.q_heads, "T": self.q_len, "1": 1}
+            sizes["S"] = self.kv_len or self.q_len
+            shapes["bias"] = tuple(sizes[letter] for letter in self.bias)
+        if self.relative:
+            shapes["table"] = (self.q_heads, 2 * self.q_len)
+        return shapes
 
     @property
     def out_shape(self) -> tuple[int, ...]:
-        return (*self.operand_shapes[0][:-1], self.value_dim or self.head_dim)
+        return (*self.qkv_shapes["query"][:-1], self.value_dim or self.head_dim)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The static arguments of the call that differ from their defaults."""
+        options = dict(
+            is_causal=self.is_causal,
+            local_window_size=self.local_window_size,
+            logits_soft_cap=self.logits_soft_cap,
+            dropout_rate=self.dropout_rate,
+            deterministic_backward=self.deterministic_backward,
+        )
+        return {name: option for name, option in options.items() if option}
+
+    @property
+    def boundaries(self) -> np.ndarray:
+        """Of the packed sequences."""
+        return np.cumsum((0, *(self.packed or ())))
+
+    @property
+    def plain(self) -> bool:
+        """Whether the kernels compiled ahead of time take it."""
+        changes = (self.mask, self.segments, self.packed, self.logits_soft_cap, self.bias)
+        return not any((*changes, self.sink, self.alibi, self.dropout_rate, self.relative))
 
     @property
     def visible_pairs(self) -> float:
         """Query/key pairs of one head that the definition computes; plain causal counts half."""
         kv_len = self.kv_len or self.q_len
+        if self.packed is not None:
+            squares = sum(length**2 for length in self.packed)
+            return squares * (0.5 if self.is_causal else 1.0)
+        if self.segments is not None:
+            return self.q_len * kv_len / self.segments * (0.5 if self.is_causal else 1.0)
+        if self.mask in ("random", "causal"):
+            return self.q_len * kv_len * (RANDOM_SHARE if self.mask == "random" else 0.5)
         if self.kv_lengths is not None:
             assert not self.is_causal, "not counted"
             assert self.local_window_size is None, "not counted"
@@ -90,10 +150,11 @@ class Case:
         return float(np.maximum(last - np.maximum(rows - left, 0) + 1, 0).sum())
 
     def flops(self, pass_name: str) -> float:
-        """The usual count: two products forward, five backward (one of them computed again)."""
+        """The usual count: two products forward, five backward (one of them computed again), and
+        the products of tangents: four beside the forward pass, fifteen beside the gradient."""
         heads = (self.batch or 1) * self.q_heads
         products = self.head_dim + (self.value_dim or self.head_dim)
-        factor = {"forward": 1.0, "backward": 2.5, "gradient": 3.5}[pass_name]
+        factor = _PRODUCTS[pass_name] / 2
         return factor * 2.0 * heads * self.visible_pairs * products
 
     @property
@@ -110,6 +171,38 @@ class Case:
         """What a peer that stores logits and probabilities needs, twice in float32."""
         kv_len = self.kv_len or self.q_len
         return 8.0 * math.prod((self.batch or 1, self.q_heads, self.q_len, kv_len))
+
+    def tiny(self, platform: str) -> Case:
+        """The same call at a size of no meaning, to see that it runs there and is right."""
+        group = min(self.q_heads // (self.kv_heads or self.q_heads), 2)
+        q_len, batch = min(self.q_len, 32), min(self.batch or 1, 2)
+        kv_len = None if self.kv_len is None else min(self.kv_len, 64)
+        packed = None if self.packed is None else (q_len - 20, 3, 17)
+        lengths = self.kv_lengths
+        if lengths is not None:
+            lengths = tuple((kv_len or q_len) * n // max(lengths) for n in lengths[-batch:])
+        window = self.local_window_size
+        return dataclasses.replace(
+            self,
+            batch=None if self.batch is None else batch,
+            q_len=q_len,
+            q_heads=2 * group,
+            head_dim=min(self.head_dim, 16),
+            kv_len=kv_len,
+            kv_heads=None if self.kv_heads is None else 2,
+            value_dim=None if self.value_dim is None else 8,
+            local_window_size=window and (min(window[0], 7), min(window[1], 7)),
+            kv_lengths=lengths,
+            segments=self.segments and min(self.segments, 4),
+            packed=packed,
+            platform=platform,
+        )
+
+
+RANDOM_SHARE = 0.7  # of a random mask that is True
+_PRODUCTS = {"forward": 2, "backward": 5, "gradient": 7, "jvp": 6, "hvp": 22}
+PASSES = tuple(_PRODUCTS)
+TANGENTS = ("jvp", "hvp")
 
 
 # The grid: 16,384 tokens a call, 2048 / head size heads, bfloat16. TFLOP/s of jax.nn with cuDNN,
@@ -163,7 +256,7 @@ GRID = tuple(
 
 def _bar(peer_ms: float, goal_ms: float | None = None, peer: str = "cudnn") -> Bar:
     """From a recorded time of the peer and the time set as the goal; without one, the peer's."""
-    return Bar(peer_ms / (goal_ms or peer_ms), peer)
+    return Bar(peer_ms / (goal_ms or peer_ms), peer, goal=goal_ms)
 
 
 # Where cuDNN does not take the call, the yardstick is jax.nn's XLA path.
@@ -176,10 +269,10 @@ SHAPES = (
          forward=_bar(0.982), backward=_bar(4.22, 3.2)),
     Case("shape/window", 1, 16384, 16, 128, is_causal=True, local_window_size=(1023, 0),
          forward=_bar(0.323, 0.26), backward=_bar(0.982, 0.75)),
-    Case("shape/bias", 8, 2048, 16, 64, bias=(1, 16, 2048, 2048),
-         forward=_bar(0.615), backward=_bar(2.97)),
-    Case("shape/pair-bias", 384, 384, 4, 32, bias=(1, 4, 384, 384),
-         forward=_bar(0.304), backward=_bar(1.52)),
+    Case("shape/bias", 8, 2048, 16, 64, bias="1NTS",
+         forward=_bar(0.602, 0.37), backward=_bar(3.032, 1.6)),
+    Case("shape/pair-bias", 384, 384, 4, 32, bias="1NTS",
+         forward=_bar(0.307, 0.14), backward=_bar(1.540, 0.75)),
     Case("shape/vision-197", 256, 197, 12, 64,
          forward=_bar(0.189, 0.12), backward=_bar(1.69, peer="xla")),
     Case("shape/causal-128", 128, 128, 16, 64, is_causal=True,
@@ -190,7 +283,7 @@ SHAPES = (
          forward=_bar(2.40, 1.6, peer="xla"), backward=_bar(5.16, 3.5, peer="xla")),
     Case("shape/even-4096", 4, 4096, 16, 128, is_causal=True),
     Case("shape/odd-4095", 4, 4095, 16, 128, is_causal=True,
-         forward=Bar(1 / 1.03, row="shape/even-4096"), backward=_bar(11.4, peer="xla")),
+         forward=Bar(1 / 1.03, "shape/even-4096"), backward=_bar(11.4, peer="xla")),
 )  # fmt: skip
 
 
@@ -234,12 +327,12 @@ def _size(head_dim: int, bar: Bar | None = None, value_dim: int | None = None) -
 
 # Head sizes between the powers of two, which have to be cheaper than the next power.
 SIZES = (
-    _size(80, Bar(1.0, row="size/96")),
-    _size(96, Bar(1 / 0.85, row="size/128")),
-    _size(112, Bar(1.0, row="size/128")),
+    _size(80, Bar(1.0, "size/96")),
+    _size(96, Bar(1 / 0.85, "size/128")),
+    _size(112, Bar(1.0, "size/128")),
     _size(128),
-    _size(160, Bar(1 / 0.85, row="size/256")),
-    _size(192, Bar(1 / 0.95, row="size/256")),
+    _size(160, Bar(1 / 0.85, "size/256")),
+    _size(192, Bar(1 / 0.95, "size/256")),
     _size(192, value_dim=128),
     _size(256),
 )
@@ -253,7 +346,7 @@ DETERMINISTIC = tuple(
         passes=("backward",),
         by_default=False,
         forward=None,
-        backward=Bar(1 / (1.4 if case.head_dim == 256 else 1.25), row=case.name),
+        backward=Bar(1 / (1.4 if case.head_dim == 256 else 1.25), case.name),
     )
     for case in GRID
     if case.q_len == 8192
@@ -267,8 +360,101 @@ CPU = (
     Case("cpu/4096", 1, 4096, 8, 64, **_CPU),
 )
 
-CASES = (*GRID, *SHAPES, *DECODE, *SIZES, *DETERMINISTIC, *CPU)
-PASSES = ("forward", "backward", "gradient")
+# What changes scores and what hides them, beside ours of the same call without it; goals in ms.
+_CALL = (4, 4096, 16, 128)  # batch, length, heads, head size
+_CAUSAL = dict(is_causal=True)
+
+
+def _feature(
+    name: str,
+    forward: Bar | float | None = None,
+    backward: Bar | float | None = None,
+    beside: tuple[str, ...] = (),
+    call: tuple[int | None, int, int, int] = _CALL,
+    **changes: Any,
+) -> Case:
+    """A number is a goal, where no peer has the feature."""
+    yardstick = beside[0] if beside else "cudnn"
+    bars = {
+        pass_name: Bar(None, yardstick, goal=bar) if isinstance(bar, float) else bar
+        for pass_name, bar in (("forward", forward), ("backward", backward))
+        if bar is not None
+    }
+    return Case(name, *call, by_default=False, beside=beside, **bars, **changes)
+
+
+_PLAIN, _BAND = ("score/plain",), ("score/causal",)
+_RELATIVE_BIAS = dict(bias="1NTS", beside=("score/plain", "xla"))
+_KEY_BIAS = dict(bias="BN1S", beside=("score/plain", "xla"))
+_ROW_BIAS = dict(bias="B11S", beside=("score/plain", "xla"))
+_BACKWARD = ("backward",)
+
+SCORES = (
+    _feature("score/plain", _bar(0.939, 0.826), _bar(2.758, 2.448)),
+    _feature("score/causal", _bar(0.549, 0.464), _bar(1.605, 1.330), **_CAUSAL),
+    _feature("score/window", _bar(0.196, 0.161), _bar(0.651, 0.532), local_window_size=(511, 0),
+             **_CAUSAL),
+    _feature("score/cap", 1.0, 2.95, _PLAIN, logits_soft_cap=30.0),
+    _feature("score/cap-causal", 0.55, 1.60, _BAND, logits_soft_cap=30.0, **_CAUSAL),
+    _feature("score/gemma", 0.95, 3.4, ("score/gemma-uncapped",), (4, 4096, 16, 256), kv_heads=8,
+             logits_soft_cap=50.0, local_window_size=(4095, 0), **_CAUSAL),
+    _feature("score/gemma-uncapped", call=(4, 4096, 16, 256), kv_heads=8,
+             local_window_size=(4095, 0), **_CAUSAL),
+    _feature("score/sink-causal", 0.48, 1.40, _BAND, sink=True, **_CAUSAL),
+    _feature("score/alibi", beside=_PLAIN, alibi=True),
+    _feature("score/alibi-causal", 0.50, 1.45, _BAND, alibi=True, **_CAUSAL),
+    _feature("score/dropout", 1.05, 3.0, _PLAIN, dropout_rate=0.1),
+    _feature("score/dropout-causal", 0.60, 1.65, _BAND, dropout_rate=0.1, **_CAUSAL),
+    _feature("score/bias-1NTS", _bar(1.882, 1.05), capture_gradient=False, **_RELATIVE_BIAS),
+    _feature("score/bias-1NTS-gradient", None, _bar(6.909, 3.6), passes=_BACKWARD,
+             **_RELATIVE_BIAS),
+    _feature("score/bias-BN1S", _bar(3.98, 0.95, "xla"), capture_gradient=False, **_KEY_BIAS),
+    _feature("score/bias-BN1S-gradient", None, _bar(10.5, 2.8, "xla"), passes=_BACKWARD,
+             **_KEY_BIAS),
+    _feature("score/bias-B11S", capture_gradient=False, **_ROW_BIAS),
+    _feature("score/bias-B11S-gradient", passes=_BACKWARD, **_ROW_BIAS),
+    _feature("score/relative", 1.05, None, _PLAIN, relative=True, capture_gradient=False),
+    _feature("score/relative-gradient", None, 3.3, _PLAIN, relative=True, passes=_BACKWARD),
+)  # fmt: skip
+
+_LONG = (2, 8192, 16, 128)
+_LENGTHS = (4096, 3000, 2000, 1000)
+# 27 lengths drawn from 100 to 1070.
+_PACKED = (
+    558, 596, 832, 1021, 133, 239, 898, 1020, 341, 402, 942, 510, 364, 902, 349, 496, 724, 633,
+    183, 126, 939, 830, 912, 621, 893, 419, 501,
+)  # fmt: skip
+
+MASKS = (
+    _feature("mask/random", _bar(1.773, 1.0), _bar(4.771, 2.9), ("score/plain", "xla"),
+             mask="random"),
+    _feature("mask/causal", _bar(1.703, 0.56), _bar(4.775, 1.6), ("score/causal", "xla"),
+             mask="causal"),
+    _feature("mask/causal-8192", Bar(1 / 1.25, "mask/is-causal-8192"),
+             Bar(1 / 1.25, "mask/is-causal-8192"), call=_LONG, mask="causal"),
+    _feature("mask/is-causal-8192", call=_LONG, **_CAUSAL),
+    _feature("mask/lengths", beside=_PLAIN, kv_lengths=_LENGTHS),
+    _feature("mask/padding", Bar(1 / 1.1, "mask/lengths"), Bar(1 / 1.1, "mask/lengths"), ("xla",),
+             mask="padding", kv_lengths=_LENGTHS),
+    _feature("mask/segments", 0.165, 0.52, _PLAIN, segments=8),
+    _feature("mask/segments-causal", 0.125, 0.42, _BAND, segments=8, **_CAUSAL),
+    _feature("mask/packed-causal", 0.18, 0.48, ("mask/segments-causal",),
+             (None, sum(_PACKED), 16, 128), packed=_PACKED, **_CAUSAL),
+    _feature("mask/packed-equal-causal", Bar(1.0, "score/causal"), Bar(1.0, "score/causal"),
+             call=(None, 4 * 4096, 16, 128), packed=(4096,) * 4, **_CAUSAL),
+)  # fmt: skip
+
+# The goals are FlashAttention-4's times (fa4-jax 0.1.0).
+_TANGENTS = dict(passes=TANGENTS, beside=("xla",))
+DERIVATIVES = (
+    _feature("derivative/128", jvp=Bar(None, "xla", goal=5.31), **_TANGENTS),
+    _feature("derivative/128-causal", jvp=Bar(None, "xla", goal=2.87), **_TANGENTS, **_CAUSAL),
+    _feature("derivative/64", jvp=Bar(None, "xla", goal=4.96), call=(4, 4096, 32, 64), **_TANGENTS),
+    _feature("derivative/cap-causal", logits_soft_cap=30.0, **_TANGENTS, **_CAUSAL),
+)  # fmt: skip
+
+CASES = (*GRID, *SHAPES, *DECODE, *SIZES, *DETERMINISTIC, *SCORES, *MASKS, *DERIVATIVES, *CPU)
+BY_NAME = {case.name: case for case in CASES}
 
 # Bytes a second that a copy reaches, by device: what the share of a cache's bytes is taken of.
 COPY_RATES = {"NVIDIA H200": 4.28e12}

@@ -31,22 +31,21 @@ def host_row(name: str, peers: Sequence[str], repeats: int) -> dict[str, Any]:
     host/jit: one jitted call. host/eager: without jit. host/chain: one of 64 dependent calls in a
     jitted function; no less than the handler and the launch take, or the kernel if that is longer.
     """
-    (operands, _), *_ = timing.input_sets(_TINY)
-    query, key, value = operands
+    operands = timing.input_sets(_TINY)[0].operands
     count = {"host/jit": 1000, "host/eager": 30, "host/chain": 20}[name]
     functions: dict[str, Callable] = {}
     outcome: dict[str, Any] = {}
     for peer in peers:
         op = timing.attention(peer, _TINY)
 
-        def chain(query, key, value, op=op):
+        def chain(operands, others, op=op):
             for _ in range(_CHAIN):
-                query = op(query, key, value)
-            return query
+                operands = operands | {"query": op(operands, others)}
+            return operands["query"]
 
         function = {"host/jit": jax.jit(op), "host/eager": op, "host/chain": jax.jit(chain)}[name]
         try:
-            jax.block_until_ready(function(query, key, value))
+            jax.block_until_ready(function(operands, {}))
             functions[peer] = function
         except Exception as error:
             reason = timing.first_line(error)
@@ -57,7 +56,7 @@ def host_row(name: str, peers: Sequence[str], repeats: int) -> dict[str, Any]:
         for peer, function in functions.items():
             start = time.perf_counter()
             for _ in range(count):
-                result = function(query, key, value)
+                result = function(operands, {})
             jax.block_until_ready(result)
             samples[peer].append((time.perf_counter() - start) / (count * per_call) * 1e6)
     for peer, values in samples.items():
@@ -73,18 +72,13 @@ LONG_CPU = Case("memory/cpu-32768", 1, 32768, 4, 64, dtype="float32", is_causal=
 
 
 def _forward_and_gradients(case: Case, peer: str):
+    op = timing.attention(peer, case)
+
     def step(operands, dout):
-        out, pullback = jax.vjp(timing.attention(peer, case), *operands)
+        out, pullback = jax.vjp(lambda operands: op(operands, {}), operands)
         return out, pullback(dout)
 
-    *operands, dout = (
-        jax.random.normal(key, shape, case.dtype)
-        for key, shape in zip(
-            jax.random.split(jax.random.key(0), 4),
-            (*case.operand_shapes, case.out_shape),
-            strict=True,
-        )
-    )
+    operands, _, dout = timing.draw(case, 0)
     return jax.jit(step).lower(operands, dout).compile(), operands, dout
 
 
@@ -136,9 +130,9 @@ def cpu_memory(case: Case = LONG_CPU) -> dict[str, Any]:
 # ---- Kernels -------------------------------------------------------------------------------------
 
 
-def launched(case: Case, pass_name: str, peer: str, sets) -> list[dict[str, Any]]:
+def launched(contender: timing.Contender, pass_name: str) -> list[dict[str, Any]]:
     """What one pass puts on the GPU's streams: name, how often, milliseconds together."""
-    program = timing.Program(peer, case, pass_name, sets[:1])
+    program = timing.Program(contender._replace(sets=contender.sets[:1]), pass_name)
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             program.sample("call", 1)

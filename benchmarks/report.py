@@ -14,10 +14,18 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cases import CASES, COPY_RATES, HOST_LIMITS, MEMORY_LIMITS, OURS, SOURCE, Bar
+from benchmarks.cases import (
+    BY_NAME,
+    COPY_RATES,
+    HOST_LIMITS,
+    MEMORY_LIMITS,
+    OURS,
+    SOURCE,
+    TANGENTS,
+    Bar,
+)
 
 _NONE = "-"
-_BY_NAME = {case.name: case for case in CASES}
 Results = dict[str, Any]
 
 
@@ -32,6 +40,7 @@ class Line:
     peer: str  # the yardstick: a peer, or a row of ours
     yardstick: float | None
     call_ratio: float | None  # from call times
+    others: dict[str, float | None]  # what else was timed in turns
     bar: Bar | None
     kernel: str
 
@@ -42,7 +51,20 @@ class Line:
     def of_bar(self, portable: bool = False) -> float | None:
         """The ratio over its bar; 1 passes."""
         bar = self.bar and (self.bar.portable if portable else self.bar.ratio)
-        return self.ratio / bar if bar and self.ratio else None
+        if bar:
+            return self.ratio / bar if self.ratio else None
+        return None if portable else self.of_goal()
+
+    @property
+    def wanted_ratio(self) -> float | None:
+        """The bar as a ratio, from the goal where it has none."""
+        if self.bar is None or self.bar.ratio:
+            return self.bar and self.bar.ratio
+        return self.yardstick / self.bar.goal if self.yardstick and self.bar.goal else None
+
+    def of_goal(self) -> float | None:
+        """The goal's time over ours."""
+        return self.bar.goal / self.ours if self.bar and self.bar.goal and self.ours else None
 
     def rate(self, ms: float | None) -> float | None:
         """TFLOP/s."""
@@ -58,24 +80,24 @@ def lines(results: Results) -> list[Line]:
     by_key = {(row["case"], row["pass"]): row for row in results["rows"] if "pass" in row}
     built = []
     for (name, pass_name), row in by_key.items():
-        bar: Bar | None = getattr(_BY_NAME[name], pass_name)
+        bar: Bar | None = getattr(BY_NAME[name], pass_name)
         peers = row.get("peers", {})
         ours = next((peer for peer in OURS if peer in peers), OURS[0])
-        if bar and bar.row:
-            other_row, other, label = by_key.get((bar.row, pass_name), {}), ours, bar.row
-        else:
-            other = label = bar.peer if bar else next((p for p in peers if p != ours), _NONE)
-            other_row = row
-        calls = _median(other_row, other, "call"), _median(row, ours, "call")
+        timed = [peer for peer in peers if peer != ours and _median(row, peer, "device")]
+        other = bar.peer if bar else next(iter(timed), _NONE)
+        # Ours of another case that was not timed in turns with it: from its own row.
+        there = (row, other) if other in peers else (by_key.get((other, pass_name), {}), ours)
+        calls = _median(*there, "call"), _median(row, ours, "call")
         built.append(
             Line(
                 case=name,
                 pass_name=pass_name,
                 tflop=row.get("tflop"),
                 ours=_median(row, ours, "device"),
-                peer=label,
-                yardstick=_median(other_row, other, "device"),
+                peer=other,
+                yardstick=_median(*there, "device"),
                 call_ratio=calls[0] / calls[1] if all(calls) else None,
+                others={peer: _median(row, peer, "device") for peer in timed if peer != other},
                 bar=bar,
                 kernel=row.get("kernel") or _NONE,
             )
@@ -116,12 +138,15 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def _pass_table(built: list[Line], pass_name: str) -> str:
     head = (f"{pass_name}, device time", "kernel", "ms", "TFLOP/s", "yardstick", "ms", "ratio",
-            "by call", "bar", "verdict", "FA2's bar", "best peer TFLOP/s")  # fmt: skip
+            "by call", "bar", "goal, ms", "verdict", "FA2's bar", "best peer TFLOP/s",
+            "others, ms")  # fmt: skip
     rows = [
         (line.case, line.kernel, _number(line.ours, 3), _number(line.rate(line.ours), 1), line.peer,
          _number(line.yardstick, 3), _number(line.ratio), _number(line.call_ratio),
-         _number(line.bar and line.bar.ratio), _verdict(line.of_bar()),
-         _verdict(line.of_bar(portable=True)), _number(line.bar and line.bar.best, 0))
+         _number(line.bar and line.bar.ratio), _number(line.bar and line.bar.goal, 3),
+         _verdict(line.of_bar()), _verdict(line.of_bar(portable=True)),
+         _number(line.bar and line.bar.best, 0),
+         ", ".join(f"{ms:.3f} {peer}" for peer, ms in line.others.items()) or _NONE)
         for line in built
         if line.pass_name == pass_name
     ]  # fmt: skip
@@ -133,7 +158,7 @@ def _cache_table(results: Results, built: list[Line]) -> str:
     rate = COPY_RATES.get(results["device"])
     body = []
     for line in built:
-        size = _BY_NAME[line.case].cache_bytes
+        size = BY_NAME[line.case].cache_bytes
         if line.pass_name != "forward" or not size or not line.ours:
             continue
         speeds = [ms and size / ms * 1e3 for ms in (line.ours, line.yardstick)]
@@ -178,7 +203,7 @@ def _summaries(built: list[Line]) -> str:
                 line.case: of_bar
                 for line in built
                 if line.case.startswith("grid/") and line.pass_name == pass_name
-                if _BY_NAME[line.case].q_len >= shortest and (of_bar := line.of_bar(portable))
+                if BY_NAME[line.case].q_len >= shortest and (of_bar := line.of_bar(portable))
             }
             if found:
                 mean = math.exp(sum(map(math.log, found.values())) / len(found))
@@ -215,8 +240,22 @@ def markdown(results: Results) -> str:
 
 
 def page_block(results: Results) -> str:
-    """What the page shows: a line per case, both passes."""
+    """What the page shows: a line per case, all passes; those with tangents by themselves."""
     built = lines(results)
+    tangents = [line for line in built if line.pass_name in TANGENTS]
+    others = [line for line in built if line not in tangents]
+    explained = (
+        "A case is head size, length and mask (16,384 tokens, 2048 / head size heads, bfloat16) or "
+        "a shape of `benchmarks/cases.py`; *x* is the peer's time over ours, and in brackets what "
+        "the best recorded peer of any framework, or a goal, would give."
+    )
+    tables = [_page_table(group) for group in (others, tangents) if group]
+    return "\n\n".join(
+        part for part in (_intro(results), explained, *tables, _summaries(built), SOURCE) if part
+    )
+
+
+def _page_table(built: list[Line]) -> str:
     passes = _passes(built)
     by_case: dict[str, dict[str, Line]] = {}
     for line in built:
@@ -226,7 +265,7 @@ def page_block(results: Results) -> str:
     def cells(line: Line | None) -> list[str]:
         if line is None:
             return [_NONE] * 3
-        goal = line.bar.ratio if line.bar else None
+        goal = line.wanted_ratio
         return [
             _number(line.ours, 3),
             f"{_number(line.yardstick, 3)} {line.peer}",
@@ -238,12 +277,7 @@ def page_block(results: Results) -> str:
         [case, *(cell for name in passes for cell in cells(of_passes.get(name)))]
         for case, of_passes in by_case.items()
     ]
-    explained = (
-        "A case is head size, length and mask (16,384 tokens, 2048 / head size heads, bfloat16) or "
-        "a shape of `benchmarks/cases.py`; *x* is the peer's time over ours, and in brackets what "
-        "the best recorded peer of any framework, or a goal, would give."
-    )
-    return "\n\n".join((_intro(results), explained, table(head, rows), _summaries(built), SOURCE))
+    return table(head, rows)
 
 
 def text(results: Results) -> str:
@@ -281,17 +315,19 @@ def failures(results: Results) -> list[str]:
     for row in results["rows"]:
         for peer, entry in row.get("peers", {}).items():
             if entry.get("failed"):
-                why = entry.get("reason") or f"differs from the peer by {entry['difference']:.1e}"
+                why = entry.get("reason") or entry.get("unchecked")
+                why = why or f"differs by {entry['difference']:.1e}"
                 found.append(f"{row['case']} {row.get('pass', '')} {peer}: {why}")
     return found
 
 
-def write_page(results: Results, path: Path) -> None:
-    block = f"<!-- measured -->\n{page_block(results)}\n<!-- /measured -->"
-    pattern = r"<!-- measured -->.*?<!-- /measured -->"
+def write_page(results: Results, name: str, path: Path) -> None:
+    """Replaces what stands between the marks of that name."""
+    block = f"<!-- {name} -->\n{page_block(results)}\n<!-- /{name} -->"
+    pattern = rf"<!-- {name} -->.*?<!-- /{name} -->"
     new, count = re.subn(pattern, lambda _: block, path.read_text(), flags=re.DOTALL)
     if count != 1:
-        raise SystemExit(f"{path} has {count} blocks between the marks <!-- measured -->")
+        raise SystemExit(f"{path} has {count} blocks between the marks <!-- {name} -->")
     path.write_text(new)
 
 
@@ -319,9 +355,7 @@ def plot(results: Results, path: Path) -> None:
         chosen = [line for line in drawn if line.pass_name == pass_name]
         at = range(len(chosen))
         # A yardstick that is a row of ours has its own bar in the plot.
-        theirs = [
-            None if line.bar and line.bar.row else line.rate(line.yardstick) for line in chosen
-        ]
+        theirs = [None if line.peer in BY_NAME else line.rate(line.yardstick) for line in chosen]
         ours = [line.rate(line.ours) for line in chosen]
         for shift, rates, label in (
             (-0.2, ours, "jaxflash"),
@@ -329,8 +363,8 @@ def plot(results: Results, path: Path) -> None:
         ):
             axis.bar([i + shift for i in at], [rate or 0 for rate in rates], 0.4, label=label)
         goals = [
-            rate * line.bar.ratio if rate and line.bar else math.nan
-            for line, rate in zip(chosen, theirs, strict=True)
+            (line.rate(line.yardstick) or math.nan) * (line.wanted_ratio or math.nan)
+            for line in chosen
         ]
         axis.scatter(at, goals, marker="_", c="black", label="bar")
         axis.set_xticks(at, [line.case for line in chosen], rotation=60, ha="right", fontsize=8)
@@ -344,13 +378,13 @@ def plot(results: Results, path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
     parser.add_argument("results", type=Path, help="a file that benchmarks.run wrote")
-    parser.add_argument("--page", type=Path, help="replace the measured block of this file")
+    parser.add_argument("--page", type=Path, help="replace the block of that name on this page")
     arguments = parser.parse_args()
     results = json.loads(arguments.results.read_text())
     print(text(results))
     plot(results, arguments.results.with_suffix(".png"))
     if arguments.page:
-        write_page(results, arguments.page)
+        write_page(results, arguments.results.stem, arguments.page)
 
 
 if __name__ == "__main__":

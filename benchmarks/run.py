@@ -2,9 +2,11 @@
 
     python -m benchmarks.run                           # the grid, other shapes, host, memory
     python -m benchmarks.run --cases 'grid/128-*' --passes forward --quick
-    python -m benchmarks.run --cases 'deterministic/*' 'grid/*-8192*' --passes backward
+    python -m benchmarks.run --cases 'deterministic/*' --passes backward
+    python -m benchmarks.run --cases 'score/*' 'mask/*' 'decode/*' 'derivative/*' --quick
     python -m benchmarks.run --cases 'grid/128-8192*' --passes gradient --profile
     python -m benchmarks.run --platform cpu            # the blockwise path against jax.nn
+    python -m benchmarks.run --platform cpu --tiny     # that rows run and are right; no times
 
 A full run writes benchmarks/results/<device>.json and .png; a run with a selection writes only with
 --output. What is timed, and how, is in benchmarks/timing.py; the bars are in benchmarks/cases.py.
@@ -53,6 +55,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--peers", nargs="+", choices=timing.PEERS, help="ours first")
     parser.add_argument("--xla", action="store_true", help="jax.nn's XLA path in every row too")
     parser.add_argument("--quick", action="store_true", help="fewer and shorter samples")
+    parser.add_argument("--tiny", action="store_true",
+                        help="sizes of no meaning: whether rows run and are right")  # fmt: skip
     parser.add_argument("--profile", action="store_true", help="record the kernels of our passes")
     parser.add_argument("--limit", type=float, default=float("inf"), metavar="SECONDS",
                         help="skip, and say so, what has not begun by then")  # fmt: skip
@@ -62,16 +66,18 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def rows_of(platform: str) -> dict[str, cases.Case | None]:
+def rows_of(arguments: argparse.Namespace) -> dict[str, cases.Case | None]:
     """Every row that can be asked for, by name; what is not a case of `timing` is None."""
-    others = (
-        [extra.LONG_GPU.name, *cases.HOST_LIMITS] if platform == "gpu" else [extra.LONG_CPU.name]
-    )
-    return dict.fromkeys(others) | {c.name: c for c in cases.CASES if c.platform == platform}
+    if arguments.tiny:
+        return {name: case.tiny(arguments.platform) for name, case in cases.BY_NAME.items()}
+    on_gpu = arguments.platform == "gpu"
+    others = [extra.LONG_GPU.name, *cases.HOST_LIMITS] if on_gpu else [extra.LONG_CPU.name]
+    fitting = {n: c for n, c in cases.BY_NAME.items() if c.platform == arguments.platform}
+    return dict.fromkeys(others) | fitting
 
 
 def selected(arguments: argparse.Namespace) -> dict[str, cases.Case | None]:
-    rows = rows_of(arguments.platform)
+    rows = rows_of(arguments)
     if not arguments.cases:
         return {name: case for name, case in rows.items() if case is None or case.by_default}
     for pattern in arguments.cases:
@@ -115,10 +121,12 @@ def commit() -> str:
 
 
 def kernel_of(case: cases.Case, pass_name: str) -> str | None:
-    """The variant that dispatch picks for the case on this GPU."""
-    if case.bias is not None or not _ffi.extension.kernels or pass_name == "gradient":
+    """What runs the pass on this GPU: the variant that dispatch picks, or one of the run time."""
+    if not _ffi.extension.kernels or pass_name not in ("forward", "backward"):
         return None
-    query, key, value = (list(shape) for shape in case.operand_shapes[:3])
+    if not case.plain:
+        return "run time"
+    query, key, value = map(list, case.qkv_shapes.values())
     variant = _ffi.extension.variant(
         pass_name=pass_name,
         dtype=case.dtype,
@@ -133,39 +141,48 @@ def kernel_of(case: cases.Case, pass_name: str) -> str | None:
     return f"{family} {'/'.join(dict.fromkeys(map(str, head_sizes)))}"
 
 
-def peers_of(case: cases.Case, pass_name: str, arguments: argparse.Namespace) -> list[str]:
-    """The peers asked for, and the yardstick of the row's bar."""
-    defaults = _GPU_DEFAULTS if arguments.platform == "gpu" else _CPU_DEFAULTS
-    peers = list(arguments.peers or defaults)
+def labels_of(case: cases.Case, pass_name: str, arguments: argparse.Namespace) -> list[str]:
+    """The peers asked for, or the usual ones, the yardstick of the bar and what is beside."""
+    if arguments.peers:
+        return list(dict.fromkeys((*arguments.peers, *(["xla"] if arguments.xla else []))))
+    labels = list(_GPU_DEFAULTS if arguments.platform == "gpu" else _CPU_DEFAULTS)
     bar = getattr(case, pass_name)
-    if arguments.xla or (not arguments.peers and bar is not None and bar.row is None):
-        peers.append("xla" if arguments.xla else bar.peer)
-    return list(dict.fromkeys(peers))
+    labels += [bar.peer] if bar is not None else []
+    labels += [*case.beside, *(["xla"] if arguments.xla else [])]
+    here = arguments.platform == "gpu"
+    return [label for label in dict.fromkeys(labels) if here or label != "cudnn"]
 
 
 def measure_case(case: cases.Case, arguments, late) -> list[dict[str, Any]]:
     results = []
-    sets = None
+    rows = rows_of(arguments)
+    sets: dict[str, list[timing.InputSet]] = {}
+
+    def contender(label: str, ours: str) -> timing.Contender:
+        """A peer, or ours of another case."""
+        peer, named = (label, case) if label in timing.PEERS else (ours, rows[label])
+        assert named is not None
+        if named.name not in sets:
+            sets[named.name] = timing.input_sets(named)
+        return timing.Contender(peer, named, sets[named.name])
+
     for pass_name in arguments.passes or case.passes:
         row: dict[str, Any] = {"case": case.name, "pass": pass_name}
         if late():
             results.append(row | {"skipped": "the time limit was reached"})
             continue
-        sets = sets or timing.input_sets(case)
-        row["peers"] = timing.measure(
-            case,
-            pass_name,
-            peers_of(case, pass_name, arguments),
-            sets,
-            repeats=3 if arguments.quick else 7,
-            seconds=0.010 if arguments.quick else 0.025,
-        )
+        labels = labels_of(case, pass_name, arguments)
+        contenders = {label: contender(label, labels[0]) for label in labels}
+        repeats, seconds = (3, 0.010) if arguments.quick else (7, 0.025)
+        if arguments.tiny:
+            repeats, seconds = 1, 0.0
+        row["peers"] = timing.measure(contenders, pass_name, repeats=repeats, seconds=seconds)
         row["tflop"] = case.flops(pass_name) / 1e12
         ours = next((p for p in cases.OURS if "device" in row["peers"].get(p, ())), None)
         if ours == "jaxflash":
             row["kernel"] = kernel_of(case, pass_name)
         if arguments.profile and ours:
-            row["launched"] = extra.launched(case, pass_name, ours, sets)
+            row["launched"] = extra.launched(contenders[ours], pass_name)
         results.append(row)
         print(report.progress(row), file=sys.stderr, flush=True)
     return results
@@ -190,7 +207,7 @@ def measure_other(name: str, arguments, late) -> dict[str, Any]:
 def main() -> None:
     arguments = parse_arguments()
     if arguments.list:
-        print(*rows_of(arguments.platform), sep="\n")
+        print(*rows_of(arguments), sep="\n")
         return
     if arguments.platform == "cpu":
         jax.config.update("jax_platforms", "cpu")
@@ -226,6 +243,9 @@ def main() -> None:
     }
     if arguments.platform == "gpu":
         results["gpu_before"] = nvidia_smi()
+        if not arguments.peers or "jaxflash" in arguments.peers:
+            timing.compile_ahead([case for case in rows.values() if case is not None])
+            results["seconds_compiling_ahead"] = round(time.monotonic() - start, 1)
     for name, case in rows.items():  # memory first: see extra.gpu_memory
         if case is None:
             results["rows"].append(measure_other(name, arguments, late))
@@ -236,11 +256,11 @@ def main() -> None:
     results["seconds"] = round(time.monotonic() - start, 1)
 
     output = arguments.output
-    selection = (arguments.cases, arguments.passes, arguments.peers)
+    selection = (arguments.cases, arguments.passes, arguments.peers, arguments.tiny)
     if output is None and not any(selection) and not arguments.quick:
         slug = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
         output = _HERE / "results" / f"{slug}.json"
-    print(report.text(results))
+    print(f"{len(results['rows'])} passes ran" if arguments.tiny else report.text(results))
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(results, indent=1) + "\n")

@@ -10,7 +10,9 @@ ends with one `block_until_ready`:
 
 forward is the output alone, from (q, k, v). backward is the pullback of `jax.vjp` as a program of
 its own, from what the forward pass saved and a cotangent of the output. gradient is both in one
-program, as a training step has it.
+program, as a training step has it. jvp is the output and its tangent along all operands, hvp the
+gradient and its tangent. Gradients are those of `Case.operand_shapes`; masks, lengths and the like
+are arguments of the program, too.
 
 Inputs are random normal. Each pass reads another input set than the one before it, so nothing is
 left in the L2 cache. Peers take turns sample by sample, so clocks and heat drift alike for all.
@@ -18,24 +20,31 @@ left in the L2 cache. Peers take turns sample by sample, so clocks and heat drif
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
+import inspect
+import os
+import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import jaxflash
-from benchmarks.cases import OURS, Case
+from benchmarks.cases import OURS, RANDOM_SHARE, TANGENTS, Case
 
 PEERS = {
-    "jaxflash": functools.partial(jaxflash.dot_product_attention, implementation="cuda"),
-    "blockwise": functools.partial(jaxflash.dot_product_attention, implementation="xla"),
-    "cudnn": functools.partial(jax.nn.dot_product_attention, implementation="cudnn"),
-    "xla": functools.partial(jax.nn.dot_product_attention, implementation="xla"),
+    "jaxflash": (jaxflash, dict(implementation="cuda")),
+    "blockwise": (jaxflash, dict(implementation="xla")),
+    "cudnn": (jax.nn, dict(implementation="cudnn")),
+    "xla": (jax.nn, dict(implementation="xla")),
 }
+_DEFINITION = "reference"  # is not timed
+_JAX_NN_ARGUMENTS = inspect.signature(jax.nn.dot_product_attention).parameters.keys()
+_DENSE = ("xla", _DEFINITION)  # peers that store logits
 
 _SETS = 4  # input sets; each exceeds an H200's L2 cache of 60 MB in every case but the CPU's
 _MAX_INPUT_BYTES = 24e9  # of all sets together
@@ -43,65 +52,144 @@ _MAX_DENSE_SHARE = 0.25  # of the GPU's memory, for a peer that stores logits
 # Largest relative difference between two peers: bfloat16 rounds to 4e-3, TF32 to 5e-4.
 _TOLERANCE = {"bfloat16": 2e-2, "float16": 4e-3, "float32": 3e-3}
 
-Arrays = Sequence[jax.Array]
+Arrays = dict[str, jax.Array]
 
 
-def attention(peer: str, case: Case) -> Callable[..., jax.Array]:
-    """The peer's op as a function of the differentiable operands."""
-    options: dict[str, Any] = dict(is_causal=case.is_causal)
-    if case.local_window_size is not None:
-        options["local_window_size"] = case.local_window_size
-    if case.kv_lengths is not None:
-        options["key_value_seq_lengths"] = np.array(case.kv_lengths, np.int32)
-    if peer in OURS and case.deterministic_backward:
-        options["deterministic_backward"] = True
-    return functools.partial(PEERS[peer], **options)
+class InputSet(NamedTuple):
+    operands: Arrays  # by name, what has a gradient
+    others: Arrays
+    dout: jax.Array
 
 
-def input_sets(case: Case) -> list[tuple[Arrays, jax.Array]]:
-    """Random (operands, cotangent of the output), several times."""
-    dtype = jnp.dtype(case.dtype)
-    shapes = (*case.operand_shapes, case.out_shape)
-    set_bytes = dtype.itemsize * sum(float(np.prod(shape)) for shape in shapes)
+class Contender(NamedTuple):
+    """What is timed in a row."""
+
+    peer: str
+    case: Case  # of the row, or another one for comparison
+    sets: Sequence[InputSet]
+
+
+def attention(peer: str, case: Case) -> Callable[[Arrays, Arrays], jax.Array]:
+    """The peer's op as a function of the differentiable operands and the other arrays."""
+    module, how = (jaxflash.reference, {}) if peer == _DEFINITION else PEERS[peer]
+    name = "dot_product_attention" if case.packed is None else "varlen_attention"
+    if not hasattr(module, name):
+        raise NotImplementedError(f"{module.__name__} has no {name}")
+    function = getattr(module, name)
+
+    def op(operands: Arrays, others: Arrays) -> jax.Array:
+        arguments = {**_arguments(case, operands, others), **how}
+        if module is jaxflash.reference and case.packed is not None:
+            # Must be known when it is traced.
+            arguments["cu_seqlens_q"] = arguments["cu_seqlens_kv"] = case.boundaries
+        if module is jax.nn:
+            arguments.pop("deterministic_backward", None)  # changes how, not what
+            if missing := sorted(arguments.keys() - _JAX_NN_ARGUMENTS):
+                raise NotImplementedError(f"jax.nn has no {', '.join(missing)}")
+        return function(**arguments)
+
+    return op
+
+
+def _arguments(case: Case, operands: Arrays, others: Arrays) -> dict[str, Any]:
+    arguments = {**operands, **others, **case.options}
+    if case.relative:
+        table = arguments.pop("table")
+        arguments["score_mod"] = lambda score, b, h, q, kv: (
+            score + table[h, q - kv + table.shape[1] // 2].astype(jnp.float32)
+        )
+    return arguments
+
+
+def input_sets(case: Case) -> list[InputSet]:
+    """Random inputs, several times."""
+    itemsize = jnp.dtype(case.dtype).itemsize
+    shapes = (*case.operand_shapes.values(), case.out_shape)
+    set_bytes = itemsize * sum(float(np.prod(shape)) for shape in shapes)
     count = int(np.clip(_MAX_INPUT_BYTES // set_bytes, 2, _SETS))
+    drawn = jax.jit(functools.partial(draw, case))
+    return [drawn(i) for i in range(count)]
 
-    @jax.jit
-    def draw(key):
-        keys = jax.random.split(key, len(shapes))
-        return [jax.random.normal(k, shape, dtype) for k, shape in zip(keys, shapes, strict=True)]
 
-    drawn = [draw(key) for key in jax.random.split(jax.random.key(0), count)]
-    return [(arrays[:-1], arrays[-1]) for arrays in drawn]
+def draw(case: Case, number: int | jax.Array) -> InputSet:
+    """Of random normal numbers, but for masks, lengths and the like."""
+    shapes = {**case.qkv_shapes, **case.capture_shapes, "out": case.out_shape}
+    # rbg compiles in no time, which neither the default nor a split does.
+    *keys, mask_key = (
+        jax.random.wrap_key_data(jnp.array([number, i, 0, 0], jnp.uint32), impl="rbg")
+        for i in range(len(shapes) + 1)
+    )
+    arrays = {
+        name: jax.random.normal(k, shape, case.dtype)
+        for k, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
+    dout = arrays.pop("out")
+    operands = {name: arrays.pop(name) for name in case.operand_shapes}
+    lengths = None if case.kv_lengths is None else jnp.array(case.kv_lengths, jnp.int32)
+    if case.mask is not None:
+        arrays["mask"] = _mask(case, mask_key, lengths)
+    elif lengths is not None:
+        arrays["key_value_seq_lengths"] = lengths
+    if case.segments is not None:
+        ids = jnp.arange(case.q_len, dtype=jnp.int32) * case.segments // case.q_len
+        arrays["segment_ids"] = jnp.tile(ids, (case.batch or 1, 1))
+    if case.packed is not None:
+        arrays["cu_seqlens_q"] = arrays["cu_seqlens_kv"] = jnp.array(case.boundaries, jnp.int32)
+    if case.sink:
+        arrays["sink"] = jnp.linspace(-1.0, 1.0, case.q_heads)
+    if case.alibi:
+        arrays["alibi_slopes"] = jnp.exp2(-8 / case.q_heads * jnp.arange(1.0, case.q_heads + 1))
+    if case.dropout_rate:
+        arrays["dropout_rng"] = jax.random.key(1)
+    return InputSet(operands, arrays, dout)
+
+
+def _mask(case: Case, key: jax.Array, lengths: jax.Array | None) -> jax.Array:
+    kv_len = case.kv_len or case.q_len
+    if case.mask == "random":
+        return jax.random.bernoulli(key, RANDOM_SHARE, (case.batch or 1, 1, case.q_len, kv_len))
+    if case.mask == "causal":
+        return jnp.tril(jnp.ones((1, 1, case.q_len, kv_len), bool))
+    assert lengths is not None
+    return (jnp.arange(kv_len)[None] < lengths[:, None])[:, None, None]
 
 
 class Program:
     """One peer's compiled pass and the arguments that it is called with, one tuple per set."""
 
-    def __init__(self, peer: str, case: Case, pass_name: str, sets):
+    def __init__(self, contender: Contender, pass_name: str):
+        peer, case, sets = contender
         op = attention(peer, case)
-        if peer == "xla":
+        if peer in _DENSE:
             sets = sets[:2]  # what it saves for the backward pass is large, and evicts the rest
+        call: Callable
         if pass_name == "forward":
-            call: Callable = op
-            self.arguments = [tuple(operands) for operands, _ in sets]
+            call = op
+            self.arguments: list[tuple] = [(one.operands, one.others) for one in sets]
         elif pass_name == "backward":
             # The pullback is a pytree of what the forward pass saved. It is taken apart here, so
             # that its flattening in Python does not count as a cost of the call.
-            save = jax.jit(lambda *operands: jax.vjp(op, *operands)[1])
-            saved = [jax.tree.flatten(save(*operands)) for operands, _ in sets]
+            save = jax.jit(lambda operands, others: jax.vjp(lambda x: op(x, others), operands)[1])
+            saved = [jax.tree.flatten(save(one.operands, one.others)) for one in sets]
             structure = saved[0][1]
             assert all(other == structure for _, other in saved)
             call = lambda leaves, dout: jax.tree.unflatten(structure, leaves)(dout)  # noqa: E731
             self.arguments = [
-                (leaves, dout) for (leaves, _), (_, dout) in zip(saved, sets, strict=True)
+                (leaves, one.dout) for (leaves, _), one in zip(saved, sets, strict=True)
             ]
-        else:
-            call = lambda operands, dout: jax.vjp(op, *operands)[1](dout)  # noqa: E731
+        elif pass_name == "gradient":
+            call = functools.partial(_gradient, op)
             self.arguments = list(sets)
+        else:
+            call = functools.partial(_tangent if pass_name == "jvp" else _gradient_tangent, op)
+            # Random normal as well: the operands of another set.
+            tangents = [one.operands for one in (*sets[1:], sets[0])]
+            self.arguments = [(*one, tangent) for one, tangent in zip(sets, tangents, strict=True)]
         self.once = jax.jit(call)
         # A peer that stores logits would hold those of all sets at once. Its passes are long, as
-        # those on a CPU are, so JAX's cost of a call does not show.
-        self.unrolled = 1 if peer == "xla" or case.platform == "cpu" else len(sets)
+        # derivatives and those on a CPU are, so JAX's cost of a call does not show.
+        long = peer in _DENSE or case.platform == "cpu" or pass_name in TANGENTS
+        self.unrolled = 1 if long else len(sets)
         self.every = jax.jit(lambda arguments: [call(*a) for a in arguments])
         self.result = jax.block_until_ready(self.once(*self.arguments[0]))
 
@@ -123,6 +211,35 @@ class Program:
         self.sample(kind, 1)
         per_call = self.sample(kind, 2) * (self.unrolled if kind == "device" else 1)
         return max(1, round(seconds / per_call))
+
+
+def compile_ahead(chosen: Sequence[Case]) -> None:
+    """The kernels that are compiled at run time, side by side: NVRTC takes seconds for each."""
+
+    def compile_one(case: Case) -> None:
+        op = attention("jaxflash", case)
+        inputs = jax.eval_shape(functools.partial(draw, case), 0)
+        # Of a call alone the forward kernel is the same.
+        call = op if case.passes == ("forward",) else functools.partial(_gradient, op)
+        try:
+            jax.jit(call).lower(*inputs[: 2 if call is op else 3]).compile()
+        except Exception as error:  # comes again in its row
+            print(f"{case.name}: {first_line(error)}", file=sys.stderr)
+
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(compile_one, [case for case in chosen if not case.plain]))
+
+
+def _gradient(op, operands, others, dout):
+    return jax.vjp(lambda x: op(x, others), operands)[1](dout)
+
+
+def _tangent(op, operands, others, dout, tangents):
+    return jax.jvp(lambda x: op(x, others), (operands,), (tangents,))
+
+
+def _gradient_tangent(op, operands, others, dout, tangents):
+    return jax.jvp(lambda x: _gradient(op, x, others, dout), (operands,), (tangents,))
 
 
 @jax.jit
@@ -152,51 +269,74 @@ def first_line(error: Exception) -> str:
 
 def why_not(peer: str, case: Case) -> str | None:
     """A reason not to try, known beforehand."""
-    if peer == "jaxflash":
-        operands = [jax.ShapeDtypeStruct(shape, case.dtype) for shape in case.operand_shapes]
-        reasons = jaxflash.supported(*operands, is_causal=case.is_causal)
+    if peer == "jaxflash" and case.packed is None:
+        reasons = []
+
+        def ask(inputs: InputSet):
+            reasons.extend(jaxflash.supported(**_arguments(case, inputs.operands, inputs.others)))
+
+        inputs = jax.eval_shape(functools.partial(draw, case), 0)
+        jax.eval_shape(ask, inputs)
         return "; ".join(reasons) or None
     memory = jax.devices()[0].memory_stats()
-    if peer == "xla" and memory and case.dense_bytes > _MAX_DENSE_SHARE * memory["bytes_limit"]:
+    if peer in _DENSE and memory and case.dense_bytes > _MAX_DENSE_SHARE * memory["bytes_limit"]:
         return f"the stored logits would take {case.dense_bytes / 1e9:.0f} GB"
     return None
 
 
 def measure(
-    case: Case, pass_name: str, peers: Sequence[str], sets, *, repeats: int, seconds: float
+    contenders: dict[str, Contender], pass_name: str, *, repeats: int, seconds: float
 ) -> dict[str, Any]:
-    """{peer: times or the reason why there are none} and how far the results are apart."""
-    kinds = ("device", "call") if case.platform == "gpu" else ("device",)
+    """{label: times or the reason why there are none} and how far the results are apart. The first
+    one is ours."""
+    mine, ours = next(iter(contenders.items()))
+    kinds = ("device", "call") if ours.case.platform == "gpu" else ("device",)
     outcome: dict[str, Any] = {}
     programs: dict[str, Program] = {}
     calls: dict[tuple[str, str], int] = {}
-    for peer in peers:
-        reason = why_not(peer, case)
+    for label, contender in contenders.items():
+        reason = why_not(contender.peer, contender.case)
         if reason is None:
             try:
-                program = Program(peer, case, pass_name, sets)
+                program = Program(contender, pass_name)
                 for kind in kinds:
-                    calls[peer, kind] = program.calls_for(kind, seconds)
-                programs[peer] = program
+                    calls[label, kind] = program.calls_for(kind, seconds)
+                programs[label] = program
             except Exception as error:  # a peer that cannot is a result, and reported as such
-                reason = first_line(error)
-        if reason is not None:
-            # What the kernels say they take must run.
-            failed = peer in OURS and why_not(peer, case) is None
-            outcome[peer] = {"reason": reason, "failed": failed}
+                # What the kernels say they take must run.
+                outcome[label] = {"reason": first_line(error), "failed": contender.peer in OURS}
+        else:
+            outcome[label] = {"reason": reason, "failed": False}
 
     samples: dict[tuple[str, str], list[float]] = {key: [] for key in calls}
     for _ in range(repeats):
         for kind in kinds:
-            for peer, program in programs.items():
-                samples[peer, kind].append(program.sample(kind, calls[peer, kind]))
-    for peer in programs:
-        outcome[peer] = {kind: summary(samples[peer, kind]) for kind in kinds}
+            for label, program in programs.items():
+                samples[label, kind].append(program.sample(kind, calls[label, kind]))
+    for label in programs:
+        outcome[label] = {kind: summary(samples[label, kind]) for kind in kinds}
 
-    ours = next((peer for peer in programs if peer in OURS), None)
-    other = next((peer for peer in programs if peer not in OURS), None)
-    if ours and other:
-        difference = float(_difference(programs[ours].result, programs[other].result))
-        outcome[ours]["difference"] = difference
-        outcome[ours]["failed"] = not difference <= _TOLERANCE[case.dtype]
-    return outcome
+    if mine in programs and ours.peer in OURS:
+        theirs = [label for label in programs if contenders[label].peer not in OURS]
+        result = programs[mine].result
+        expected = programs[theirs[0]].result if theirs else None
+        programs.clear()  # what they have saved
+        outcome[mine] |= _verdict(ours, pass_name, result, expected)
+    return {label: outcome[label] for label in contenders}
+
+
+def _verdict(ours: Contender, pass_name: str, result, expected) -> dict[str, Any]:
+    """How far our result is from a peer's or, without one, from the definition's or, where that
+    takes too much memory, from that of the path in plain JAX."""
+    why: str | None = None
+    for peer in (_DEFINITION, "blockwise"):
+        if expected is None and peer != ours.peer:
+            why = why_not(peer, ours.case)
+            try:
+                expected = Program(ours._replace(peer=peer), pass_name).result if not why else None
+            except Exception as error:
+                why = first_line(error)
+    if expected is None:
+        return {"unchecked": why, "failed": True}
+    difference = float(_difference(result, expected))
+    return {"difference": difference, "failed": not difference <= _TOLERANCE[ours.case.dtype]}

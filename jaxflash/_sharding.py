@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, reshard
 
+from jaxflash import _split
 from jaxflash._spec import AttentionSpec, Operands, PagedOperands
 
 # The trailing axes of each operand, after its batch axes: T, S lengths, N query heads, K key/value
@@ -129,9 +130,9 @@ def _split_of(operands: Operands) -> _Split:
         for parts in zip(*(_parts(x)[:-3] for x in (query, key, value)), strict=True)
     )
     q_heads, kv_heads = query.shape[-2], key.shape[-2]
-    in_batch = {name for part in batch for name in _names(part)}
+    in_batch = {name for part in batch for name in _split.names_of(part)}
     for x in (query, key, value):
-        heads = tuple(name for name in _names(_parts(x)[-2]) if name not in in_batch)
+        heads = tuple(name for name in _split.names_of(_parts(x)[-2]) if name not in in_batch)
         sizes = jax.typeof(x).sharding.mesh.shape
         shards = math.prod(sizes[name] for name in heads)
         if shards == 1:
@@ -183,17 +184,12 @@ def _repeated_heads(x, repeats: int):
 
 def _parts(x) -> tuple:
     """The explicit mesh axes that split each axis of `x`."""
-    spec = tuple(jax.typeof(x).sharding.spec)
-    return spec + (None,) * (x.ndim - len(spec))
-
-
-def _names(part) -> tuple[str, ...]:
-    return (part,) if isinstance(part, str) else tuple(part or ())
+    return _split.padded(jax.typeof(x).sharding.spec, x.ndim)
 
 
 def _resharded(x, like, parts):
     """`x` split in this way over the mesh of `like`."""
     spec = PartitionSpec(*(part or None for part in parts))
-    if tuple(_names(part) for part in parts) == tuple(map(_names, _parts(x))):
+    if list(map(_split.names_of, parts)) == list(map(_split.names_of, _parts(x))):
         return x
     return reshard(x, NamedSharding(jax.typeof(like).sharding.mesh, spec))

@@ -29,7 +29,7 @@ class Split:
     def batch_of(self, which: Sequence[bool]) -> tuple[str, ...]:
         """Mesh axes of some batch axes."""
         parts = zip(self.batch, which, strict=True)
-        return tuple(name for part, is_wanted in parts if is_wanted for name in _names(part))
+        return tuple(name for part, is_wanted in parts if is_wanted for name in names_of(part))
 
     def without_heads(self, whole: Iterable[bool]) -> Split:
         """With all heads together, and some batch axes whole."""
@@ -59,10 +59,10 @@ def of(mesh, result, key, groups: tuple[int, int], automatic_devices: int | None
         spec = padded(result.sharding.spec, result.ndim)
         heads = (spec[-2], padded(key.sharding.spec, key.ndim)[-2])
     batch = spec[:-3]
-    taken = {name for part in batch for name in _names(part)}
+    taken = {name for part in batch for name in names_of(part)}
     kv_heads, group = groups
     for part in heads:
-        names = tuple(name for name in _names(part) if name not in taken)
+        names = tuple(name for name in names_of(part) if name not in taken)
         shards = math.prod(mesh.shape[name] for name in names)
         if shards > 1 and kv_heads % shards == 0:
             return Split(mesh, batch, names, ())
@@ -76,10 +76,12 @@ def of(mesh, result, key, groups: tuple[int, int], automatic_devices: int | None
 
 
 def padded(spec, rank: int) -> tuple:
+    """A part for each of so many axes."""
     return tuple(spec) + (None,) * (rank - len(spec))
 
 
-def _names(part) -> tuple[str, ...]:
+def names_of(part) -> tuple[str, ...]:
+    """The mesh axes in one part of a spec."""
     return (part,) if isinstance(part, str) else tuple(part or ())
 
 

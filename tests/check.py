@@ -33,9 +33,10 @@ _BITS = {
 DITHERS = (1.0, 1.17, 1.37)
 _CPU = jax.devices("cpu")[0]
 # The truth of most rows is small: compiling it takes longer than computing it.
-_compiled_quickly = functools.partial(
-    jax.jit, compiler_options={"xla_backend_optimization_level": 0}
-)
+_QUICK: dict[str, bool | int] = {"xla_backend_optimization_level": 0}
+if jax.__version_info__ < (0, 11):  # which has no other emitters any more
+    _QUICK["xla_cpu_use_fusion_emitters"] = False
+_compiled_quickly = functools.partial(jax.jit, compiler_options=_QUICK)
 
 FACTOR = 2.0  # allowed error / error of the plain computation
 UNIT = 2.0**-24  # largest relative error of one rounding in float32

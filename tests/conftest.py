@@ -55,6 +55,20 @@ def pytest_runtest_makereport(item, call):
 
 
 @pytest.fixture
+def cpu():
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+
+
+@pytest.fixture(scope="module")
+def quick_compilation():
+    """Small programs, many of them: compiling costs more than running."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture
 def accurate_products():
     """On a GPU too: results are compared with others, not with a rounding to TF32."""
     with jax.default_matmul_precision("highest"):

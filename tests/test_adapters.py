@@ -15,7 +15,7 @@ import jaxflash
 from another_process import run_python
 from jaxflash import _ffi
 
-pytestmark = pytest.mark.usefixtures("accurate_products")
+pytestmark = pytest.mark.usefixtures("accurate_products", "quick_compilation")
 B, T, FEATURES, HEADS = 2, 12, 32, 4
 
 

@@ -16,19 +16,12 @@ from another_process import run_python
 from cases import DIFFERENTIABLE
 from jaxflash import _blockwise, _ffi
 from jaxprs import equations, products
+from meshes import cpu_mesh
 
-pytestmark = pytest.mark.usefixtures("accurate_products")
+pytestmark = pytest.mark.usefixtures("accurate_products", "quick_compilation")
 needs_kernels = pytest.mark.skipif(
     not _ffi.extension.kernels, reason="the library was built without kernels"
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_compilation():
-    """Small programs, many of them: compiling costs more than running."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(autouse=True)
@@ -469,17 +462,6 @@ def test_nothing_is_computed_for_operands_that_do_not_move():
 # ---- Several devices, export ---------------------------------------------------------------------
 
 
-def _mesh(**axes):
-    devices = np.array(jax.devices("cpu")[:8]).reshape(tuple(axes.values()))
-    return jax.sharding.Mesh(devices, tuple(axes))
-
-
-@pytest.fixture
-def cpu():
-    with jax.default_device(jax.devices("cpu")[0]):
-        yield
-
-
 def _all_derivatives(attend):
     def run(qkv, tangents):
         return (
@@ -495,7 +477,7 @@ _SPLIT = PartitionSpec("b", None, "h")
 
 @pytest.mark.usefixtures("cpu")
 def test_sharded():
-    mesh = _mesh(b=4, h=2)
+    mesh = cpu_mesh(b=4, h=2)
     arguments = _qkv(8), _qkv(8, seed=1)
     sharded = jax.device_put(arguments, NamedSharding(mesh, _SPLIT))
     compiled = jax.jit(_all_derivatives(_blockwise_path)).lower(*sharded).compile()
@@ -507,7 +489,7 @@ def test_sharded():
 @pytest.mark.usefixtures("cpu")
 def test_shard_map():
     """Inside and around it, with keys that all devices share."""
-    mesh = _mesh(b=4, h=2)
+    mesh = cpu_mesh(b=4, h=2)
     specs = (_SPLIT, PartitionSpec(None, None, "h"), PartitionSpec(None, None, "h"))
     (query, key, value), tangents = _qkv(8), _qkv(8, seed=1)
     arguments = (query, key[:1], value[:1]), (tangents[0], tangents[1][:1], tangents[2][:1])
@@ -579,7 +561,9 @@ def _mapped_gradient(*qkv):
 
 
 def _sharded_gradient(*qkv):
-    attend = jax.shard_map(_kernels, mesh=_mesh(b=4, h=2), in_specs=(_SPLIT,) * 3, out_specs=_SPLIT)
+    attend = jax.shard_map(
+        _kernels, mesh=cpu_mesh(b=4, h=2), in_specs=(_SPLIT,) * 3, out_specs=_SPLIT
+    )
     return _gradient(attend)(*qkv)
 
 
@@ -608,7 +592,7 @@ def test_calls_of_the_kernels(name):
 @needs_kernels
 @pytest.mark.usefixtures("cpu")
 def test_calls_of_the_kernels_of_sharded_arrays():
-    sharded = jax.device_put(_qkv(8), NamedSharding(_mesh(b=4, h=2), _SPLIT))
+    sharded = jax.device_put(_qkv(8), NamedSharding(cpu_mesh(b=4, h=2), _SPLIT))
     assert _calls(_gradient(_kernels), *sharded) == (1, 1, 0)
 
 

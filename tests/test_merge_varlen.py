@@ -15,7 +15,7 @@ N, K, H, VALUE = 4, 2, 16, 8
 
 _dense = jaxflash.reference.dot_product_attention
 
-pytestmark = pytest.mark.usefixtures("accurate_products")
+pytestmark = pytest.mark.usefixtures("accurate_products", "quick_compilation")
 
 
 def _normal(*shape, seed=0):

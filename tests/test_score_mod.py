@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core import jaxpr_as_fun
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxflash
@@ -23,10 +23,11 @@ from jaxflash import (
     _spec,
     _support,
 )
+from meshes import cpu_mesh
 
 _B, _T, _S, _N, _K, _H = 2, 12, 20, 4, 2, 8
 
-pytestmark = pytest.mark.usefixtures("accurate_products")
+pytestmark = pytest.mark.usefixtures("accurate_products", "quick_compilation")
 
 
 def _qkv(seed=0, dtype=np.float32):
@@ -516,7 +517,7 @@ def test_masks_as_the_kernels_read_them(shape, pass_):
 @_needs_kernels
 def test_shards_know_their_numbers():
     """Batch elements and heads keep their numbers; what a capture indexes stays whole."""
-    mesh = Mesh(np.array(jax.devices("cpu")[:8]).reshape(2, 4), ("x", "y"))
+    mesh = cpu_mesh(x=2, y=4)
     specs = (P("x", None, "y"), P("x", None, "y"), P("x", None, "y"), P("x"), P(), P())
     arguments = [
         jax.device_put(x, NamedSharding(mesh, spec))
@@ -562,7 +563,7 @@ def test_gradients_of_captures_are_results_of_the_custom_call():
 
 @_needs_kernels
 def test_gradients_of_captures_are_summed_over_shards():
-    mesh = Mesh(np.array(jax.devices("cpu")[:8]).reshape(2, 4), ("x", "y"))
+    mesh = cpu_mesh(x=2, y=4)
     specs = (P("x", None, "y"), P("x", None, "y"), P("x", None, "y"), P("x"), P(), P())
     arguments = [
         jax.device_put(x, NamedSharding(mesh, spec))
@@ -611,7 +612,7 @@ def _inside_shard_map(function, mesh, manual):
 
 
 def _split_arguments():
-    mesh = Mesh(np.array(jax.devices("cpu")[:8]).reshape(2, 4), ("x", "y"))
+    mesh = cpu_mesh(x=2, y=4)
     q, k, v = _qkv()
     bias = jnp.asarray(np.random.default_rng(2).standard_normal((_N, _T, _S)), jnp.float32)
     return mesh, (q, k, v, bias, jnp.linspace(0.1, 0.4, _N, dtype=jnp.float32))

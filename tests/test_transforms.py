@@ -16,8 +16,9 @@ import jaxflash
 from check import assert_same_bits, on_gpu
 from jaxflash import _ffi
 from jaxprs import calls_of, equations, products
+from meshes import cpu_mesh
 
-pytestmark = pytest.mark.usefixtures("accurate_products")
+pytestmark = pytest.mark.usefixtures("accurate_products", "quick_compilation")
 B, T, S, N, K, H = 2, 24, 20, 4, 2, 16
 
 needs_kernels = pytest.mark.skipif(
@@ -578,17 +579,6 @@ def test_target_names_are_versioned():
 # ---- Several devices ----------------------------------------------------------------------------
 
 
-def _mesh(**axes):
-    devices = np.array(jax.devices("cpu")[:8]).reshape(tuple(axes.values()))
-    return jax.sharding.Mesh(devices, tuple(axes))
-
-
-@pytest.fixture
-def cpu():
-    with jax.default_device(jax.devices("cpu")[0]):
-        yield
-
-
 def _sharded(arrays, mesh, *specs):
     return [
         jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
@@ -614,7 +604,7 @@ _SPLITS = {
 @pytest.mark.parametrize("split", _SPLITS.values(), ids=_SPLITS)
 def test_sharded_program_gathers_nothing(split, path):
     """Batch and key/value heads split; each device works on its own part."""
-    qkv = _sharded(_qkv(8), _mesh(b=4, h=2), *split)
+    qkv = _sharded(_qkv(8), cpu_mesh(b=4, h=2), *split)
     attend = functools.partial(jaxflash.dot_product_attention, implementation=path)
     text = _compiled(lambda *qkv: jnp.sum(jnp.sin(attend(*qkv))), path, qkv).as_text()
     for collective in ("all-gather", "all-to-all", "collective-permute"):
@@ -638,7 +628,7 @@ def test_more_devices_than_key_heads(row):
     kv_heads, axes, heads = row
     shapes = ((2, T, 16, H), (2, S, kv_heads, H), (2, S, kv_heads, H))
     split = ((None, None, heads), (), ())
-    qkv = _sharded([np.ones(shape, np.float32) for shape in shapes], _mesh(**axes), *split)
+    qkv = _sharded([np.ones(shape, np.float32) for shape in shapes], cpu_mesh(**axes), *split)
     attend = functools.partial(jaxflash.dot_product_attention, implementation="cuda")
     text = _compiled(lambda *qkv: jnp.sum(jnp.sin(attend(*qkv))), "cuda", qkv).as_text()
     shards = math.prod(n for name, n in axes.items() if name in heads)
@@ -657,7 +647,7 @@ def test_more_devices_than_key_heads(row):
 @pytest.mark.parametrize("path", ["xla", pytest.param("cuda", marks=needs_kernels)])
 def test_partly_manual_shard_map(path):
     """One axis manual, the other left to the compiler."""
-    mesh = _mesh(d=2, h=2, b=2)
+    mesh = cpu_mesh(d=2, h=2, b=2)
     attend = functools.partial(jaxflash.dot_product_attention, implementation=path)
     whole = PartitionSpec("d")
     mapped = jax.shard_map(
@@ -672,7 +662,7 @@ def test_partly_manual_shard_map(path):
 @needs_kernels
 def test_kernels_need_shardy():
     """Without it, jax 0.10 would end the process."""
-    qkv = _sharded(_qkv(8), _mesh(b=4, h=2), *_SPLITS["batch and heads"])
+    qkv = _sharded(_qkv(8), cpu_mesh(b=4, h=2), *_SPLITS["batch and heads"])
     attend = functools.partial(jaxflash.dot_product_attention, implementation="cuda")
     shardy = jax.config.jax_use_shardy_partitioner
     jax.config.update("jax_use_shardy_partitioner", False)
@@ -687,7 +677,7 @@ def test_kernels_need_shardy():
 def test_sharded_is_unsharded(split):
     qkv = _qkv(8)
     step = jax.jit(jax.value_and_grad(_loss(jaxflash.dot_product_attention), (0, 1, 2)))
-    sharded = _sharded(qkv, _mesh(b=4, h=2), *split)
+    sharded = _sharded(qkv, cpu_mesh(b=4, h=2), *split)
     actual = step(*sharded)
     _close(actual, step(*_on_cpu(qkv)))
     for gradient, operand in zip(actual[1], sharded, strict=True):
@@ -709,7 +699,7 @@ _EXPLICIT = {
 
 
 def _explicit_mesh():
-    mesh = _mesh(b=2, h=4)
+    mesh = cpu_mesh(b=2, h=4)
     axis_types = (jax.sharding.AxisType.Explicit,) * 2
     return jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=axis_types)
 
@@ -787,7 +777,7 @@ def test_explicit_mesh_of_the_kernels(specs):
 )
 def test_shard_map(specs):
     """With the check of varying axes, which also asks it of the gradients and of a scan's carry."""
-    mesh = _mesh(b=4, h=2)
+    mesh = cpu_mesh(b=4, h=2)
     query, key, value = _qkv(8)
     if specs[1][0] is None:
         key, value = key[:1], value[:1]
@@ -819,7 +809,7 @@ def test_shard_map(specs):
 @pytest.mark.parametrize("key_is_split", [False, True])
 def test_dropout_in_shard_map(key_is_split):
     """Each device counts its own batch elements; with a key for all, or one for each."""
-    mesh = _mesh(b=4, rest=2)
+    mesh = cpu_mesh(b=4, rest=2)
     query, key, value = _qkv(8)
     options = dict(dropout_rate=0.3, is_causal=True)
 
@@ -861,7 +851,7 @@ def test_segments_on_an_explicit_mesh(ids_spec):
 @pytest.mark.usefixtures("cpu")
 def test_ring_of_partial_results():
     """Keys split over devices: each merges what it makes of every part, as it comes around."""
-    mesh = _mesh(s=4, rest=2)
+    mesh = cpu_mesh(s=4, rest=2)
     query, key, value = _qkv(B)
 
     def per_device(query, key, value):
