@@ -155,10 +155,10 @@ def _paged_split_alike(operands: PagedOperands) -> PagedOperands:
             *(_parts(x)[:batch_rank] for x in (query, page_table, lengths)), strict=True
         )
     )
-    taken = {name for part in batch for name in _names(part)}
+    taken = {name for part in batch for name in _split.names_of(part)}
     heads: tuple[str, ...] = ()
     for x in (query, key_pages, value_pages):
-        names = tuple(name for name in _names(_parts(x)[-2]) if name not in taken)
+        names = tuple(name for name in _split.names_of(_parts(x)[-2]) if name not in taken)
         sizes = jax.typeof(x).sharding.mesh.shape
         if names and key_pages.shape[-2] % math.prod(sizes[name] for name in names) == 0:
             heads = names
