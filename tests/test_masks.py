@@ -24,6 +24,7 @@ from jaxflash import (
     _plan,
     _ranges,
     _support,
+    _tile,
     masks,
 )
 from jaxprs import equations
@@ -63,6 +64,13 @@ def _assert_equal(transformed, *arguments, jit=jax.jit):
     ours, theirs = (jit(functools.partial(transformed, f))(*arguments) for f in _ATTENTIONS)
     for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Several tiles, the last ones of which overlap the ones before them."""
+    monkeypatch.setattr(_blockwise, "_LARGEST_BLOCK", 16)
+    monkeypatch.setattr(_blockwise, "_SMALLEST_BLOCK", 16)
 
 
 # ---- What they mean ------------------------------------------------------------------------------
@@ -224,6 +232,7 @@ def test_scan_over_masks():
     _assert_equal(layers, stacked, _qkv())
 
 
+@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("mapped", ["mask", "query", "both"])
 @pytest.mark.parametrize("name", ["head-windows", "intervals", "whole-lengths", "two-arrays"])
 def test_vmap(name, mapped):
@@ -244,13 +253,6 @@ def test_vmap(name, mapped):
 
 
 # ---- Transformations -----------------------------------------------------------------------------
-
-
-@pytest.fixture
-def small_blocks(monkeypatch):
-    """Several tiles, the last ones of which overlap the ones before them."""
-    monkeypatch.setattr(_blockwise, "_LARGEST_BLOCK", 16)
-    monkeypatch.setattr(_blockwise, "_SMALLEST_BLOCK", 16)
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -353,6 +355,7 @@ _SHARDED = [
 ]
 
 
+@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize(("kind", "name"), _SHARDED)
 def test_sharded(kind, name):
     """Batch and heads split; captures of functions stand whole."""
@@ -469,6 +472,30 @@ def test_visited_tiles(mask, pass_):
     assert tiles < 100 or tiles == 0
     for blocks in (ranges.row_blocks, ranges.key_blocks):
         assert _visited(blocks, length) == tiles
+
+
+_BLOCKWISE = _VISITS | {
+    "segments": masks.segments(np.arange(640, dtype=np.int32) // 200),
+    "segments, causal": masks.segments(np.arange(640, dtype=np.int32) // 200) & masks.causal(),
+    "array": masks.dense(np.tri(640, k=-64, dtype=bool)),
+}
+
+
+@pytest.mark.parametrize("mask", _BLOCKWISE.values(), ids=_BLOCKWISE)
+def test_visited_tiles_of_the_blockwise_path(mask):
+    length, size = 640, 64
+    visible = np.asarray(masks.as_array(mask, (1, length, length)))[0]
+    seen = visible.reshape(length // size, size, length // size, size).any((1, 3))
+    spec, operands = _described(mask, shape=(1, 2, length, length))
+    rows = columns = _tile.Blocks(length, size, length // size, ragged=False)
+    tiles = _tile.Tiles(spec, operands, rows, columns)
+    for i in range(rows.count):
+        for (begin, end), of_block in (
+            (tiles.columns_seen_by(rows[i]), seen[i]),
+            (tiles.rows_seeing(columns[i]), seen[:, i]),
+        ):
+            assert max(int(end) - int(begin), 0) == of_block.sum()
+            assert of_block[int(begin) : int(end)].all()
 
 
 def test_hulls_of_several_parts():
@@ -647,7 +674,7 @@ _WRONG = {
     "dense dtype": (lambda: masks.dense(_OK.astype(np.int32)), ["masks.dense", "bool", "int32"]),
     "no function": (lambda: masks.function(_OK), ["masks.function", "ndarray"]),
     "mask for a function": (lambda: masks.function(masks.causal()), ["masks.function", "Window"]),
-    "text captured": (lambda: masks.function(lambda *i: True, "a"), ["masks.function", "capture"]),
+    "text captured": (lambda: masks.function(lambda *i: True, "abc"), ["function: a capture"]),
 }  # fmt: skip
 
 # Known when the sizes are.
