@@ -2,7 +2,8 @@
 
 The forward pass takes blocks of queries one after the other and runs over the keys with an online
 softmax; the backward pass takes blocks of keys and runs over the queries, recomputing the
-probabilities from lse. Tiles that the band of the spec hides are never visited.
+probabilities from lse. Tiles that the band of the spec hides are never visited, nor are those
+outside of the intervals of `_ranges`.
 
 NaN and infinity in keys and values that no row sees, and in queries that see no key, reach neither
 output nor gradient, as in `jaxflash.reference`.
@@ -459,9 +460,16 @@ def tiling(spec: AttentionSpec, operands: Operands) -> tuple[Blocks, Blocks]:
     at_most = 1 << (max(math.isqrt(_TILE_ELEMENTS // heads).bit_length() - 1, 0))
     at_most = min(max(at_most, _SMALLEST_BLOCK), _LARGEST_BLOCK)
     rows = blocks(q.shape[-3], at_most)
-    # A band and lengths leave out whole blocks, the more the smaller they are.
-    leaves_none_out = spec.left is None and spec.right is None
-    if leaves_none_out and operands.key_value_seq_lengths is None and isinstance(rows.size, int):
+    # A band, lengths and other masks leave out whole blocks, the more the smaller they are.
+    hiding = (
+        spec.left,
+        spec.right,
+        spec.predicate,
+        operands.key_value_seq_lengths,
+        operands.query_segment_ids,
+        operands.mask,
+    )
+    if all(x is None for x in hiding) and isinstance(rows.size, int):
         at_most = max(at_most, _TILE_ELEMENTS // (heads * rows.size))
     if isinstance(operands.key, Pages):
         return rows, operands.key.blocks(at_most)

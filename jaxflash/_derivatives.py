@@ -70,9 +70,7 @@ def attention(spec: AttentionSpec, path: Path, operands: Operands):
     # nothing in a compiled program.
     operands = with_scaled_query(jax.tree.map(jnp.copy, operands))
     alike = _sharding.alike(spec, operands)
-    if path in ("cuda", "auto"):
-        alike = _plan.with_hulls(spec, alike)
-    results: Any = _attention(spec, path, alike)
+    results: Any = _attention(spec, path, _plan.with_hulls(spec, alike))
     return _sharding.as_of_query(operands.query, *results)
 
 

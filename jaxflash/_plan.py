@@ -24,8 +24,9 @@ _BLOCK_ELEMENTS = 1 << 22
 
 def with_hulls(spec: AttentionSpec, operands: Operands) -> Operands:
     """The operands with the hulls of the predicate and of the band of the spec, if there is a
-    predicate: for all passes of the call."""
-    if spec.predicate is None or 0 in (*operands.query.shape, *operands.key.shape):
+    predicate and no plan that the caller made: for all passes of the call."""
+    has_plan = operands.rows_hull is not None
+    if spec.predicate is None or has_plan or 0 in (*operands.query.shape, *operands.key.shape):
         return operands
     rows, keys = _hulls(spec, operands)
     return operands._replace(rows_hull=rows, keys_hull=keys)

@@ -31,6 +31,7 @@ class Placed(NamedTuple):
     segment_ids: tuple[Any, Any]  # of queries and keys, or two of None
     dense: Any
     rest: Mask | None = None
+    plan: masks.Planned | None = None
 
 
 def place(mask: Mask, given: Placed, sizes: Sizes, alignment_is_free: bool) -> Placed:
@@ -42,8 +43,12 @@ def place(mask: Mask, given: Placed, sizes: Sizes, alignment_is_free: bool) -> P
         sizes: of the call.
         alignment_is_free: whether nothing depends on `given.bottom_right`.
     """
-    parts = masks.conjuncts(masks.fitted(mask, sizes))
-    placed = given
+    fitted = masks.fitted(mask, sizes)
+    parts = masks.conjuncts(fitted)
+    plan = masks.plan_of(fitted)
+    if plan is not None and not _knows_its_lengths(plan, parts, given):
+        plan = None
+    placed = given._replace(plan=plan)
     for part in parts:
         if isinstance(part, masks.Lengths):
             placed = placed._replace(
@@ -83,6 +88,22 @@ def place(mask: Mask, given: Placed, sizes: Sizes, alignment_is_free: bool) -> P
     if rest:
         placed = placed._replace(rest=masks.And(tuple(rest)))
     return placed
+
+
+def _knows_its_lengths(plan: masks.Planned, parts: tuple[Mask, ...], given: Placed) -> bool:
+    """Whether no lengths but a plan's own move what stands bottom right in it."""
+
+    def count(parts):
+        return sum(isinstance(part, masks.Lengths) for part in parts)
+
+    own = count(masks.conjuncts(plan.of))
+    has_others = given.query_lengths is not None or given.kv_lengths is not None
+    return not (has_others or count(parts) > own) or not _stands_bottom_right(plan.of)
+
+
+def _stands_bottom_right(mask: Mask) -> bool:
+    bands = jax.tree.leaves(mask, is_leaf=lambda x: isinstance(x, masks.Window))
+    return any(isinstance(x, masks.Window) and x.alignment == "bottom_right" for x in bands)
 
 
 def _smaller(x: int | None, y: int | None) -> int | None:
@@ -160,6 +181,8 @@ class _Reader:
             case masks.Not(of):
                 inner = self.of(of)
                 return lambda *i: ~inner(*i)
+            case masks.Planned(of):
+                return self.of(of)
             case masks.Window(left, right, alignment):
                 return self._band(left, right, alignment == "bottom_right")
             case masks.Lengths(query, key_value):

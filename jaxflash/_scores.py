@@ -126,7 +126,8 @@ def compose(
     if 0 in (*operands.query.shape[-3:-1], operands.key.shape[-3]):
         # Nothing could be indexed in axes of size 0.
         spec = dataclasses.replace(spec, logits_soft_cap=None)
-        return spec, operands._replace(bias=None, alibi_slopes=None, mask_value=None)
+        nothing = dict.fromkeys(("bias", "alibi_slopes", "mask_value", "rows_hull", "keys_hull"))
+        return spec, operands._replace(**nothing)
     spec, operands = _with_predicate(spec, operands)
     batch_rank = len(operands.query.shape) - 3
     dtype = jnp.float64 if operands.query.dtype == jnp.float64 else jnp.float32

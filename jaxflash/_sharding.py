@@ -28,6 +28,8 @@ _TRAILING = {
     "query_segment_ids": "T",
     "key_segment_ids": "S",
     "sink": "N",
+    "rows_hull": "NT_",
+    "keys_hull": "NS_",
     "query_positions": "T",
     "key_positions": "S",
 }

@@ -242,6 +242,8 @@ def make(
         query_segment_ids=who_sees_whom.segment_ids[0],
         key_segment_ids=who_sees_whom.segment_ids[1],
         mask_value=who_sees_whom.rest,
+        rows_hull=plan.rows_hull if (plan := who_sees_whom.plan) is not None else None,
+        keys_hull=plan.keys_hull if plan is not None else None,
         sink=_per_head("sink", sink, q_heads, ((q_heads,),)),
         alibi_slopes=_per_head(
             "alibi_slopes", alibi_slopes, q_heads, ((q_heads,), (*batch, q_heads))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxflash import _dropout
+from jaxflash import _dropout, _ranges
 from jaxflash._spec import AttentionSpec, Operands
 from jaxflash._tile_scores import Indices, Place, Sizes, TileScores
 
@@ -149,6 +149,13 @@ class Tiles:
                 if self._kv_len is not None:
                     kv_len = self._kv_len.clip(0, kv_len)
                 self._offset = kv_len - q_len
+        # Where there is something to be left out, the blocks that hold what rows (keys) see.
+        self._columns_of = self._rows_of = None
+        if not (is_one(rows.count) and is_one(columns.count)):
+            ranges = _ranges.of_call(spec, operands, "forward")
+            if ranges is not None:
+                self._columns_of = _blocks_of(ranges.keys_of_row, rows, columns)
+                self._rows_of = _blocks_of(ranges.rows_of_key, columns, rows)
         # How many blocks hold a row or a key of any sequence.
         self.row_count = _count_up_to(operands.query_seq_lengths, rows)
         self.column_count = _count_up_to(operands.key_value_seq_lengths, columns)
@@ -161,17 +168,19 @@ class Tiles:
 
     def columns_seen_by(self, rows: Block):
         """(begin, end) of the column blocks in which these rows may see something."""
-        if not self._static_band or is_one(self._columns.count):
-            return 0, self.column_count
-        begin, end = _blocks_met(rows, self._offset, self._left, self._right, self._columns)
-        return begin, _smaller(end, self.column_count)
+        begin, end = 0, self.column_count
+        if self._static_band and not is_one(self._columns.count):
+            begin, end = _blocks_met(rows, self._offset, self._left, self._right, self._columns)
+        end = _smaller(end, self.column_count)
+        return _within(begin, end, self._columns_of, rows.fresh // rows.size)
 
     def rows_seeing(self, columns: Block):
         """(begin, end) of the row blocks that may see something of these columns."""
-        if not self._static_band or is_one(self._rows.count):
-            return 0, self.row_count
-        begin, end = _blocks_met(columns, -self._offset, self._right, self._left, self._rows)
-        return begin, _smaller(end, self.row_count)
+        begin, end = 0, self.row_count
+        if self._static_band and not is_one(self._rows.count):
+            begin, end = _blocks_met(columns, -self._offset, self._right, self._left, self._rows)
+        end = _smaller(end, self.row_count)
+        return _within(begin, end, self._rows_of, columns.fresh // columns.size)
 
     def at(self, rows: Block, columns: Block, *, fresh_rows: bool) -> Tile:
         """The tile of these rows and columns.
@@ -381,6 +390,47 @@ def _count_up_to(lengths, blocks: Blocks):
         return blocks.count
     longest = jnp.clip(_largest(lengths), 0, blocks.length)
     return (longest + (blocks.size - 1)) // blocks.size
+
+
+@jax.custom_batching.custom_vmap
+def _largest_of_all(x):
+    """The largest, element by element, of all that `vmap` maps over: one loop runs for all."""
+    return x
+
+
+@_largest_of_all.def_vmap
+def _(axis_size, mapped, x):
+    return _largest_of_all(jnp.max(x, axis=0)), False
+
+
+def _blocks_of(intervals, blocks: Blocks, others: Blocks):
+    """(begin, end) of the blocks of `others` that hold the intervals of each block's elements, in
+    all batch elements together, (count) each; None where there is no more than one.
+
+    Args:
+        intervals: (*B, length, 2), elements of `others` for each of those of `blocks`.
+        blocks: of the elements that have intervals.
+        others: of what the intervals are of.
+    """
+    if is_one(others.count):
+        return None
+    begin, end = intervals[..., 0], intervals[..., 1]
+    lead = tuple(range(begin.ndim - 1))
+    begin = jnp.max(jnp.where(begin < end, -begin, -others.length), axis=lead)
+    begin, end = -_largest_of_all(begin), _largest_of_all(jnp.max(end, axis=lead))
+    starts = jnp.arange(blocks.count, dtype=jnp.int32) * blocks.size
+    starts = jnp.minimum(starts, blocks.length - blocks.size)
+    elements = starts[:, None] + jnp.arange(blocks.size, dtype=jnp.int32)[None, :]
+    first, last = jnp.min(begin[elements], axis=1), jnp.max(end[elements], axis=1)
+    return first // others.size, (last + (others.size - 1)) // others.size
+
+
+def _within(begin, end, of_blocks, number):
+    """A range of blocks without what lies outside of that of block `number`."""
+    if of_blocks is None:
+        return begin, end
+    first, last = (x[number] for x in of_blocks)
+    return jnp.maximum(begin, first), jnp.minimum(end, last)
 
 
 def _smaller(x, y):

@@ -36,6 +36,7 @@ __all__ = [
     "function",
     "intervals",
     "lengths",
+    "plan",
     "segments",
     "window",
 ]
@@ -181,6 +182,14 @@ class Not(Mask):
 
     def __invert__(self) -> Mask:
         return self.of
+
+
+@_registered("of", "rows_hull", "keys_hull")
+@dataclasses.dataclass(frozen=True, eq=False)
+class Planned(Mask):
+    of: Mask
+    rows_hull: Any  # as in the operands of a call
+    keys_hull: Any
 
 
 # ---- How they are made ---------------------------------------------------------------------------
@@ -340,6 +349,37 @@ def function(f: Callable[..., Any], *captures: Any) -> Mask:
     return Function(f, jax.tree.map(functools.partial(_arguments.array, name), captures))
 
 
+def plan(mask: Mask, shape: tuple[int, ...]) -> Mask:
+    """The same mask, with what a call would find out first: where its functions show anything.
+
+    A call evaluates a function, and all that `|` and `~` make, once for each query and key, to know
+    which tiles to skip. Where several calls share a mask, layers of a network above all, a plan
+    made once saves them that. It is a mask like the others, in linear memory; ``plan & other``
+    keeps what was found, ``|`` and ``~`` do without.
+
+    Args:
+      mask: of this module. Bands, lengths, segments and arrays that all must allow need no plan.
+      shape: ``(*B, N, T, S)``, the sizes of the calls.
+
+    Raises:
+      ValueError: the mask does not fit the shape, or, in a call, the plan does not fit its sizes.
+
+    Examples:
+      One plan for all layers of a scan::
+
+          mask = masks.plan(prefix_lm, (batch, heads, length, length))
+          x, _ = jax.lax.scan(lambda x, weights: (layer(weights, x, mask), None), x, layers)
+    """
+    from jaxflash import _api, _plan  # which need this module
+
+    mask, (batch, heads, q_len, kv_len) = _checked(mask, shape)
+    query, key = (
+        jax.ShapeDtypeStruct((*batch, length, heads, 1), jnp.float32) for length in (q_len, kv_len)
+    )
+    operands = _plan.with_hulls(*_api.described(query, key, key, mask=mask))
+    return Planned(mask, operands.rows_hull, operands.keys_hull)
+
+
 # ---- Their sizes ---------------------------------------------------------------------------------
 
 
@@ -369,6 +409,19 @@ def fitted(mask: Mask, sizes: Sizes) -> Mask:
             return type(mask)(tuple(fitted(term, sizes) for term in terms))
         case Not(of):
             return Not(fitted(of, sizes))
+        case Planned(of, rows_hull, keys_hull):
+            for name, hull, length in (("T", rows_hull, q_len), ("S", keys_hull, kv_len)):
+                if hull is None:
+                    continue
+                *lead, planned, _ = hull.shape
+                full = (*batch, heads)
+                fits = len(lead) == len(full) and planned == length
+                if not fits or any(n not in (1, m) for n, m in zip(lead, full, strict=True)):
+                    raise ValueError(
+                        f"masks.plan: made for (*batch, query heads) that {tuple(lead)} broadcasts "
+                        f"to and {name} = {planned}, got {full} and {name} = {length}"
+                    )
+            return Planned(fitted(of, sizes), rows_hull, keys_hull)
         case Lengths(query, key_value):
             mask = lengths(query, key_value)
             return Lengths(
@@ -408,9 +461,30 @@ def fitted(mask: Mask, sizes: Sizes) -> Mask:
 
 def conjuncts(mask: Mask) -> tuple[Mask, ...]:
     """The masks that all must allow what `mask` allows: by them it holds for a call as a whole."""
+    if isinstance(mask, Planned):
+        return conjuncts(mask.of)
     if not isinstance(mask, And):
         return (mask,)
     return tuple(part for term in mask.terms for part in conjuncts(term))
+
+
+def plan_of(mask: Mask) -> Planned | None:
+    """A plan that holds for the mask as a whole, if it was given one."""
+    if isinstance(mask, Planned):
+        return mask
+    terms = mask.terms if isinstance(mask, And) else ()
+    return next((plan for plan in map(plan_of, terms) if plan is not None), None)
+
+
+def _checked(mask, shape) -> tuple[Mask, Sizes]:
+    """A mask that fits (*batch, query heads, T, S)."""
+    if not isinstance(mask, Mask):
+        raise ValueError(f"mask must be a value of jaxflash.masks, got {type(mask).__name__}")
+    if len(shape) < 3:
+        raise ValueError(f"shape must be (*batch, query heads, T, S), got {tuple(shape)}")
+    *batch, heads, q_len, kv_len = shape
+    sizes = Sizes(tuple(batch), heads, q_len, kv_len)
+    return fitted(mask, sizes), sizes
 
 
 # ---- Their dense meaning -------------------------------------------------------------------------
@@ -433,13 +507,8 @@ def as_array(mask: Mask, shape: tuple[int, ...]) -> jax.Array:
 
           masks.as_array(masks.window(2, 0), (1, 5, 5))[0]
     """
-    if not isinstance(mask, Mask):
-        raise ValueError(f"mask must be a value of jaxflash.masks, got {type(mask).__name__}")
-    shape = tuple(shape)
-    if len(shape) < 3:
-        raise ValueError(f"shape must be (*batch, query heads, T, S), got {shape}")
-    *batch, heads, q_len, kv_len = shape
-    mask = fitted(mask, Sizes(tuple(batch), heads, q_len, kv_len))
+    mask, (batch, heads, q_len, kv_len) = _checked(mask, shape)
+    shape = (*batch, heads, q_len, kv_len)
     if 0 in shape:
         return jnp.zeros(shape, jnp.bool_)
 
@@ -463,6 +532,8 @@ def as_array(mask: Mask, shape: tuple[int, ...]) -> jax.Array:
                 return functools.reduce(jnp.logical_or, map(meaning, terms))
             case Not(of):
                 return ~meaning(of)
+            case Planned(of):
+                return meaning(of)
             case Window(left, right, alignment):
                 position = full(row)
                 if alignment == "bottom_right":

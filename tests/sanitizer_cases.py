@@ -17,7 +17,8 @@ NAMES = (
     "T-193-S-97", "T-1-S-1", "mqa-causal", "window-T>S", "lengths-batch-axes",
     "bottom-right-T>S", "empty-S", "gqa-causal-deterministic", "head-96-float16", "head-160",
     "head-192-value-128", "decode-9-group-3", "decode-4-ragged-queries", "decode-64-256",
-    "capture-bias-64", "capture-table", "capture-keys-deterministic",
+    "capture-bias-64", "capture-table", "capture-keys-deterministic", "mask-value-causal-window",
+    "mask-value-intervals",
 )  # fmt: skip
 
 # Of caches in pages: (lengths, page size, queries, head size, dtype). Tables hold numbers outside

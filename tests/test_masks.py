@@ -24,6 +24,7 @@ from jaxflash import (
     _plan,
     _ranges,
     _support,
+    _tile,
     masks,
 )
 from jaxprs import equations
@@ -63,6 +64,13 @@ def _assert_equal(transformed, *arguments, jit=jax.jit):
     ours, theirs = (jit(functools.partial(transformed, f))(*arguments) for f in _ATTENTIONS)
     for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Several tiles, the last ones of which overlap the ones before them."""
+    monkeypatch.setattr(_blockwise, "_LARGEST_BLOCK", 16)
+    monkeypatch.setattr(_blockwise, "_SMALLEST_BLOCK", 16)
 
 
 # ---- What they mean ------------------------------------------------------------------------------
@@ -128,11 +136,12 @@ def test_operators():
     ):
         np.testing.assert_array_equal(masks.as_array(mask, _SHAPE)[1, 2], expected)
     with pytest.raises(TypeError, match="neither true nor false"):
-        a and b  # noqa: B018
-    with pytest.raises(TypeError):
-        a & 3.0
-    with pytest.raises(TypeError):
-        a | "causal"
+        bool(a)
+    for other in (3.0, "causal", None):
+        with pytest.raises(TypeError, match="unsupported operand"):
+            _ = a & other
+        with pytest.raises(TypeError, match="unsupported operand"):
+            _ = other | a
 
 
 def test_arguments_of_the_call_are_short_for_values():
@@ -224,6 +233,7 @@ def test_scan_over_masks():
     _assert_equal(layers, stacked, _qkv())
 
 
+@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("mapped", ["mask", "query", "both"])
 @pytest.mark.parametrize("name", ["head-windows", "intervals", "whole-lengths", "two-arrays"])
 def test_vmap(name, mapped):
@@ -244,13 +254,6 @@ def test_vmap(name, mapped):
 
 
 # ---- Transformations -----------------------------------------------------------------------------
-
-
-@pytest.fixture
-def small_blocks(monkeypatch):
-    """Several tiles, the last ones of which overlap the ones before them."""
-    monkeypatch.setattr(_blockwise, "_LARGEST_BLOCK", 16)
-    monkeypatch.setattr(_blockwise, "_SMALLEST_BLOCK", 16)
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -348,15 +351,19 @@ def _mesh(kind=None):
 _SHARDED = [
     *(("auto", name) for name in ("prefix", "head-windows", "array-or-band")),
     *(("explicit", name) for name in ("prefix", "head-windows", "intervals", "array-or-band")),
+    ("explicit", "head-windows, planned"),
     # Where functions count the batch elements and heads of a device.
     *(("shard_map", name) for name in ("global-tokens", "two-arrays", "array-or-band")),
 ]
 
 
+@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize(("kind", "name"), _SHARDED)
 def test_sharded(kind, name):
     """Batch and heads split; captures of functions stand whole."""
-    mask, _ = _value(name)
+    mask, _ = _value(name.removesuffix(", planned"))
+    if name.endswith("planned"):
+        mask = masks.plan(mask, _SHAPE)
     qkv = _qkv()
     mesh = _mesh(jax.sharding.AxisType.Explicit if kind == "explicit" else None)
     placed = jax.device_put(qkv, NamedSharding(mesh, P("b", None, "h")))
@@ -471,6 +478,30 @@ def test_visited_tiles(mask, pass_):
         assert _visited(blocks, length) == tiles
 
 
+_BLOCKWISE = _VISITS | {
+    "segments": masks.segments(np.arange(640, dtype=np.int32) // 200),
+    "segments, causal": masks.segments(np.arange(640, dtype=np.int32) // 200) & masks.causal(),
+    "array": masks.dense(np.tri(640, k=-64, dtype=bool)),
+}
+
+
+@pytest.mark.parametrize("mask", _BLOCKWISE.values(), ids=_BLOCKWISE)
+def test_visited_tiles_of_the_blockwise_path(mask):
+    length, size = 640, 64
+    visible = np.asarray(masks.as_array(mask, (1, length, length)))[0]
+    seen = visible.reshape(length // size, size, length // size, size).any((1, 3))
+    spec, operands = _described(mask, shape=(1, 2, length, length))
+    rows = columns = _tile.Blocks(length, size, length // size, ragged=False)
+    tiles = _tile.Tiles(spec, operands, rows, columns)
+    for i in range(rows.count):
+        for (begin, end), of_block in (
+            (tiles.columns_seen_by(rows[i]), seen[i]),
+            (tiles.rows_seeing(columns[i]), seen[:, i]),
+        ):
+            assert max(int(end) - int(begin), 0) == of_block.sum()
+            assert of_block[int(begin) : int(end)].all()
+
+
 def test_hulls_of_several_parts():
     """Segments, an array and a function: what all of them allow."""
     ids = jnp.asarray(np.arange(640) // 160, jnp.int32)
@@ -491,6 +522,86 @@ def test_hulls_of_several_parts():
     assert _visited(ranges.row_blocks, 640) == tiles
 
 
+# ---- Plans ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_plan_through_layers():
+    """Made once, for all layers of a scan, and kept when something more is hidden."""
+    mask, _ = _value("head-windows")
+    plan = masks.plan(mask, _SHAPE)
+    np.testing.assert_array_equal(masks.as_array(plan, _SHAPE), masks.as_array(mask, _SHAPE))
+
+    def layers(attention, plan, qkv):
+        q, k, v = qkv
+
+        def layer(x, _):
+            return x + attention(x, k, v, mask=plan & masks.window(5, None), is_causal=True), None
+
+        return jax.value_and_grad(
+            lambda q: jnp.sum(jnp.sin(jax.lax.scan(layer, q, None, length=2)[0]))
+        )(q)
+
+    _assert_equal(layers, plan, _qkv())
+
+    def evaluations(mask):
+        def pass_over_the_mask(equation):
+            shapes = [variable.aval.shape for variable in equation.invars]
+            return equation.primitive.name == "reduce_max" and len(shapes[0]) == 5
+
+        traced = equations(lambda mask: layers(_ATTENTIONS[0], mask, _qkv()), mask)
+        return sum(map(pass_over_the_mask, traced))
+
+    assert evaluations(plan) < evaluations(mask)
+
+
+def test_plans_in_combinations():
+    prefix, _ = _value("prefix")
+    plan = masks.plan(prefix, _SHAPE)
+    for mask, same in (
+        (~plan, ~prefix),
+        (plan | masks.window(0, 3), prefix | masks.window(0, 3)),
+        (plan & masks.plan(~prefix, _SHAPE), prefix & ~prefix),
+        (masks.lengths(4, 7) & plan, masks.lengths(4, 7) & prefix),
+    ):
+        np.testing.assert_array_equal(
+            jaxflash.dot_product_attention(*_qkv(), mask=mask),
+            jaxflash.dot_product_attention(*_qkv(), mask=same),
+        )
+    nothing = masks.plan(masks.causal(), _SHAPE)  # to find out
+    np.testing.assert_allclose(
+        jaxflash.dot_product_attention(*_qkv(), mask=nothing),
+        jaxflash.dot_product_attention(*_qkv(), is_causal=True),
+    )
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_plans_do_not_know_lengths_of_the_call():
+    """That move where a query stands: what was found without them is not used."""
+    mask = masks.causal("bottom_right") & masks.window(30, 2) | masks.window(0, 0)
+    shape = (_B, _N, 40, 60)
+    plan = masks.plan(mask, shape)
+    lengths = jnp.array([39, 9], jnp.int32), jnp.array([20, 55], jnp.int32)
+    options = dict(query_seq_lengths=lengths[0], key_value_seq_lengths=lengths[1])
+    qkv = _qkv(q_len=40, kv_len=60)
+    _assert_equal(lambda attention: attention(*qkv, mask=plan, **options))
+    _assert_equal(lambda attention: attention(*qkv, mask=plan & masks.lengths(*lengths)))
+    planned = masks.plan(masks.lengths(*lengths) & mask, shape)
+    assert _api.described(*qkv, mask=plan)[1].rows_hull is not None
+    assert _api.described(*qkv, mask=planned)[1].rows_hull is not None
+    assert _api.described(*qkv, mask=plan, **options)[1].rows_hull is None
+    _assert_equal(lambda attention: attention(*qkv, mask=planned))
+
+
+@pytest.mark.parametrize("shape", [(_B, _N, _T, _S + 1), (_B, _N, _T - 1, _S), (_B, 3, _T, _S)])
+def test_plans_for_other_sizes(shape):
+    mask = masks.function(lambda b, h, q, kv: q + h > kv)
+    with pytest.raises(ValueError, match=r"masks\.plan: made for"):
+        jaxflash.dot_product_attention(*_qkv(), mask=masks.plan(mask, shape))
+    with pytest.raises(ValueError, match=r"masks\.segments: query_ids"):
+        masks.plan(masks.segments(np.zeros(_T + 2, np.int32), np.zeros(_S, np.int32)), shape)
+
+
 def test_unseen_rows_and_keys():
     """What a mask hides from all is replaced before it meets a kernel, of each head."""
     mask = masks.function(lambda b, h, q, kv: (kv >= 5) & ((h < 2) | (q < 7)) & (q != kv))
@@ -499,8 +610,8 @@ def test_unseen_rows_and_keys():
     spec, operands = _api.described(q, k, v, mask=mask)
     operands = _plan.with_hulls(spec, operands)
     visible = np.asarray(masks.as_array(mask, _SHAPE))
-    keys = visible.any((1, 2))[..., None, None]
-    rows = np.swapaxes(visible.any(-1), -1, -2)[..., None]
+    keys = np.any(visible, (1, 2))[..., None, None]
+    rows = np.swapaxes(np.any(visible, -1), -1, -2)[..., None]
     for pass_ in ("forward", "backward"):
         shown = _support._ffi._without_unseen(operands, pass_)
         for x, seen, applies in (
@@ -647,7 +758,7 @@ _WRONG = {
     "dense dtype": (lambda: masks.dense(_OK.astype(np.int32)), ["masks.dense", "bool", "int32"]),
     "no function": (lambda: masks.function(_OK), ["masks.function", "ndarray"]),
     "mask for a function": (lambda: masks.function(masks.causal()), ["masks.function", "Window"]),
-    "text captured": (lambda: masks.function(lambda *i: True, "a"), ["masks.function", "capture"]),
+    "text captured": (lambda: masks.function(lambda *i: True, "abc"), ["function: a capture"]),
 }  # fmt: skip
 
 # Known when the sizes are.

@@ -58,6 +58,11 @@ def plain_cases(draw) -> AttentionCase:
 _AXES = st.sampled_from(["BNTS", "1NTS", "B1TS", "BN1S", "BNT1", "NTS", "TS", "11TS", "B11S"])
 
 
+_MASK_VALUES = st.sampled_from(
+    ["prefix", "global-tokens", "head-windows", "intervals", "whole-lengths", "array-or-band"]
+)
+
+
 @st.composite
 def all_cases(draw) -> AttentionCase:
     """Those, with every argument that changes scores or who sees whom."""
@@ -68,6 +73,7 @@ def all_cases(draw) -> AttentionCase:
         bias=draw(st.one_of(st.none(), _AXES)),
         bias_dtype=draw(st.sampled_from([None, "float32", "bfloat16"])),
         mask=draw(st.one_of(st.none(), _AXES)),
+        mask_value=draw(st.one_of(st.none(), st.none(), _MASK_VALUES)),
         segments=draw(st.sampled_from([None, "pair", "shared"] if same_length else [None, "pair"])),
         logits_soft_cap=draw(st.sampled_from([None, None, 2.0, 20.0])),
         sink=draw(st.booleans()),
