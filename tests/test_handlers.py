@@ -32,6 +32,12 @@ def loss(*operands):
 query = jnp.zeros((2, 16, 4, 64), jnp.float32)
 key = value = jnp.zeros((2, 16, 2, 64), jnp.float32)
 operands = query, key, value, jnp.full(2, 16, jnp.int32), jnp.zeros((4, 31), jnp.float32)
+
+def paged(query, key, value, lengths, table):
+    return jaxflash.paged_attention(
+        query, key, value, jnp.zeros((2, 3), jnp.int32), lengths, implementation="cuda", {options}
+    )
+
 function = {function}
 compiled = jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",)).compile()
 try:
@@ -62,5 +68,15 @@ except Exception as error:
 )
 def test_handlers_take_what_they_are_given(function, options):
     printed = run_python(_ON_CPU.format(function=function, options=options))
+    assert "bad operands at: 0)" in printed, printed
+    assert "stream" in printed
+
+
+@pytest.mark.skipif(not _ffi.extension.kernels, reason="the library was built without kernels")
+@pytest.mark.parametrize(
+    "options", ["", "logits_soft_cap=3.0", "sink=table[:, 0]"], ids=["plain", "soft cap", "sink"]
+)
+def test_handler_of_pages(options):
+    printed = run_python(_ON_CPU.format(function="paged", options=options))
     assert "bad operands at: 0)" in printed, printed
     assert "stream" in printed
