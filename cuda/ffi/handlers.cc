@@ -157,7 +157,7 @@ ffi::ErrorOr<std::unique_ptr<ProgramState>> instantiate_paged(
     int64_t value_dim, std::string_view dtype, ffi::Span<const int64_t> capture_ranks,
     bool one_unit) {
   if (source.empty()) return ffi::Unexpected(invalid("calls with pages have a score program"));
-  return instantiate(true, attributes,
+  return instantiate(Pass::kForward, attributes,
                      {source, unit_slope, head_dim, value_dim, dtype, capture_ranks}, {},
                      {true, one_unit});
 }
