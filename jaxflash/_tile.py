@@ -149,9 +149,11 @@ class Tiles:
                 if self._kv_len is not None:
                     kv_len = self._kv_len.clip(0, kv_len)
                 self._offset = kv_len - q_len
-        # Where there is something to be left out, the blocks that hold what rows (keys) see.
+        # Where there is something to be left out, the blocks that hold what rows (keys) see. Of
+        # lengths that are symbolic there are no ranges.
         self._columns_of = self._rows_of = None
-        if not (is_one(rows.count) and is_one(columns.count)):
+        counts = rows.count, columns.count
+        if all(isinstance(count, int) for count in counts) and counts != (1, 1):
             ranges = _ranges.of_call(spec, operands, "forward")
             if ranges is not None:
                 self._columns_of = _blocks_of(ranges.keys_of_row, rows, columns)
