@@ -34,7 +34,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxflash
-from benchmarks.cases import OURS, RANDOM_SHARE, TANGENTS, Case
+from benchmarks.cases import OURS, PREFIX, RANDOM_SHARE, TANGENTS, Case
+from jaxflash import masks
 
 PEERS = {
     "jaxflash": (jaxflash, dict(implementation="cuda")),
@@ -84,6 +85,8 @@ def attention(peer: str, case: Case) -> Callable[[Arrays, Arrays], jax.Array]:
             arguments["cu_seqlens_q"] = arguments["cu_seqlens_kv"] = case.boundaries
         if module is jax.nn:
             arguments.pop("deterministic_backward", None)  # changes how, not what
+            if isinstance(arguments.get("mask"), masks.Mask):
+                raise NotImplementedError("jax.nn has no masks as values")
             if missing := sorted(arguments.keys() - _JAX_NN_ARGUMENTS):
                 raise NotImplementedError(f"jax.nn has no {', '.join(missing)}")
         return function(**arguments)
@@ -144,12 +147,19 @@ def draw(case: Case, number: int | jax.Array) -> InputSet:
     return InputSet(operands, arrays, dout)
 
 
-def _mask(case: Case, key: jax.Array, lengths: jax.Array | None) -> jax.Array:
+def _in_prefix(b, h, q, kv, lengths):
+    return kv < lengths[b]
+
+
+def _mask(case: Case, key: jax.Array, lengths: jax.Array | None) -> jax.Array | masks.Mask:
     kv_len = case.kv_len or case.q_len
     if case.mask == "random":
         return jax.random.bernoulli(key, RANDOM_SHARE, (case.batch or 1, 1, case.q_len, kv_len))
     if case.mask == "causal":
         return jnp.tril(jnp.ones((1, 1, case.q_len, kv_len), bool))
+    if case.mask == "prefix":
+        prefix = jnp.full(case.batch or 1, case.q_len // PREFIX, jnp.int32)
+        return masks.causal() | masks.function(_in_prefix, prefix)
     assert lengths is not None
     return (jnp.arange(kv_len)[None] < lengths[:, None])[:, None, None]
 
@@ -219,15 +229,27 @@ def compile_ahead(chosen: Sequence[Case]) -> None:
     def compile_one(case: Case) -> None:
         op = attention("jaxflash", case)
         inputs = jax.eval_shape(functools.partial(draw, case), 0)
-        # Of a call alone the forward kernel is the same.
-        call = op if case.passes == ("forward",) else functools.partial(_gradient, op)
+        calls: list[tuple[Callable, tuple]] = []
+        if "backward" in case.passes or "gradient" in case.passes:  # the forward kernel among them
+            calls.append((_gradient, inputs))
+        elif "forward" in case.passes:
+            calls.append((_forward, inputs))
+        if "jvp" in case.passes:
+            calls.append((_tangent, (*inputs, inputs.operands)))
+        if "hvp" in case.passes:
+            calls.append((_gradient_tangent, (*inputs, inputs.operands)))
         try:
-            jax.jit(call).lower(*inputs[: 2 if call is op else 3]).compile()
+            for call, arguments in calls:
+                jax.jit(functools.partial(call, op)).lower(*arguments).compile()
         except Exception as error:  # comes again in its row
             print(f"{case.name}: {first_line(error)}", file=sys.stderr)
 
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(compile_one, [case for case in chosen if not case.plain]))
+        list(pool.map(compile_one, [case for case in chosen if case.compiled_at_run_time]))
+
+
+def _forward(op, operands, others, dout):
+    return op(operands, others)
 
 
 def _gradient(op, operands, others, dout):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 from jax.typing import ArrayLike
@@ -17,6 +17,32 @@ ScoreMod = _spec.ScoreMod
 Window = int | tuple[int | None, int | None] | None
 
 
+class PackedOptions(TypedDict, total=False):
+    """Keyword arguments that `dot_product_attention` and `varlen_attention` share."""
+
+    scale: ArrayLike | None
+    is_causal: bool
+    local_window_size: Window
+    implementation: Implementation | None
+    causal_alignment: CausalAlignment
+    logits_soft_cap: float | None
+    sink: ArrayLike | None
+    alibi_slopes: ArrayLike | None
+    score_mod: ScoreMod | None
+    dropout_rate: float
+    dropout_rng: jax.Array | None
+    precision: jax.lax.PrecisionLike
+    deterministic_backward: bool
+
+
+class Options(PackedOptions, total=False):
+    """Those of `dot_product_attention`."""
+
+    query_seq_lengths: ArrayLike | None
+    key_value_seq_lengths: ArrayLike | None
+    segment_ids: ArrayLike | tuple[ArrayLike, ArrayLike] | None
+
+
 @overload
 def dot_product_attention(
     query: ArrayLike,
@@ -25,23 +51,8 @@ def dot_product_attention(
     bias: ArrayLike | None = ...,
     mask: ArrayLike | Mask | None = ...,
     *,
-    scale: ArrayLike | None = ...,
-    is_causal: bool = ...,
-    query_seq_lengths: ArrayLike | None = ...,
-    key_value_seq_lengths: ArrayLike | None = ...,
-    local_window_size: Window = ...,
-    implementation: Implementation | None = ...,
     return_residual: Literal[False] = ...,
-    segment_ids: ArrayLike | tuple[ArrayLike, ArrayLike] | None = ...,
-    causal_alignment: CausalAlignment = ...,
-    logits_soft_cap: float | None = ...,
-    sink: ArrayLike | None = ...,
-    alibi_slopes: ArrayLike | None = ...,
-    score_mod: ScoreMod | None = ...,
-    dropout_rate: float = ...,
-    dropout_rng: jax.Array | None = ...,
-    precision: jax.lax.PrecisionLike = ...,
-    deterministic_backward: bool = ...,
+    **options: Unpack[Options],
 ) -> jax.Array: ...
 
 
@@ -53,23 +64,8 @@ def dot_product_attention(
     bias: ArrayLike | None = ...,
     mask: ArrayLike | Mask | None = ...,
     *,
-    scale: ArrayLike | None = ...,
-    is_causal: bool = ...,
-    query_seq_lengths: ArrayLike | None = ...,
-    key_value_seq_lengths: ArrayLike | None = ...,
-    local_window_size: Window = ...,
-    implementation: Implementation | None = ...,
     return_residual: Literal[True],
-    segment_ids: ArrayLike | tuple[ArrayLike, ArrayLike] | None = ...,
-    causal_alignment: CausalAlignment = ...,
-    logits_soft_cap: float | None = ...,
-    sink: ArrayLike | None = ...,
-    alibi_slopes: ArrayLike | None = ...,
-    score_mod: ScoreMod | None = ...,
-    dropout_rate: float = ...,
-    dropout_rng: jax.Array | None = ...,
-    precision: jax.lax.PrecisionLike = ...,
-    deterministic_backward: bool = ...,
+    **options: Unpack[Options],
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -81,23 +77,8 @@ def dot_product_attention(
     bias: ArrayLike | None = ...,
     mask: ArrayLike | Mask | None = ...,
     *,
-    scale: ArrayLike | None = ...,
-    is_causal: bool = ...,
-    query_seq_lengths: ArrayLike | None = ...,
-    key_value_seq_lengths: ArrayLike | None = ...,
-    local_window_size: Window = ...,
-    implementation: Implementation | None = ...,
     return_residual: bool,
-    segment_ids: ArrayLike | tuple[ArrayLike, ArrayLike] | None = ...,
-    causal_alignment: CausalAlignment = ...,
-    logits_soft_cap: float | None = ...,
-    sink: ArrayLike | None = ...,
-    alibi_slopes: ArrayLike | None = ...,
-    score_mod: ScoreMod | None = ...,
-    dropout_rate: float = ...,
-    dropout_rng: jax.Array | None = ...,
-    precision: jax.lax.PrecisionLike = ...,
-    deterministic_backward: bool = ...,
+    **options: Unpack[Options],
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, overload
+from typing import Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jaxflash import _derivatives, _scores, _spec
-from jaxflash._api import CausalAlignment, Implementation, Window, choose_path
+from jaxflash._api import CausalAlignment, Implementation, PackedOptions, Window, choose_path
 
 
 @overload
@@ -21,20 +21,8 @@ def varlen_attention(
     cu_seqlens_q: ArrayLike,
     cu_seqlens_kv: ArrayLike,
     *,
-    scale: ArrayLike | None = ...,
-    is_causal: bool = ...,
-    local_window_size: Window = ...,
-    causal_alignment: CausalAlignment = ...,
-    logits_soft_cap: float | None = ...,
-    sink: ArrayLike | None = ...,
-    alibi_slopes: ArrayLike | None = ...,
-    score_mod: _scores.ScoreMod | None = ...,
-    dropout_rate: float = ...,
-    dropout_rng: jax.Array | None = ...,
-    precision: jax.lax.PrecisionLike = ...,
-    implementation: Implementation | None = ...,
     return_residual: Literal[False] = ...,
-    deterministic_backward: bool = ...,
+    **options: Unpack[PackedOptions],
 ) -> jax.Array: ...
 
 
@@ -46,20 +34,8 @@ def varlen_attention(
     cu_seqlens_q: ArrayLike,
     cu_seqlens_kv: ArrayLike,
     *,
-    scale: ArrayLike | None = ...,
-    is_causal: bool = ...,
-    local_window_size: Window = ...,
-    causal_alignment: CausalAlignment = ...,
-    logits_soft_cap: float | None = ...,
-    sink: ArrayLike | None = ...,
-    alibi_slopes: ArrayLike | None = ...,
-    score_mod: _scores.ScoreMod | None = ...,
-    dropout_rate: float = ...,
-    dropout_rng: jax.Array | None = ...,
-    precision: jax.lax.PrecisionLike = ...,
-    implementation: Implementation | None = ...,
     return_residual: Literal[True],
-    deterministic_backward: bool = ...,
+    **options: Unpack[PackedOptions],
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -71,20 +47,8 @@ def varlen_attention(
     cu_seqlens_q: ArrayLike,
     cu_seqlens_kv: ArrayLike,
     *,
-    scale: ArrayLike | None = ...,
-    is_causal: bool = ...,
-    local_window_size: Window = ...,
-    causal_alignment: CausalAlignment = ...,
-    logits_soft_cap: float | None = ...,
-    sink: ArrayLike | None = ...,
-    alibi_slopes: ArrayLike | None = ...,
-    score_mod: _scores.ScoreMod | None = ...,
-    dropout_rate: float = ...,
-    dropout_rng: jax.Array | None = ...,
-    precision: jax.lax.PrecisionLike = ...,
-    implementation: Implementation | None = ...,
     return_residual: bool,
-    deterministic_backward: bool = ...,
+    **options: Unpack[PackedOptions],
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 

@@ -150,7 +150,7 @@ class Function(Mask):
     function: Callable[..., Any]
     captures: tuple[Any, ...]
 
-    def __call__(self, b, h, q, kv, *captures):
+    def __call__(self, b: Any, h: Any, q: Any, kv: Any, *captures: Any) -> jax.Array:
         """The function's result, checked: one bool."""
         result = self.function(b, h, q, kv, *captures)
         expected = "masks.function: f must return one bool scalar"
