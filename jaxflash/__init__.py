@@ -44,6 +44,7 @@ __version__ = "0.1.0"
 EXPORT_CHECKS: tuple[_DisabledSafetyCheck, ...] = (
     _DisabledSafetyCheck.custom_call(_ffi.FORWARD_TARGET),
     _DisabledSafetyCheck.custom_call(_ffi.BACKWARD_TARGET),
+    _DisabledSafetyCheck.custom_call(_ffi.TANGENT_TARGET),
     _DisabledSafetyCheck.custom_call(_ffi.PAGED_TARGET),
 )
 

@@ -11,6 +11,7 @@ import sys
 import time
 import types
 
+import jax.export
 import pytest
 
 import jaxflash
@@ -125,6 +126,14 @@ def test_public_names():
     assert re.fullmatch(r"\d+\.\d+\.\d+.*", jaxflash.__version__)
     with pytest.raises(AttributeError, match="module 'jaxflash' has no attribute 'attention'"):
         jaxflash.attention  # noqa: B018
+
+
+def test_every_kernel_may_be_exported():
+    targets = [target for name, target in vars(_ffi).items() if name.endswith("_TARGET")]
+    assert len(targets) >= 4
+    for target in targets:
+        check = jax.export.DisabledSafetyCheck.custom_call(target)
+        assert check in jaxflash.EXPORT_CHECKS, target
 
 
 def test_show_config(capsys):
