@@ -154,27 +154,31 @@ def _tangent(
         return _blockwise.tangent(spec, operands, out, lse, tangents)
 
     def kernels(operands, out, lse, tangents):
-        captures = [i for i in range(len(operands.captures)) if f"captures[{i}]" in tangents]
-        reasons = dict.fromkeys(tangents, _support.reasons_against_tangents(spec, operands, ()))
-        if captures:
-            why = _support.reasons_against_tangents(spec, operands, captures)
-            reasons.update((f"captures[{i}]", why) for i in captures)
-        reasons["sink"] = ()
-        taken = {name: t for name, t in tangents.items() if not reasons[name]}
-        t_sink = taken.pop("sink", None)
         terms = []
-        if taken:
-            moving = [i for i in captures if f"captures[{i}]" in taken]
-            program = _kernel_program.tangents(spec, operands, moving)
-            of_captures = [taken[f"captures[{i}]"] for i in moving]
-            terms.append(_ffi.tangent(spec, program, operands, out, lse, taken, of_captures))
-        if t_sink is not None:
-            terms.append(_blockwise.sink_tangent(operands, out, lse, t_sink))
+        if "sink" in tangents:
+            terms.append(_blockwise.sink_tangent(operands, out, lse, tangents["sink"]))
+        arrays = {name: t for name, t in tangents.items() if name in _OF_KERNELS}
+        captures = [i for i in range(len(operands.captures)) if f"captures[{i}]" in tangents]
+        passes = [(arrays, captures)]
+        if captures and _support.reasons_against_tangents(spec, operands, captures):
+            # More arrays than one program reads, most likely.
+            passes = [(arrays, []), *(({}, [i]) for i in captures)]
+        lacking: dict[str, Any] = {}
+        why: dict[str, None] = {}
+        for arrays, captures in passes:
+            moving = {f"captures[{i}]": tangents[f"captures[{i}]"] for i in captures}
+            if not (arrays or moving):
+                continue
+            if reasons := _support.reasons_against_tangents(spec, operands, captures):
+                lacking |= arrays | moving
+                why |= dict.fromkeys(reasons)
+                continue
+            program = _kernel_program.tangents(spec, operands, captures)
+            of_captures = list(moving.values())
+            terms.append(_ffi.tangent(spec, program, operands, out, lse, arrays, of_captures))
         # What the kernels lack: a pass of its own.
-        lacking = {name: t for name, t in tangents.items() if reasons[name]}
         if lacking:
-            why = _TangentFallback(dict.fromkeys(x for name in lacking for x in reasons[name]))
-            announced = _ffi.announced(operands, why.warn)
+            announced = _ffi.announced(operands, _TangentFallback(why).warn)
             terms.append(_blockwise.tangent(spec, announced, out, lse, lacking))
         t_out, t_lse = zip(*terms, strict=True)
         return functools.reduce(jnp.add, t_out), functools.reduce(jnp.add, t_lse)

@@ -221,13 +221,17 @@ class AttentionCase:
             mask = MASK_VALUES[self.mask_value].bind(_of_mask(arrays), self.batch)
             arguments["mask"] = mask & arguments["mask"] if "mask" in arguments else mask
         if self.score_mod is not None:
-            captured = {
-                name.removeprefix(CAPTURED): x
-                for name, x in arrays.items()
-                if name.startswith(CAPTURED)
-            }
-            arguments["score_mod"] = SCORE_MODS[self.score_mod].bind(captured)
+            arguments["score_mod"] = self.bound_score_mod(arrays)
         return arguments | self.options
+
+    def bound_score_mod(self, arrays: dict):
+        """The score function of these captured arrays."""
+        captured = {
+            name.removeprefix(CAPTURED): x
+            for name, x in arrays.items()
+            if name.startswith(CAPTURED)
+        }
+        return SCORE_MODS[self.score_mod].bind(captured)
 
     def _segments(self, rng, length) -> np.ndarray:
         starts = rng.random((*self.batch, length)) < 4.0 / max(length, 1)

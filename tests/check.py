@@ -345,7 +345,7 @@ def plain_attention(
     if case.score_mod is not None:
         captured = {name: x for name, x in arrays.items() if name.startswith(CAPTURED)}
         captured = {**jax.tree.map(jnp.asarray, captured), **operands}
-        score_mod = case.arguments(captured)["score_mod"]
+        score_mod = case.bound_score_mod(captured)
         *batch, heads, q_len, kv_len = logits.shape
         b = np.arange(math.prod(batch), dtype=np.int32).reshape(*batch, 1, 1, 1)
         h, q, kv = np.ogrid[:heads, :q_len, :kv_len]

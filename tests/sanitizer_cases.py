@@ -31,7 +31,7 @@ PAGED = {
 }
 
 # Those of the portable kernels on every GPU: float32, or head sizes that TMA does not take.
-PORTABLE_NAMES = ("float32-highest", "T-65-float32", "head-7-value-3", "paged-portable")
+PORTABLE_NAMES = ("float32-highest", "T-65-float32", "head-7-value-3")
 
 
 def run_paged(lengths, page_size, queries, head_dim, dtype):

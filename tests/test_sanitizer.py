@@ -55,7 +55,8 @@ def _races(text: str) -> list[str]:
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck", "synccheck"])
 def test_is_clean(tool):
     """Only our kernels are looked at: what XLA leaves allocated at exit is its own affair."""
-    # initcheck does not see what TMA stores, so that all of an output seems to lack its values.
+    # initcheck does not see what TMA stores, so that all of an output seems to lack its values, nor
+    # what XLA's kernels store, such as the numbers of heads that a score program gets.
     names = PORTABLE_NAMES if tool == "initcheck" else (*NAMES, *PAGED)
     command = [
         _sanitizer(), "--tool", tool, "--kernel-name", "kns=jaxflash", "--report-api-errors", "no",

@@ -6,11 +6,13 @@
 //   tO = (P tS) V + P tV - t_lse O
 //
 // Where tS hardly changes along a row, nearly all of tO cancels, and what P tS loses when it is
-// rounded would remain. So each row takes from its tS a reference, the mean over the first keys it
-// sees: (P (tS - reference)) V + reference O is the same sum.
+// rounded would remain. So a row takes from its tS a reference, the mean over the first tile of
+// keys that it sees, if that has most of its probability: (P (tS - reference)) V + reference O is
+// the same sum. Another tile's mean may be far from all that counts.
 #pragma once
 
 #include "common/mask.cuh"
+#include "common/tangent_reference.h"
 #include "common/tensor.cuh"
 #include "problem.h"
 #include "sm80/query_work.cuh"
@@ -205,7 +207,7 @@ __global__ void __launch_bounds__(Traits::Tile::kThreads, Traits::Tile::kBlocksP
             const float mean = sum_of_row(sum) / weight;
             if (settled[m][r] || weight == 0.f) continue;
             settled[m][r] = true;
-            reference[m][r] = fabsf(mean) < INFINITY ? mean : 0.f;
+            if (weight >= kReferenceWeight && fabsf(mean) < INFINITY) reference[m][r] = mean;
           }
         }
       }

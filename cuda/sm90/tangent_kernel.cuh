@@ -9,6 +9,7 @@
 #pragma once
 
 #include "common/mask.cuh"
+#include "common/tangent_reference.h"
 #include "common/tensor.cuh"
 #include "sm90/forward_scores.cuh"
 #include "sm90/pipeline.cuh"
@@ -265,7 +266,7 @@ struct TangentConsumers {
           const float mean = sum_of_row(sum) / weight * scale;
           if (has_reference[r] || weight == 0.f) continue;
           has_reference[r] = true;
-          reference[r] = fabsf(mean) < INFINITY ? mean : 0.f;
+          if (weight >= kReferenceWeight && fabsf(mean) < INFINITY) reference[r] = mean;
         }
         settled = __all_sync(~0u, has_reference[0] && has_reference[1]);
       }
