@@ -270,8 +270,8 @@ def test_tangents(program, head_dim, mask, gpu):
     family = "sm90" if gpu is _H200 else "sm80"
     assert compiled.name == f"{family} tangent bfloat16 {head_dim}"
     assert not compiled.serialised, compiled
-    # At 256 the output and one tile of scores fill the registers.
-    assert compiled.spilled <= (64 if head_dim < 256 else 160), compiled
+    # At 256 the output and a tile of scores fill the registers: NVRTC 13.0 spills nothing, 13.5 does.
+    assert compiled.spilled <= (64 if head_dim < 256 else 168), compiled
 
 
 @pytest.mark.parametrize("pass_", ["forward", "backward"])
