@@ -52,6 +52,7 @@ def _jax_nn_takes(case):
     return (
         not case.missing_in_kernels
         and not any((case.segments, case.logits_soft_cap, case.sink, case.alibi, case.score_mod))
+        and case.mask_value is None
         and not case.dropout_rate
         and not (case.gpu_only or case.bias_hides or case.poison or case.visible_nan)
         and case.causal_alignment == "top_left"
