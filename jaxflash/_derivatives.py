@@ -23,9 +23,10 @@ from jax.custom_derivatives import SymbolicZero
 
 from jaxflash import (
     _blockwise,
-    _ffi,
     _kernel_program,
+    _kernels,
     _plan,
+    _platform,
     _primitive,
     _sharding,
     _support,
@@ -93,7 +94,7 @@ def _forward(spec: AttentionSpec, path: Path, operands: Operands):
         return _blockwise.forward(spec, operands)
 
     def kernels(operands):
-        return _ffi.forward(spec, _kernel_program.make(spec, operands, "forward"), operands)
+        return _kernels.forward(spec, _kernel_program.make(spec, operands, "forward"), operands)
 
     return on_path(path, kernels, blockwise)(operands)
 
@@ -124,7 +125,9 @@ def _backward(
         of_captures = _kernel_program.gradients(spec, operands, taken)
         if _OF_KERNELS & set(wanted) or of_captures is not None:
             program = _kernel_program.make(spec, operands, "backward")
-            dqkv, more = _ffi.backward(spec, program, of_captures, operands, out, lse, dout, dlse)
+            dqkv, more = _kernels.backward(
+                spec, program, of_captures, operands, out, lse, dout, dlse
+            )
             gradients.update(zip(("query", "key", "value"), dqkv, strict=True))
             gradients.update((f"captures[{i}]", x) for i, x in more.items())
         if "sink" in wanted:
@@ -133,7 +136,7 @@ def _backward(
         lacking = {f"captures[{i}]": reasons for i, reasons in captures.items() if reasons}
         if lacking:
             reasons = _GradientFallback(dict.fromkeys(x for of in lacking.values() for x in of))
-            announced = _ffi.announced(operands, reasons.warn)
+            announced = _platform.announced(operands, reasons.warn)
             names = frozenset(lacking)
             rest = _blockwise.backward(spec, announced, out, lse, dout, dlse, names)
             gradients.update(rest.named())
@@ -175,10 +178,10 @@ def _tangent(
                 continue
             program = _kernel_program.tangents(spec, operands, captures)
             of_captures = list(moving.values())
-            terms.append(_ffi.tangent(spec, program, operands, out, lse, arrays, of_captures))
+            terms.append(_kernels.tangent(spec, program, operands, out, lse, arrays, of_captures))
         # What the kernels lack: a pass of its own.
         if lacking:
-            announced = _ffi.announced(operands, _TangentFallback(why).warn)
+            announced = _platform.announced(operands, _TangentFallback(why).warn)
             terms.append(_blockwise.tangent(spec, announced, out, lse, lacking))
         t_out, t_lse = zip(*terms, strict=True)
         return functools.reduce(jnp.add, t_out), functools.reduce(jnp.add, t_lse)
@@ -416,10 +419,10 @@ def on_path(path: Path, kernels: Callable, blockwise: Callable) -> Callable[...,
     if path == "xla":
         return blockwise
     if isinstance(path, Fallback):
-        return lambda first, *others: blockwise(_ffi.announced(first, path.warn), *others)
+        return lambda first, *others: blockwise(_platform.announced(first, path.warn), *others)
 
     def checked(first, *others):
-        return kernels(_ffi.checked(first, only_cuda=path == "cuda"), *others)
+        return kernels(_platform.checked(first, only_cuda=path == "cuda"), *others)
 
     if path == "cuda":
         return checked

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jaxflash import _blockwise, _derivatives, _ffi, _pages, _scores, _sharding, _spec
+from jaxflash import _blockwise, _derivatives, _kernels, _pages, _scores, _sharding, _spec
 from jaxflash._api import Implementation, Window, choose_path
 from jaxflash._spec import AttentionSpec, PagedOperands
+
+
+class PagedOptions(TypedDict, total=False):
+    """Keyword arguments of `paged_attention`."""
+
+    scale: ArrayLike | None
+    is_causal: bool
+    local_window_size: Window
+    logits_soft_cap: float | None
+    sink: ArrayLike | None
+    precision: jax.lax.PrecisionLike
+    implementation: Implementation | None
 
 
 @overload
@@ -22,14 +34,8 @@ def paged_attention(
     page_table: ArrayLike,
     lengths: ArrayLike,
     *,
-    scale: ArrayLike | None = ...,
-    is_causal: bool = ...,
-    local_window_size: Window = ...,
-    logits_soft_cap: float | None = ...,
-    sink: ArrayLike | None = ...,
-    precision: jax.lax.PrecisionLike = ...,
-    implementation: Implementation | None = ...,
     return_residual: Literal[False] = ...,
+    **options: Unpack[PagedOptions],
 ) -> jax.Array: ...
 
 
@@ -41,14 +47,8 @@ def paged_attention(
     page_table: ArrayLike,
     lengths: ArrayLike,
     *,
-    scale: ArrayLike | None = ...,
-    is_causal: bool = ...,
-    local_window_size: Window = ...,
-    logits_soft_cap: float | None = ...,
-    sink: ArrayLike | None = ...,
-    precision: jax.lax.PrecisionLike = ...,
-    implementation: Implementation | None = ...,
     return_residual: Literal[True],
+    **options: Unpack[PagedOptions],
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -60,14 +60,8 @@ def paged_attention(
     page_table: ArrayLike,
     lengths: ArrayLike,
     *,
-    scale: ArrayLike | None = ...,
-    is_causal: bool = ...,
-    local_window_size: Window = ...,
-    logits_soft_cap: float | None = ...,
-    sink: ArrayLike | None = ...,
-    precision: jax.lax.PrecisionLike = ...,
-    implementation: Implementation | None = ...,
     return_residual: bool,
+    **options: Unpack[PagedOptions],
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 
@@ -193,7 +187,7 @@ def _mapped(spec: AttentionSpec, path: _derivatives.Path):
             return _blockwise.forward(spec, _pages.operands_of(arrays))
 
         def kernels(arrays):
-            return _ffi.paged_forward(spec, arrays)
+            return _kernels.paged_forward(spec, arrays)
 
         return _derivatives.on_path(path, kernels, blockwise)(arrays)
 

@@ -21,9 +21,10 @@ from jaxflash import (
     _api,
     _blockwise,
     _derivatives,
+    _ffi,
+    _kernels,
     _plan,
     _ranges,
-    _support,
     _tile,
     masks,
 )
@@ -35,9 +36,7 @@ pytestmark = pytest.mark.usefixtures("accurate_products")
 _B, _T, _S, _N, _K, _H = 2, 12, 20, 4, 2, 8
 _SHAPE = (_B, _N, _T, _S)
 
-_needs_kernels = pytest.mark.skipif(
-    not _support._ffi.extension.kernels, reason="needs the kernels' library"
-)
+_needs_kernels = pytest.mark.skipif(not _ffi.extension.kernels, reason="needs the kernels' library")
 _ATTENTIONS = (jaxflash.dot_product_attention, jaxflash.reference.dot_product_attention)
 
 
@@ -614,7 +613,7 @@ def test_unseen_rows_and_keys():
     rows = np.swapaxes(np.any(visible, -1), -1, -2)[..., None]
     for pass_ in ("forward", "backward"):
         only = pass_ == "forward"
-        shown = _support._ffi._without_unseen(operands, pass_, values_only=only)
+        shown = _kernels._without_unseen(operands, pass_, values_only=only)
         for x, seen, applies in (
             (shown.query, rows, pass_ == "backward"),
             (shown.key, keys, pass_ == "backward"),

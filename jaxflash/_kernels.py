@@ -1,0 +1,180 @@
+"""The passes of the CUDA kernels, as the differentiation rule calls them: what a custom call gets
+of a call's operands.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxflash import _ffi, _kernel_program, _pages, _partition, _plan, _ranges
+from jaxflash._dense_mask import Pass
+from jaxflash._kernel_program import KernelGradients, KernelProgram
+from jaxflash._spec import AttentionSpec, Operands, PagedOperands
+
+
+def forward(spec: AttentionSpec, program: KernelProgram | None, operands: Operands):
+    """(out, lse) of the kernels."""
+    operands = _without_unseen(operands, "forward", values_only=True)
+    ranges = _ranges.of_call(spec, operands, "forward")
+    kernel = _ffi.Forward(
+        _banded(spec, operands), _ffi.Lengths.of(operands), program, _ffi.kind_of(ranges)
+    )
+    return _partition.mapped(kernel)(
+        operands.query,
+        operands.key,
+        operands.value,
+        *_given(operands.query_seq_lengths, operands.key_value_seq_lengths),
+        *_program_operands(spec, program, operands, "forward"),
+        *_given(*(ranges or ())),
+    )
+
+
+def paged_forward(spec: AttentionSpec, arrays: PagedOperands):
+    """(out, lse) of the kernels; `jax.vmap` must have been dealt with."""
+    operands = _pages.operands_of(arrays)
+    # Its kernels are compiled at run time, all of them.
+    program = _kernel_program.make(spec, operands, "forward", always=True)
+    kernel = _ffi.PagedForward(spec, program)
+    return _partition.sharded(kernel)(
+        arrays.query,
+        arrays.key_pages,
+        arrays.value_pages,
+        arrays.page_table,
+        arrays.lengths,
+        *_program_operands(spec, program, operands, "forward"),
+    )
+
+
+def backward(
+    spec: AttentionSpec,
+    program: KernelProgram | None,
+    gradients: KernelGradients | None,
+    operands: Operands,
+    out,
+    lse,
+    dout,
+    dlse,
+):
+    """((dq, dk, dv), gradients of captures by their numbers) of the kernels; dlse may be None."""
+    operands = _without_unseen(operands, "backward")
+    # The deterministic order of blocks is not one of ranges: a mask's tiles are all visited.
+    ranges = None if spec.deterministic_backward else _ranges.of_call(spec, operands, "backward")
+    captures = () if gradients is None else gradients.captures
+    batch_rank = operands.query.ndim - 3
+    kernel = _ffi.Backward(
+        _banded(spec, operands),
+        _ffi.Lengths.of(operands),
+        program,
+        _ffi.kind_of(ranges),
+        dlse is not None,
+        gradients,
+        tuple(tuple(n == 1 for n in operands.captures[i].shape[:batch_rank]) for i in captures),
+    )
+    dq, dk, dv, *more = _partition.mapped(kernel)(
+        operands.query,
+        operands.key,
+        operands.value,
+        out,
+        dout,
+        lse,
+        *_given(operands.query_seq_lengths, operands.key_value_seq_lengths, dlse),
+        *_program_operands(spec, program, operands, "backward"),
+        *_given(*(ranges or ())),
+    )
+    of_captures = {
+        i: x.astype(operands.captures[i].dtype) for i, x in zip(captures, more, strict=True)
+    }
+    return (dq, dk, dv), of_captures
+
+
+def tangent(
+    spec: AttentionSpec,
+    program: KernelProgram,
+    operands: Operands,
+    out,
+    lse,
+    tangents: Mapping[str, Any],
+    of_captures: Sequence[Any],
+):
+    """Tangents of out and lse, given those of query, key and value, 0 where one is left out, and of
+    the captures that move in the program."""
+    names = ("query", "key", "value")
+    moved = [
+        tangents[name] if name in tangents else jnp.zeros_like(x)
+        for name, x in zip(names, operands[:3], strict=True)
+    ]
+    operands = _without_unseen(operands, "forward")
+    of_tangents = operands._replace(**dict(zip(names, moved, strict=True)))
+    moved = _without_unseen(of_tangents, "forward")[:3]
+    ranges = _ranges.of_call(spec, operands, "forward")
+    kernel = _ffi.Tangent(
+        _banded(spec, operands), _ffi.Lengths.of(operands), program, _ffi.kind_of(ranges)
+    )
+    return _partition.mapped(kernel)(
+        operands.query,
+        operands.key,
+        operands.value,
+        *moved,
+        out,
+        lse,
+        *_given(operands.query_seq_lengths, operands.key_value_seq_lengths),
+        *_program_operands(spec, program, operands, "forward", of_captures),
+        *_given(*(ranges or ())),
+    )
+
+
+def _without_unseen(operands: Operands, pass_: Pass, values_only: bool = False) -> Operands:
+    """With zeros where a mask hides a whole row or key: a kernel multiplies what it hides by 0,
+    which NaN and infinity survive; in the forward pass the values alone."""
+    keys = _plan.seen_keys(operands, pass_)
+    if keys is None:
+        return operands
+
+    def shown(x, visible):
+        return jnp.where(visible, x, jnp.zeros_like(x))
+
+    operands = operands._replace(value=shown(operands.value, keys))
+    if values_only:
+        return operands
+    rows = _plan.seeing_rows(operands, pass_)
+    return operands._replace(query=shown(operands.query, rows), key=shown(operands.key, keys))
+
+
+def _banded(spec: AttentionSpec, operands: Operands) -> AttentionSpec:
+    """The call without the band that is part of its ranges."""
+    if operands.query_boundaries is None:
+        return spec
+    return dataclasses.replace(spec, left=None, right=None)
+
+
+def _given(*optional) -> list[Any]:
+    return [x for x in optional if x is not None]
+
+
+def _program_operands(
+    spec: AttentionSpec,
+    program: KernelProgram | None,
+    operands: Operands,
+    pass_: Pass,
+    tangents: Sequence[Any] = (),
+) -> tuple[Any, ...]:
+    """What the kernels get after all else: the numbers by which the program knows batch elements
+    and heads, which a shard or a mapped call cannot count itself, and the captures.
+    """
+    if program is None:
+        return ()
+    *batch, _, heads, _ = operands.query.shape
+    number = jnp.zeros((1,) * len(batch), jnp.int32)
+    for axis, extent in enumerate(batch):
+        iota = jax.lax.broadcasted_iota(jnp.int32, batch, axis)
+        number = number * extent + iota
+    numbers = (number, jnp.arange(heads, dtype=jnp.int32))
+    axes = jax.typeof(operands.query).manual_axis_type.varying
+    if axes:
+        numbers = tuple(jax.lax.pcast(x, tuple(axes), to="varying") for x in numbers)
+    return *numbers, *_kernel_program.captures(spec, operands, pass_, tangents)

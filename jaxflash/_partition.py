@@ -1,0 +1,168 @@
+"""Custom calls under `jax.vmap` and sharding: ``custom_vmap(custom_partitioning(ffi_call))``. Under
+`vmap` an operand that is not mapped gets a leading axis of size 1, which the kernels read with
+stride 0, so nothing is copied; under sharding the batch axes and the key/value heads split, and the
+body stays a bare `ffi_call`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.custom_partitioning import custom_partitioning
+
+from jaxflash import _split
+from jaxflash._ffi import Pass
+
+# cuda/problem.h: kMaxBatchAxes.
+_MAX_BATCH_AXES = 8
+
+# ---- vmap ----------------------------------------------------------------------------------------
+
+
+@functools.cache
+def mapped(kernel: Pass) -> Callable:
+    op = jax.custom_batching.custom_vmap(sharded(kernel))
+
+    @op.def_vmap
+    def rule(axis_size: int, mapped: Sequence[bool], *operands):
+        too_many = operands[0].ndim - 3 >= _MAX_BATCH_AXES
+        operands = [
+            x
+            if is_mapped or i in kernel.unbatched
+            else jnp.broadcast_to(x, (axis_size, *x.shape))
+            if dense or too_many
+            else jnp.expand_dims(x, 0)
+            for i, (x, is_mapped, dense) in enumerate(
+                zip(operands, mapped, kernel.dense, strict=True)
+            )
+        ]
+        return op(*operands), (True,) * len(kernel.result_axes)
+
+    return op
+
+
+# ---- Sharding ------------------------------------------------------------------------------------
+
+
+def sharded(kernel: Pass) -> Callable:
+    """The custom call, which splits as its operands do."""
+
+    def op(*operands):
+        return _partitioned(
+            kernel,
+            _batch_pattern(kernel, operands),
+            _groups(operands),
+            _automatic_devices(operands),
+        )(*operands)
+
+    return op
+
+
+def _groups(operands) -> tuple[int, int]:
+    """(key/value heads, query heads of each)."""
+    q_heads, kv_heads = operands[0].shape[-2], operands[1].shape[-2]
+    return kv_heads, q_heads // kv_heads
+
+
+def _batch_pattern(kernel: Pass, operands) -> tuple[tuple[bool, ...], ...]:
+    """For each operand and batch axis: whether the operand broadcasts there."""
+    full = kernel.full_batch(operands)
+    return tuple(
+        ()
+        if i in kernel.unbatched
+        else tuple(n != full_n for n, full_n in zip(x.shape, full, strict=False))
+        for i, x in enumerate(operands)
+    )
+
+
+def _automatic_devices(operands) -> int | None:
+    """Inside a `shard_map` over some of the mesh's axes: how many devices the others span."""
+    mesh = jax.typeof(operands[0]).sharding.mesh
+    manual = [kind == jax.sharding.AxisType.Manual for kind in mesh.axis_types]
+    if not any(manual):
+        return None
+    return math.prod(
+        n for n, is_manual in zip(mesh.axis_sizes, manual, strict=True) if not is_manual
+    )
+
+
+@functools.cache
+def _partitioned(
+    kernel: Pass, broadcasts, groups: tuple[int, int], automatic_devices: int | None
+) -> Callable:
+    """The custom call under a sharding rule: batch axes and heads may be split."""
+    sums = kernel.full_sums(len(broadcasts[0]))
+    first_capture = len(sums) - len(kernel.captures)
+    of_captures = sums[first_capture:]
+
+    def partition(mesh, operand_types, result_types):
+        # dq or out, (*B, T, N, ·), and the key, (*B, S, K, H).
+        split = _split.of(mesh, result_types[0], operand_types[1], groups, automatic_devices)
+        if automatic_devices and kernel.captures:
+            # A sum over devices could not name them.
+            split = split.without_heads(any(summed) for summed in zip(*of_captures, strict=True))
+        operand_shardings = tuple(
+            split.of(axes, operand_broadcasts)
+            for axes, operand_broadcasts in zip(kernel.operand_axes, broadcasts, strict=True)
+        )
+        result_shardings = tuple(
+            split.of(axes, summed) for axes, summed in zip(kernel.result_axes, sums, strict=True)
+        )
+
+        def call(*operands):
+            results = kernel.call(*operands)
+            # Devices that share a key head each have the part of their own query heads, and
+            # gradients of captures are sums over all heads.
+            by_heads = [
+                split.heads if i >= first_capture else split.group if "k" in axes else ()
+                for i, axes in enumerate(kernel.result_axes)
+            ]
+            return tuple(
+                _sum_over((*split.batch_of(summed), *heads), x)
+                for x, summed, heads in zip(results, sums, by_heads, strict=True)
+            )
+
+        return split.mesh, call, result_shardings, operand_shardings
+
+    op = custom_partitioning(kernel.call)
+    rule, replicated = _sharding_rule(kernel, broadcasts)
+    op.def_partition(partition=partition, sharding_rule=rule, need_replication_factors=replicated)
+    return op
+
+
+def _sum_over(mesh_axes: tuple[str, ...], x):
+    if not mesh_axes:
+        return x
+    return jax.lax.psum(x.astype(jnp.float32), mesh_axes).astype(x.dtype)
+
+
+def _sharding_rule(kernel: Pass, broadcasts) -> tuple[str, tuple[str, ...]]:
+    """Shardy's einsum-like rule, and its factors that must stay whole.
+
+    Query heads and key heads are factors of their own: one that they shared would split key heads
+    over a part of a mesh axis, which JAX cannot name. `_split.of` brings them together.
+    """
+
+    def factors(array: str, axes: Sequence[str], broadcast: Sequence[bool]) -> str:
+        batch = (f"one{array}x{i}" if is_one else f"b{i}" for i, is_one in enumerate(broadcast))
+        return " ".join([*batch, *axes])
+
+    sums = kernel.full_sums(len(broadcasts[0]))
+    operands, results = (
+        ", ".join(
+            factors(f"{kind}{i}", axes, broadcast)
+            for i, (axes, broadcast) in enumerate(zip(all_axes, all_broadcasts, strict=True))
+        )
+        for kind, all_axes, all_broadcasts in (
+            ("operand", kernel.operand_axes, broadcasts),
+            ("result", kernel.result_axes, sums),
+        )
+    )
+    rule = f"{operands} -> {results}"
+    names = dict.fromkeys(re.findall(r"\w+", rule))  # in order of appearance, as Shardy wants
+    return rule, tuple(name for name in names if name in "tshv" or name.startswith(("one", "c")))
