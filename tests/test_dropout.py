@@ -21,6 +21,7 @@ _SOURCE = """
 #define __device__
 #define __forceinline__ inline
 static uint32_t __ldg(const uint32_t* x) { return *x; }
+static uint32_t __umulhi(uint32_t x, uint32_t y) { return uint64_t{x} * y >> 32; }
 #include "common/dropout.cuh"
 
 template <bool kRowsAreQueries, int kColumns>

@@ -20,8 +20,8 @@ inline constexpr uint32_t kPhiloxWeyl = 0x9e3779b9u;
 __device__ __forceinline__ PhiloxCounter philox2x32(PhiloxCounter x, uint32_t key) {
 #pragma unroll
   for (int round = 0; round < 7; ++round) {
-    const uint64_t product = uint64_t{0xd256d193u} * x.c0;
-    x = {static_cast<uint32_t>(product >> 32) ^ x.c1 ^ key, static_cast<uint32_t>(product)};
+    // Of a 64-bit product ptxas would add the upper word of the factors, which is 0.
+    x = {__umulhi(0xd256d193u, x.c0) ^ x.c1 ^ key, 0xd256d193u * x.c0};
     key += kPhiloxWeyl;
   }
   return x;
