@@ -34,7 +34,9 @@ void draw(const uint32_t* parameters, int batch, int head, int first_row, int fi
     dropout.draw(bits, first_row + row, first_column + column);
     for (int i = 0; i < kColumns / 2; ++i) {
       const int r = row + i / 2 % 2 * 8, c = column + i / 4 * 8 + i % 2;
-      kept[r * kColumns + c] = bits.of(i, 1.f);
+      const uint32_t half = bits.of_pair(i / 2 * 2, ~0u) >> i % 2 * 16 & 0xffff;
+      const float one = bits.of(i, 1.f);
+      kept[r * kColumns + c] = half == (one == 1.f ? 0xffff : 0) ? one : NAN;
     }
   }
 }
@@ -43,6 +45,23 @@ void draw(const uint32_t* parameters, int batch, int head, int first_row, int fi
                        float* kept) {                                                        \\
     draw<ROWS_ARE_QUERIES, COLUMNS>(parameters, batch, head, row, column, kept);         \\
   }
+"""
+# For the instruction that common/bytes.cuh is made of.
+_BYTES = """
+#pragma once
+#include <cstdint>
+namespace jaxflash {
+template <uint32_t kSelector>
+uint32_t permute_bytes(uint32_t low, uint32_t high) {
+  const uint64_t both = uint64_t{high} << 32 | low;
+  uint32_t bytes = 0;
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t digit = kSelector >> 4 * i & 15, byte = both >> digit % 8 * 8 & 0xff;
+    bytes |= (digit < 8 ? byte : byte < 0x80 ? 0u : 0xffu) << 8 * i;
+  }
+  return bytes;
+}
+}
 """
 _FRAGMENTS = [(by_rows, columns) for by_rows in (True, False) for columns in (16, 64, 80, 128)]
 
@@ -57,7 +76,9 @@ def library(tmp_path_factory):
         for by_rows, columns in _FRAGMENTS
     ]
     (folder / "draw.cc").write_text(_SOURCE + "\n".join(lines) + "\n")
-    command = [_COMPILER, "-std=c++17", "-O1", "-Wall", "-shared", "-fPIC", f"-I{_CUDA}"]
+    (folder / "common").mkdir()
+    (folder / "common" / "bytes.cuh").write_text(_BYTES)
+    command = [_COMPILER, "-std=c++17", "-O1", "-Wall", "-shared", "-fPIC", "-I.", f"-I{_CUDA}"]
     done = subprocess.run(
         [*command, "draw.cc", "-o", "draw.so"], cwd=folder, capture_output=True, text=True,
         check=False,

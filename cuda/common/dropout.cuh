@@ -5,6 +5,7 @@
 // its rows are queries or keys.
 #pragma once
 
+#include "common/bytes.cuh"
 #include "common/conditional.h"
 #include "common/integers.h"
 
@@ -33,22 +34,29 @@ template <bool kRowsAreQueries_, int kColumns_>
 struct KeepBits {
   static constexpr bool kRowsAreQueries = kRowsAreQueries_;
   static constexpr int kColumns = kColumns_;
-  static constexpr int kCalls = kColumns / 8;  // of 16 columns, every second one
+  static constexpr int kSteps = kColumns / 8;  // of two calls in neighbouring columns, one key each
   static_assert(kColumns % 16 == 0, "a call's elements are 8 columns apart");
-  uint32_t words[(kCalls + 7) / 8];
+  uint32_t words[(kSteps + 7) / 8];
 
-  // A call gives two words, for two keys, of two bits, for two queries: 15 and 31. Eight calls
-  // share a word here, each moved to a place of its own.
-  __device__ __forceinline__ static constexpr int place(int call, int high_key) {
-    return call % 8 * 2 + high_key;
-  }
-  __device__ __forceinline__ float of(int i, float x) const {
+  // A step has four elements, a byte each: two neighbouring columns of the first query, two of the
+  // one 8 after it. It has the same bit of all four bytes; eight steps share a word.
+  __device__ __forceinline__ static constexpr int step(int i) {
     const int lower = i / 2 % 2, right = i / 4 % 2;
-    const int high_query = kRowsAreQueries ? lower : right;
-    const int high_key = kRowsAreQueries ? right : lower;
-    const int call = i / 8 * 2 + i % 2;
-    const int bit = 15 + 16 * high_query - place(call, high_key);
-    return (words[call / 8] >> bit & 1) != 0 ? x : 0.f;
+    return i / 8 * 2 + (kRowsAreQueries ? right : lower);
+  }
+  __device__ __forceinline__ static constexpr int byte(int i) {
+    const int lower = i / 2 % 2, right = i / 4 % 2;
+    return (kRowsAreQueries ? lower : right) * 2 + i % 2;
+  }
+
+  __device__ __forceinline__ float of(int i, float x) const {
+    return (words[step(i) / 8] >> (byte(i) * 8 + step(i) % 8) & 1) != 0 ? x : 0.f;
+  }
+  // Of the elements i and i + 1, i even, packed into the halves of a word.
+  __device__ __forceinline__ uint32_t of_pair(int i, uint32_t pair) const {
+    const uint32_t signs = words[step(i) / 8] << (7 - step(i) % 8);
+    return pair & (byte(i) == 0 ? permute_bytes<0x9988>(signs, signs)
+                                : permute_bytes<0xbbaa>(signs, signs));
   }
   // Depends on all bits.
   __device__ __forceinline__ uint32_t all() const {
@@ -62,6 +70,7 @@ struct KeepBits {
 // Without dropout.
 struct KeepAll {
   __device__ __forceinline__ float of(int /*i*/, float x) const { return x; }
+  __device__ __forceinline__ uint32_t of_pair(int /*i*/, uint32_t pair) const { return pair; }
 };
 
 // The bits of one batch element and head.
@@ -85,22 +94,28 @@ class Dropout {
 #pragma unroll
     for (uint32_t& word : bits.words) word = 0;
 #pragma unroll
-    for (int call = 0; call < Bits::kCalls; ++call) {
-      const uint32_t there = columns + call / 2 * 8 + call % 2;
-      // The key of the last round is 0, which leaves its XOR an operand for the OR below.
-      const PhiloxCounter x = kRowsAreQueries ? philox2x32({there, rows}, 0u - 6 * kPhiloxWeyl)
-                                              : philox2x32({rows, there}, 0u - 6 * kPhiloxWeyl);
+    for (int step = 0; step < Bits::kSteps; step += 2) {
+      uint32_t kept[2][2];  // of a column and the next one, of a key and the one 8 after it
 #pragma unroll
-      for (int high_key = 0; high_key < 2; ++high_key) {
+      for (int next = 0; next < 2; ++next) {
+        const uint32_t there = columns + step * 4 + next;
+        // The key of the last round is 0, which leaves its XOR an operand for the OR below.
+        const PhiloxCounter x = kRowsAreQueries ? philox2x32({there, rows}, 0u - 6 * kPhiloxWeyl)
+                                                : philox2x32({rows, there}, 0u - 6 * kPhiloxWeyl);
         // Both halves at once: the upper bit survives where the other 15 are no less than the
         // threshold.
-        const uint32_t kept = ((high_key == 0 ? x.c0 : x.c1) | 0x80008000u) - thresholds_;
-        const int moved = Bits::place(call, high_key);
-        bits.words[call / 8] |= kept >> moved & 0x80008000u >> moved;
+        kept[next][0] = (x.c0 | 0x80008000u) - thresholds_;
+        kept[next][1] = (x.c1 | 0x80008000u) - thresholds_;
+      }
+#pragma unroll
+      for (int high_key = 0; high_key < 2; ++high_key) {
+        const int place = step + high_key;
+        bits.words[place / 8] |= permute_bytes<0xfbd9>(kept[0][high_key], kept[1][high_key]) &
+                                 0x01010101u << place % 8;
       }
     }
 #pragma unroll
-    for (uint32_t& word : bits.words) asm("" : "+r"(word));  // or the calls' words stay apart
+    for (uint32_t& word : bits.words) asm("" : "+r"(word));  // or the steps' words stay apart
   }
   __device__ __forceinline__ void draw(KeepAll&, int, int) const {}
 

@@ -221,7 +221,9 @@ struct ForwardConsumers {
 
       const auto pack_tile = [&] {
 #pragma unroll
-        for (int i = 0; i < kKeys / 4; ++i) p[i] = pack<Traits::kMath>(s[2 * i], s[2 * i + 1]);
+        for (int i = 0; i < kKeys / 4; ++i) {
+          p[i] = kept.of_pair(2 * i, pack<Traits::kMath>(s[2 * i], s[2 * i + 1]));
+        }
       };
       // s becomes probabilities; true when o has to be rescaled.
       const auto normalize = [&] {
@@ -231,9 +233,9 @@ struct ForwardConsumers {
         // Packed at once, unless P V is still reading the p of the tile before: then s becomes p.
         const auto emit = [&](int i, float (&e)[kKeys / 2]) {
           if (Tile::kOverlap != Overlap::kNone) {
-            s[i] = kept.of(i, e[i]);
+            s[i] = e[i];
           } else if (i % 2 == 1) {
-            p[i / 2] = pack<Traits::kMath>(kept.of(i - 1, e[i - 1]), kept.of(i, e[i]));
+            p[i / 2] = kept.of_pair(i - 1, pack<Traits::kMath>(e[i - 1], e[i]));
           }
         };
         constexpr bool kSpeculates = Tile::kOverlap == Overlap::kNone;
