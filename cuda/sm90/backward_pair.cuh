@@ -190,7 +190,7 @@ struct PairConsumers {
 #pragma unroll
           for (int i = 0; i < kRows / 4; ++i) {
             if (Score::kWeightsAreProbabilities) {
-              packed[i] = pack<kMath>(kept.of(2 * i, x[2 * i]), kept.of(2 * i + 1, x[2 * i + 1]));
+              packed[i] = kept.of_pair(2 * i, pack<kMath>(x[2 * i], x[2 * i + 1]));
             }
             all ^= packed[i];
           }

@@ -128,9 +128,9 @@ class ProgramLogits {
     evaluate(first_lse, lse, s, block, common_rows, row, key, [&](int i, float p, float slope) {
       s[i] = p * slope;
       if (i % 2 == 0) {
-        even = kept.of(i, p);
+        even = p;
       } else {
-        packed[i / 2] = pack<kMath>(even, kept.of(i, p));
+        packed[i / 2] = kept.of_pair(i - 1, pack<kMath>(even, p));
       }
     });
   }

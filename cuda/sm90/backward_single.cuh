@@ -174,7 +174,7 @@ struct SingleConsumers {
 #pragma unroll
           for (int i = 0; i < kRows / 4; ++i) {
             if (Score::kWeightsAreProbabilities) {
-              p[i] = pack<kMath>(kept.of(2 * i, s[2 * i]), kept.of(2 * i + 1, s[2 * i + 1]));
+              p[i] = kept.of_pair(2 * i, pack<kMath>(s[2 * i], s[2 * i + 1]));
             }
             all ^= p[i];
           }
@@ -193,7 +193,7 @@ struct SingleConsumers {
           dp[i] = s[i] * (kept.of(i, dp[i]) - score.share_of(delta_of_row));
           if (i % 2 == 0) return;
           ds[i / 2] = pack<kMath>(dp[i - 1], dp[i]);
-          if (!kEarlyPack) p[i / 2] = pack<kMath>(kept.of(i - 1, s[i - 1]), kept.of(i, s[i]));
+          if (!kEarlyPack) p[i / 2] = kept.of_pair(i - 1, pack<kMath>(s[i - 1], s[i]));
         });
         // Two buffers: whoever passes the barrier below knows that both warpgroups are through with
         // the step before, so that a buffer is free again one step later.

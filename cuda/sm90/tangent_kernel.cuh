@@ -280,8 +280,8 @@ struct TangentConsumers {
           moment[r] += weight[j];
           if constexpr (Scores::kHasSink) total[r] += s[i + j];
         }
-        p[i / 2] = pack<kMath>(kept.of(i, s[i]), kept.of(i + 1, s[i + 1]));
-        weights[i / 2] = pack<kMath>(kept.of(i, weight[0]), kept.of(i + 1, weight[1]));
+        p[i / 2] = kept.of_pair(i, pack<kMath>(s[i], s[i + 1]));
+        weights[i / 2] = kept.of_pair(i, pack<kMath>(weight[0], weight[1]));
       }
     };
 
