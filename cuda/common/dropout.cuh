@@ -110,8 +110,8 @@ class Dropout {
 #pragma unroll
       for (int high_key = 0; high_key < 2; ++high_key) {
         const int place = step + high_key;
-        bits.words[place / 8] |= permute_bytes<0xfbd9>(kept[0][high_key], kept[1][high_key]) &
-                                 0x01010101u << place % 8;
+        bits.words[place / 8] |=
+            permute_bytes<0xfbd9>(kept[0][high_key], kept[1][high_key]) & 0x01010101u << place % 8;
       }
     }
 #pragma unroll
