@@ -122,10 +122,6 @@ struct ForwardConsumers {
     const uint64_t v_base =
         wgmma_descriptor(shared_address(smem.v[0]), Traits::kKeyPanelBytes, 1024);
     const uint32_t pin = shared_address(&smem.pin[threadIdx.x]);
-    const uint32_t column = shared_address(&smem.column[threadIdx.x]);
-    if constexpr (Scores::kDrops) {
-      store_shared_volatile(column, static_cast<uint32_t>(Fragment::column(thread)));
-    }
 
     Ring<Tile::kQStages> q_ring;
     Ring<Tile::kStages> k_ring;
@@ -267,7 +263,8 @@ struct ForwardConsumers {
       // products, where it would hold the turn, what is computed from a load.
       const auto draw = [&] {
         if constexpr (Scores::kDrops) {
-          scores.draw(kept, tile * kKeys + load_shared_volatile(column));
+          const int late_zero = load_shared_volatile(shared_address(&smem.late_zero));
+          scores.draw(kept, tile * kKeys + Fragment::column(thread) + late_zero);
           store_shared_volatile(pin, kept.all());
         }
       };
