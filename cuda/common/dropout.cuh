@@ -58,6 +58,10 @@ struct KeepBits {
     return pair & (byte(i) == 0 ? permute_bytes<0x9988>(signs, signs)
                                 : permute_bytes<0xbbaa>(signs, signs));
   }
+  __device__ __forceinline__ void keep_all() {
+#pragma unroll
+    for (uint32_t& word : words) word = ~0u;
+  }
   // Depends on all bits.
   __device__ __forceinline__ uint32_t all() const {
     uint32_t x = 0;
@@ -119,6 +123,8 @@ class Dropout {
   }
   __device__ __forceinline__ void draw(KeepAll&, int, int) const {}
 
+  // Whether any is dropped: a rate close to 0 is none.
+  __device__ __forceinline__ bool drops() const { return thresholds_ != 0; }
   // The share of probabilities that are kept.
   __device__ __forceinline__ float share() const {
     return 1.f - static_cast<float>(thresholds_ & 0xffffu) * 0x1p-15f;

@@ -259,12 +259,12 @@ struct ForwardConsumers {
           return advance(scores);
         }
       };
-      // Beside a product: ptxas cannot move below its wait what is stored, nor up between the
-      // products, where it would hold the turn, what is computed from a load.
+      // Beside a product, below whose wait ptxas cannot move what is stored. Nor across a branch,
+      // up between the products, where it would hold the turn.
       const auto draw = [&] {
         if constexpr (Scores::kDrops) {
-          const int late_zero = load_shared_volatile(shared_address(&smem.late_zero));
-          scores.draw(kept, tile * kKeys + Fragment::column(thread) + late_zero);
+          if (!scores.drops()) return kept.keep_all();
+          scores.draw(kept, tile * kKeys + Fragment::column(thread));
           store_shared_volatile(pin, kept.all());
         }
       };

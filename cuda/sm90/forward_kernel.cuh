@@ -52,7 +52,6 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
     smem.v_landed.init(1);
     smem.plans.init(Traits::kPlanReaders);
-    if constexpr (Scores::kDrops) smem.late_zero = 0;
     fence_mbarrier_init();
   }
   // Rows that belong to no head are never loaded; what is not a number there would keep the softmax

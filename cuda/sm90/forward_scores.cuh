@@ -74,6 +74,8 @@ class ProgramScores {
     for (int r = 0; r < 2; ++r) distance_[r] = static_cast<float>(row_[r] + diagonal_ - key);
   }
 
+  // Whether some are dropped.
+  __device__ __forceinline__ bool drops() const { return dropout_.drops(); }
   // Which of a tile's elements are kept; begin_keys() need not have come.
   template <class Bits>
   __device__ __forceinline__ void draw(Bits& kept, int key) const {

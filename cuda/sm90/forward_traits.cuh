@@ -161,7 +161,6 @@ struct ForwardTraits {
     Barrier v_landed;  // a tile of V that the loader edits before it announces it
     Plans plans;
     float pin[kWarpGroups * 128];
-    int late_zero;  // what is computed from it is not computed before it is read
   };
   static constexpr int kSharedBytes = sizeof(SharedMemory);
   static_assert(kSharedBytes <= 227 * 1024);

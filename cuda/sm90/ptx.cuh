@@ -357,12 +357,6 @@ __device__ __forceinline__ void store_shared_volatile(uint32_t address, uint16_t
   asm volatile("st.volatile.shared.u16 [%0], %1;" ::"r"(address), "h"(value) : "memory");
 }
 
-__device__ __forceinline__ int load_shared_volatile(uint32_t address) {
-  int value;
-  asm volatile("ld.volatile.shared.s32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
-  return value;
-}
-
 // --- global memory ------------------------------------------------------------------------------
 
 __device__ __forceinline__ void store_global(void* address, const uint32_t (&words)[4]) {
