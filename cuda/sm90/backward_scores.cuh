@@ -96,6 +96,8 @@ class ProgramLogits {
     diagonal_ = args.problem.band.bottom_right ? block.mask.kv_len() - block.mask.q_len() : 0;
   }
 
+  // Whether some are dropped.
+  __device__ __forceinline__ bool drops() const { return dropout_.drops(); }
   // Which of a tile's elements are kept.
   template <class Bits>
   __device__ __forceinline__ void draw(Bits& kept, int row, int key) const {
