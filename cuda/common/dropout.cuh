@@ -62,13 +62,6 @@ struct KeepBits {
 #pragma unroll
     for (uint32_t& word : words) word = ~0u;
   }
-  // Depends on all bits.
-  __device__ __forceinline__ uint32_t all() const {
-    uint32_t x = 0;
-#pragma unroll
-    for (const uint32_t word : words) x ^= word;
-    return x;
-  }
 };
 
 // Without dropout.

@@ -173,15 +173,7 @@ struct PairConsumers {
                                 static_cast<uint16_t>(value));
         };
         Kept<Score::kDrops, false, kRows> kept;
-        if constexpr (Score::kDrops) {
-          // ptxas moves nothing across the branch, up between the products.
-          if (score.drops()) {
-            score.draw(kept, row, first_key);
-            pin(kept.all());
-          } else {
-            kept.keep_all();
-          }
-        }
+        if constexpr (Score::kDrops) score.draw(kept, row, first_key);
         wgmma_wait<1>();
         hold(x);
         if constexpr (kValues) {

@@ -96,13 +96,12 @@ class ProgramLogits {
     diagonal_ = args.problem.band.bottom_right ? block.mask.kv_len() - block.mask.q_len() : 0;
   }
 
-  // Whether some are dropped.
-  __device__ __forceinline__ bool drops() const { return dropout_.drops(); }
-  // Which of a tile's elements are kept.
+  // Which of a tile's elements are kept. Beside products, as in the forward kernel.
   template <class Bits>
   __device__ __forceinline__ void draw(Bits& kept, int row, int key) const {
     const int thread = late_thread();
     if constexpr (kDrops) {
+      if (!dropout_.drops()) return kept.keep_all();
       dropout_.draw(kept, key + Fragment::row(thread), row + Fragment::column(thread));
     }
   }

@@ -157,15 +157,7 @@ struct SingleConsumers {
           store_shared_volatile(shared_address(&smem.pin[group * 128 + late_thread()]),
                                 static_cast<uint16_t>(value));
         };
-        if constexpr (Score::kDrops) {
-          // ptxas moves nothing across the branch, up between the products.
-          if (score.drops()) {
-            score.draw(kept, row, own_key);
-            pin(kept.all());
-          } else {
-            kept.keep_all();
-          }
-        }
+        if constexpr (Score::kDrops) score.draw(kept, row, own_key);
         wgmma_wait<1>();
         hold(s);
         uint32_t all = 0;

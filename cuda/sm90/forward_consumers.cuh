@@ -259,15 +259,7 @@ struct ForwardConsumers {
           return advance(scores);
         }
       };
-      // Beside a product, below whose wait ptxas cannot move what is stored. Nor across a branch,
-      // up between the products, where it would hold the turn.
-      const auto draw = [&] {
-        if constexpr (Scores::kDrops) {
-          if (!scores.drops()) return kept.keep_all();
-          scores.draw(kept, tile * kKeys + Fragment::column(thread));
-          store_shared_volatile(pin, kept.all());
-        }
-      };
+      const auto draw = [&] { scores.draw(kept, tile * kKeys + Fragment::column(thread)); };
       const auto rescale_output = [&] {
 #pragma unroll
         for (int i = 0; i < Tile::kValueDim / 2; ++i) {

@@ -74,12 +74,15 @@ class ProgramScores {
     for (int r = 0; r < 2; ++r) distance_[r] = static_cast<float>(row_[r] + diagonal_ - key);
   }
 
-  // Whether some are dropped.
-  __device__ __forceinline__ bool drops() const { return dropout_.drops(); }
-  // Which of a tile's elements are kept; begin_keys() need not have come.
+  // Which of a tile's elements are kept; begin_keys() need not have come. Belongs beside products.
+  // Out of a branch ptxas moves no arithmetic: neither up between the products, where it would hold
+  // the warpgroup's turn, nor below their wait.
   template <class Bits>
   __device__ __forceinline__ void draw(Bits& kept, int key) const {
-    if constexpr (kDrops) dropout_.draw(kept, row_[0], key);
+    if constexpr (kDrops) {
+      if (!dropout_.drops()) return kept.keep_all();
+      dropout_.draw(kept, row_[0], key);
+    }
   }
   // What the output is multiplied with for what is dropped.
   __device__ __forceinline__ float kept_scale() const { return rcp_approx(dropout_.share()); }

@@ -349,10 +349,6 @@ __device__ __forceinline__ void store_shared_volatile(uint32_t address, float va
   asm volatile("st.volatile.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
 }
 
-__device__ __forceinline__ void store_shared_volatile(uint32_t address, uint32_t value) {
-  asm volatile("st.volatile.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
-}
-
 __device__ __forceinline__ void store_shared_volatile(uint32_t address, uint16_t value) {
   asm volatile("st.volatile.shared.u16 [%0], %1;" ::"r"(address), "h"(value) : "memory");
 }
