@@ -29,14 +29,16 @@ void draw(const uint32_t* parameters, int batch, int head, int first_row, int fi
           float* kept) {
   const jaxflash::Dropout dropout(parameters, batch, head);
   for (int lane = 0; lane < 32; ++lane) {
-    jaxflash::KeepBits<kRowsAreQueries, kColumns> bits;
+    jaxflash::KeepBits<kRowsAreQueries, kColumns> bits, all;
+    all.keep_all();
     const int row = lane / 4, column = lane % 4 * 2;
     dropout.draw(bits, first_row + row, first_column + column);
     for (int i = 0; i < kColumns / 2; ++i) {
       const int r = row + i / 2 % 2 * 8, c = column + i / 4 * 8 + i % 2;
       const uint32_t half = bits.of_pair(i / 2 * 2, ~0u) >> i % 2 * 16 & 0xffff;
       const float one = bits.of(i, 1.f);
-      kept[r * kColumns + c] = half == (one == 1.f ? 0xffff : 0) ? one : NAN;
+      const bool agree = half == (one == 1.f ? 0xffff : 0) && all.of(i, 1.f) == 1.f;
+      kept[r * kColumns + c] = agree && (one == 1.f || dropout.drops()) ? one : NAN;
     }
   }
 }
