@@ -31,7 +31,7 @@ struct ProgramKernel {
 // What the choice of a tile for a score program depends on.
 struct ProgramTraits {
   bool unit_slope;
-  bool ranges;       // the mask is one of ranges
+  bool ranges;       // the mask is one of ranges alone: segments, packed sequences
   bool one_sided;    // its band limits one side only
   bool paged;        // keys and values lie in pages
   bool one_unit;     // the queries of a kv head fill no more than one unit

@@ -57,22 +57,30 @@ enum class MaskKind : int32_t {
   kBand = 0,      // Band
   kRanges = 1,    // Band, and Ranges without ids
   kSegments = 2,  // Band, and Ranges with ids
+  // The same two with a score program that hides something, which the Ranges know.
+  kProgramRanges = 3,
+  kProgramSegments = 4,
 };
+
+inline constexpr bool is_of_program(MaskKind kind) {
+  return kind == MaskKind::kProgramRanges || kind == MaskKind::kProgramSegments;
+}
 
 // Rows (keys) whose intervals are summarised together.
 inline constexpr int kRangeBlock = 64;
 
 // Of each row the interval of keys that it sees, and of each key that of its rows: pairs (begin,
-// end), 8-byte aligned. Of each block the hull of the intervals, and what all of them share:
-// (begin, end, begin, end), 16-byte aligned. Empty intervals count in what is shared alone.
+// end), 8-byte aligned. Of each block of them three intervals: the hull, what all of it see, and a
+// gap that none of it sees. Rows and keys that see nothing count in what all see alone.
 struct Ranges {
   const int32_t* keys_of_row;  // (prod B, T, 2)
   const int32_t* rows_of_key;  // (prod B, S, 2)
-  const int32_t* row_blocks;   // (prod B, ceil(T / kRangeBlock), 4)
-  const int32_t* key_blocks;   // (prod B, ceil(S / kRangeBlock), 4)
+  const int32_t* row_blocks;   // (prod B, ceil(T / kRangeBlock), 3, 2)
+  const int32_t* key_blocks;   // (prod B, ceil(S / kRangeBlock), 3, 2)
   const int32_t* seen_keys;    // (prod B, 2), the hull of all rows' intervals
   const int32_t* q_ids;        // (prod B, T), or nullptr: all see each other
   const int32_t* kv_ids;       // (prod B, S)
+  bool of_program;             // is_of_program() of their kind
 };
 
 struct Problem {

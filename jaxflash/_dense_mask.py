@@ -52,16 +52,38 @@ def _place(i):
     return first + further
 
 
-def hulls(mask, pass_: Pass, q_len, kv_len):
-    """Intervals (begin, end) that hold the keys of each row, (..., #N, q_len, 2), and the rows of
-    each key, (..., #N, kv_len, 2); (0, 0) where there are none. Where elements are in words, words
-    are what is held."""
-    axis = packed_axis(mask, pass_)
-    visible = words(mask, pass_).astype(jnp.bool_)
-    rows, keys = (_BITS if axis == i else 1 for i in (1, 2))
-    keys_of_row = _hulls(visible, -1, kv_len, keys)
-    rows_of_key = _hulls(visible, -2, q_len, rows)
-    return _spread(keys_of_row, q_len, rows), _spread(rows_of_key, kv_len, keys)
+def blocks(mask, pass_: Pass, size: int):
+    """Of blocks of `size` rows and as many keys, a multiple of 32: which are visible as a whole,
+    and which hidden. (..., #N, #ceil(T / size), #ceil(S / size)) each."""
+    packed = packed_axis(mask, pass_)
+    x = words(mask, pass_)
+    # Elements behind the end are hidden in words, elsewhere they are what the others are.
+    whole = x if packed is None else x == np.uint32(0xFFFFFFFF)
+    empty = ~x if packed is None else x == np.uint32(0)
+    for axis in (1, 2):
+        if mask.shape[axis - 3] > 1:
+            count = size // (_BITS if axis == packed else 1)
+            whole, empty = (all_of_groups(x, axis - 3, count) for x in (whole, empty))
+    return whole, empty
+
+
+def all_of_groups(x, axis: int, size: int):
+    """Whether all of `size` neighbours along an axis are true; the last ones may be fewer."""
+    return jnp.all(_in_groups(x, axis, size, True), axis=axis)
+
+
+def any_of_groups(x, axis: int, size: int):
+    """Whether one of them is."""
+    return jnp.any(_in_groups(x, axis, size, False), axis=axis)
+
+
+def _in_groups(x, axis: int, size: int, padding: bool):
+    """Groups come before `axis`, which is counted from the end, and takes what is in them."""
+    count = -(-x.shape[axis] // size)
+    before, after = x.shape[:axis], x.shape[x.ndim + axis + 1 :]
+    amounts = [(0, 0)] * x.ndim
+    amounts[axis] = (0, size * count - x.shape[axis])
+    return jnp.pad(x, amounts, constant_values=padding).reshape(*before, count, size, *after)
 
 
 def seeing_rows(mask, pass_: Pass):
@@ -109,21 +131,3 @@ def _unpack(x):
     numbers = jax.lax.broadcasted_iota(jnp.uint32, (*x.shape, _BITS), x.ndim)
     bits = (x[..., None] >> _place(numbers)) & np.uint32(1)
     return (bits != 0).reshape(*x.shape[:-1], -1)
-
-
-def _hulls(visible, axis: int, length, unit: int):
-    """Along an axis of units; another size than theirs is 1, for as many times the same."""
-    if visible.shape[axis] != -(-length // unit):
-        end = jnp.where(visible, jnp.int32(length), 0)
-        return jnp.squeeze(jnp.stack((jnp.zeros_like(end), end), axis=-1), axis - 1)
-    number = jax.lax.broadcasted_iota(jnp.int32, visible.shape, visible.ndim + axis)
-    begin = jnp.min(jnp.where(visible, number, visible.shape[axis]), axis=axis) * unit
-    end = jnp.minimum(jnp.max(jnp.where(visible, number + 1, 0), axis=axis) * unit, length)
-    return jnp.stack((jnp.where(end > 0, begin, 0), end), axis=-1)
-
-
-def _spread(intervals, length, unit: int):
-    """Those of units for their elements, or of one for all."""
-    if intervals.shape[-2] == 1 and unit == 1:
-        return jnp.broadcast_to(intervals, (*intervals.shape[:-2], length, 2))
-    return jnp.repeat(intervals, unit, axis=-2)[..., :length, :]

@@ -71,7 +71,7 @@ def attention(spec: AttentionSpec, path: Path, operands: Operands):
     # nothing in a compiled program.
     operands = with_scaled_query(jax.tree.map(jnp.copy, operands))
     alike = _sharding.alike(spec, operands)
-    results: Any = _attention(spec, path, _plan.with_hulls(spec, alike))
+    results: Any = _attention(spec, path, _plan.with_plan(spec, alike))
     return _sharding.as_of_query(operands.query, *results)
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,9 @@ from jaxflash._kernel_program import KernelGradients, KernelProgram
 from jaxflash._spec import AttentionSpec, Operands
 
 # The names are part of exported programs: a changed contract gets a new number.
-FORWARD_TARGET = "jaxflash_forward_v2"
-BACKWARD_TARGET = "jaxflash_backward_v2"
-TANGENT_TARGET = "jaxflash_tangent_v1"
+FORWARD_TARGET = "jaxflash_forward_v3"
+BACKWARD_TARGET = "jaxflash_backward_v3"
+TANGENT_TARGET = "jaxflash_tangent_v2"
 PAGED_TARGET = "jaxflash_paged_v1"
 _STATE_TYPE = "jaxflash_program_v2"
 
@@ -34,8 +34,8 @@ _WORKSPACE_ROWS = 128
 _RANGES = (
     ("t", "cpair"),
     ("s", "cpair"),
-    ("crowblock", "cfour"),
-    ("ckeyblock", "cfour"),
+    ("crowblock", "csix"),
+    ("ckeyblock", "csix"),
     ("cpair",),
 )
 
@@ -64,19 +64,21 @@ def _register() -> None:
 _register()
 
 
-# cuda/problem.h: MaskKind, by the axes of the arrays of ranges: t and s lengths, the others of
-# their own.
-_MASK_KINDS: dict[tuple[tuple[str, ...], ...], int] = {
-    (): 0,
-    _RANGES: 1,
-    (*_RANGES, ("t",), ("s",)): 2,
-}
+class MaskKind(NamedTuple):
+    """cuda/problem.h: MaskKind, with the axes of its arrays of ranges: t and s lengths, the others
+    of their own."""
 
+    number: int = 0
+    axes: tuple[tuple[str, ...], ...] = ()
 
-def kind_of(ranges: _ranges.Ranges | None) -> tuple[tuple[str, ...], ...]:
-    if ranges is None:
-        return ()
-    return _RANGES if ranges.query_ids is None else (*_RANGES, ("t",), ("s",))
+    @classmethod
+    def of(cls, ranges: _ranges.Ranges | None, is_of_program: bool) -> MaskKind:
+        """`is_of_program`: whether a score program hides something, which the ranges know."""
+        if ranges is None:
+            return cls()
+        has_ids = ranges.query_ids is not None
+        axes = (*_RANGES, ("t",), ("s",)) if has_ids else _RANGES
+        return cls(1 + has_ids + 2 * is_of_program, axes)
 
 
 class Lengths(tuple):
@@ -92,7 +94,7 @@ class Lengths(tuple):
         )
 
 
-def _attributes(spec: AttentionSpec, lengths: Lengths, ranges: tuple) -> dict:
+def _attributes(spec: AttentionSpec, lengths: Lengths, mask: MaskKind) -> dict:
     return dict(
         scale=np.float32(spec.scale),
         left=np.int64(_UNLIMITED if spec.left is None else min(spec.left, _UNLIMITED)),
@@ -101,7 +103,7 @@ def _attributes(spec: AttentionSpec, lengths: Lengths, ranges: tuple) -> dict:
         highest_precision=np.bool_(spec.highest_precision),
         has_q_lengths=np.bool_(lengths[0]),
         has_kv_lengths=np.bool_(lengths[1]),
-        mask=np.int64(_MASK_KINDS[ranges]),
+        mask=np.int64(mask.number),
     )
 
 
@@ -150,7 +152,7 @@ class Pass:
         spec: AttentionSpec,
         lengths: Lengths,
         program: KernelProgram | None,
-        ranges: tuple[tuple[str, ...], ...],
+        mask: MaskKind,
         operand_axes: tuple[Sequence[str], ...],
         dense: tuple[bool, ...],
         unbatched: frozenset[int] = frozenset(),
@@ -158,7 +160,7 @@ class Pass:
         self.spec = spec
         self.lengths = lengths
         self.program = program
-        self.ranges = ranges
+        self.mask = mask
         self.operand_axes, self.dense = operand_axes, dense
         self.unbatched = unbatched
         if program is not None:
@@ -167,11 +169,11 @@ class Pass:
                 tuple(f"c{i}x{axis}" for axis in range(rank))
                 for i, rank in enumerate(program.capture_ranks)
             )
-            self.operand_axes = (*operand_axes, "", "n", *captures, *ranges)
+            self.operand_axes = (*operand_axes, "", "n", *captures, *mask.axes)
             self.dense = (
                 *dense,
                 *(False,) * (2 + len(program.capture_ranks)),
-                *(True,) * len(ranges),
+                *(True,) * len(mask.axes),
             )
 
     def call(self, *operands):
@@ -185,7 +187,7 @@ class Pass:
         return type(self) is type(other) and self._static() == other._static()
 
     def _static(self) -> tuple:
-        return self.spec, self.lengths, self.program, self.ranges
+        return self.spec, self.lengths, self.program, self.mask
 
     def full_sums(self, batch_rank: int) -> tuple[tuple[bool, ...], ...]:
         """`result_sums` for all batch axes: those that `vmap` has added are not summed over."""
@@ -227,11 +229,11 @@ class Pass:
 
 
 class Forward(Pass):
-    def __init__(self, spec, lengths, program, ranges):
+    def __init__(self, spec, lengths, program, mask):
         num_lengths = sum(lengths)
         axes = ("tnh", "skh", "skv", *("",) * num_lengths)
         dense = (False,) * 3 + (True,) * num_lengths
-        super().__init__(spec, lengths, program, ranges, axes, dense)
+        super().__init__(spec, lengths, program, mask, axes, dense)
         self.result_axes = ("tnv", "tn")
         self.result_sums = ((), ())
 
@@ -244,7 +246,7 @@ class Forward(Pass):
         )
         out, lse, _ = jax.ffi.ffi_call(FORWARD_TARGET, results)(
             *operands,
-            problem=_attributes(self.spec, self.lengths, self.ranges),
+            problem=_attributes(self.spec, self.lengths, self.mask),
             **_program_attributes(self.program, query, value),
         )
         return out, lse
@@ -255,7 +257,7 @@ class Forward(Pass):
         q_len, q_heads, head_dim = query.shape[-3:]
         kv_len, kv_heads, value_dim = value.shape[-3:]
         batch = math.prod(self.full_batch(operands))
-        sides = _attributes(self.spec, self.lengths, self.ranges)
+        sides = _attributes(self.spec, self.lengths, self.mask)
 
         # Where a size is symbolic, what is enough for every value: one sequence needs as much as
         # any number, all rows of a tile are in use from 64 or, without groups, 128 queries on.
@@ -279,10 +281,10 @@ class Forward(Pass):
 
 
 class Tangent(Pass):
-    def __init__(self, spec, lengths, program, ranges):
+    def __init__(self, spec, lengths, program, mask):
         axes = ("tnh", "skh", "skv", "tnh", "skh", "skv", "tnv", "tn", *("",) * sum(lengths))
         dense = (False,) * 7 + (True,) * (len(axes) - 7)
-        super().__init__(spec, lengths, program, ranges, axes, dense)
+        super().__init__(spec, lengths, program, mask, axes, dense)
         self.result_axes = ("tnv", "tn")
         self.result_sums = ((), ())
 
@@ -290,7 +292,7 @@ class Tangent(Pass):
         query, _, value = operands[:3]
         return jax.ffi.ffi_call(TANGENT_TARGET, self.result_of_rows(operands, value))(
             *operands,
-            problem=_attributes(self.spec, self.lengths, self.ranges),
+            problem=_attributes(self.spec, self.lengths, self.mask),
             **_program_attributes(self.program, query, value),
         )
 
@@ -299,9 +301,8 @@ class PagedForward(Forward):
     def __init__(self, spec, program):
         pool = ("cpage", "cslot", "k")
         axes = ("tnh", (*pool, "h"), (*pool, "v"), ("ctable",), "")
-        Pass.__init__(
-            self, spec, Lengths(False, True), program, (), axes, (True,) * 5, frozenset((1, 2))
-        )
+        lengths, dense, unbatched = Lengths(False, True), (True,) * 5, frozenset((1, 2))
+        Pass.__init__(self, spec, lengths, program, MaskKind(), axes, dense, unbatched)
         self.result_axes = ("tnv", "tn")
         self.result_sums = ((), ())
 
@@ -319,7 +320,7 @@ class PagedForward(Forward):
         )
         out, lse, _ = jax.ffi.ffi_call(PAGED_TARGET, results)(
             *operands,
-            problem=_attributes(self.spec, self.lengths, self.ranges),
+            problem=_attributes(self.spec, self.lengths, self.mask),
             **_program_attributes(self.program, query, value_pages),
             one_unit=np.bool_(one_unit),
         )
@@ -332,7 +333,7 @@ class Backward(Pass):
         spec,
         lengths,
         program,
-        ranges,
+        mask,
         has_dlse: bool,
         gradients: KernelGradients | None,
         summed: tuple[tuple[bool, ...], ...],
@@ -343,7 +344,7 @@ class Backward(Pass):
         if has_dlse:
             axes = (*axes, "tn")
         dense = (False,) * 5 + (True,) * (len(axes) - 5)
-        super().__init__(spec, lengths, program, ranges, axes, dense)
+        super().__init__(spec, lengths, program, mask, axes, dense)
         self.has_dlse = has_dlse
         self.gradients = gradients
         # The operands whose gradients the further results are.
@@ -381,7 +382,7 @@ class Backward(Pass):
         )
         dq, dk, dv, _, *more = jax.ffi.ffi_call(BACKWARD_TARGET, results)(
             *operands,
-            problem=_attributes(self.spec, self.lengths, self.ranges),
+            problem=_attributes(self.spec, self.lengths, self.mask),
             **_program_attributes(self.program, query, value),
             has_dlse=np.bool_(self.has_dlse),
             deterministic=np.bool_(self.spec.deterministic_backward),

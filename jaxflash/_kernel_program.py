@@ -88,9 +88,10 @@ def tangents(spec: AttentionSpec, operands: Operands, moving: Sequence[int]) -> 
 def _program(
     spec: AttentionSpec, operands: Operands, pass_: Pass, moving: tuple[int, ...] = ()
 ) -> KernelProgram:
-    program = _with_mask(spec, operands, pass_)
+    program, predicates = _parts(spec, operands, pass_)
     drops = spec.dropout_rate > 0.0
-    shapes = [t.shape for t in program.capture_types]
+    types = [t for x in (program, *predicates) for t in x.capture_types]
+    shapes = [t.shape for t in types]
     ranks = (
         *map(len, shapes),
         *(len(shapes[i]) for i in moving),
@@ -106,10 +107,10 @@ def _program(
         raise NotPrintable(
             f"has a sink of dtype {sink_dtype}; allowed are {', '.join(_printer.CAPTURE_DTYPES)}"
         )
-    paired = _paired(program, operands) if pass_ == "forward" else ()
+    paired = _paired(types, operands) if pass_ == "forward" else ()
     paired += tuple(len(shapes) + j for j, i in enumerate(moving) if i in paired)
     is_difference = _distance_is_difference(spec, operands)
-    printed = _printed(program, is_difference, sink_dtype, drops, paired, moving)
+    printed = _printed(program, predicates, is_difference, sink_dtype, drops, paired, moving)
     if isinstance(printed, NotPrintable):
         raise printed
     return KernelProgram(printed.source, printed.unit_slope, printed.exact_length, ranks)
@@ -126,20 +127,25 @@ def gradients(
     """
     if spec.program is None:
         return None
-    program = _with_mask(spec, operands, "backward")
+    program, predicates = _parts(spec, operands, "backward")
     dropout = None
     if spec.dropout_rate > 0.0:
-        dropout = len(program.capture_types) + (operands.sink is not None)
+        captures = sum(len(x.capture_types) for x in (program, *predicates))
+        dropout = captures + (operands.sink is not None)
     lengths = (operands.query.shape[-3], operands.key.shape[-3])
     is_difference = _distance_is_difference(spec, operands)
-    printed = _printed_gradients(program, tuple(wanted), lengths, is_difference, dropout)
+    printed = _printed_gradients(
+        program, predicates, tuple(wanted), lengths, is_difference, dropout
+    )
     if isinstance(printed, NotPrintable):
         raise printed
     return KernelGradients(printed.source, printed.loads) if printed.loads else None
 
 
-def _with_mask(spec: AttentionSpec, operands: Operands, pass_: Pass) -> _scores.Program:
-    program = _identity() if spec.program is None else spec.program
+def _parts(
+    spec: AttentionSpec, operands: Operands, pass_: Pass
+) -> tuple[_scores.Program, tuple[_scores.Program, ...]]:
+    """The score program, and the predicates of masks."""
     predicates = []
     if operands.mask is not None:
         mask = jax.eval_shape(lambda o: _mask(o, pass_), operands)
@@ -149,15 +155,15 @@ def _with_mask(spec: AttentionSpec, operands: Operands, pass_: Pass) -> _scores.
         predicates.append(_scores.dense_predicate(axes, own, packed))
     if spec.predicate is not None:
         predicates.append(spec.predicate)
-    return _scores.masked(program, *predicates) if predicates else program
+    return _identity() if spec.program is None else spec.program, tuple(predicates)
 
 
-def _paired(program: _scores.Program, operands: Operands) -> tuple[int, ...]:
+def _paired(capture_types: Sequence[Any], operands: Operands) -> tuple[int, ...]:
     """Captures that may have an element for each key, of which neighbours can be loaded at once."""
     kv_len = operands.key.shape[-3]
     if not isinstance(kv_len, int) or kv_len % 2:
         return ()
-    types = enumerate(program.capture_types)
+    types = enumerate(capture_types)
     return tuple(i for i, t in types if t.shape and t.shape[-1] == kv_len)
 
 
@@ -191,6 +197,7 @@ def _mask(operands: Operands, pass_: Pass):
 @functools.lru_cache(maxsize=256)
 def _printed(
     program: _scores.Program,
+    predicates: tuple[_scores.Program, ...],
     distance_is_difference: bool,
     sink_dtype: str | None,
     drops: bool,
@@ -200,6 +207,7 @@ def _printed(
     try:
         return _printer.print_cuda(
             program,
+            predicates,
             distance_is_difference=distance_is_difference,
             sink_dtype=sink_dtype,
             drops=drops,
@@ -213,6 +221,7 @@ def _printed(
 @functools.lru_cache(maxsize=256)
 def _printed_gradients(
     program: _scores.Program,
+    predicates: tuple[_scores.Program, ...],
     captures: tuple[int, ...],
     lengths: tuple[Any, Any],
     distance_is_difference: bool,
@@ -222,6 +231,7 @@ def _printed_gradients(
         return _printer.print_gradients(
             program,
             captures,
+            predicates,
             lengths=lengths,
             distance_is_difference=distance_is_difference,
             dropout=dropout,

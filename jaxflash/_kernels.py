@@ -22,7 +22,10 @@ def forward(spec: AttentionSpec, program: KernelProgram | None, operands: Operan
     operands = _without_unseen(operands, "forward", values_only=True)
     ranges = _ranges.of_call(spec, operands, "forward")
     kernel = _ffi.Forward(
-        _banded(spec, operands), _ffi.Lengths.of(operands), program, _ffi.kind_of(ranges)
+        _banded(spec, operands),
+        _ffi.Lengths.of(operands),
+        program,
+        _mask_kind(spec, operands, ranges),
     )
     return _partition.mapped(kernel)(
         operands.query,
@@ -70,7 +73,7 @@ def backward(
         _banded(spec, operands),
         _ffi.Lengths.of(operands),
         program,
-        _ffi.kind_of(ranges),
+        _mask_kind(spec, operands, ranges),
         dlse is not None,
         gradients,
         tuple(tuple(n == 1 for n in operands.captures[i].shape[:batch_rank]) for i in captures),
@@ -113,7 +116,10 @@ def tangent(
     moved = _without_unseen(of_tangents, "forward")[:3]
     ranges = _ranges.of_call(spec, operands, "forward")
     kernel = _ffi.Tangent(
-        _banded(spec, operands), _ffi.Lengths.of(operands), program, _ffi.kind_of(ranges)
+        _banded(spec, operands),
+        _ffi.Lengths.of(operands),
+        program,
+        _mask_kind(spec, operands, ranges),
     )
     return _partition.mapped(kernel)(
         operands.query,
@@ -150,6 +156,13 @@ def _banded(spec: AttentionSpec, operands: Operands) -> AttentionSpec:
     if operands.query_boundaries is None:
         return spec
     return dataclasses.replace(spec, left=None, right=None)
+
+
+def _mask_kind(
+    spec: AttentionSpec, operands: Operands, ranges: _ranges.Ranges | None
+) -> _ffi.MaskKind:
+    has_predicate = operands.mask is not None or spec.predicate is not None
+    return _ffi.MaskKind.of(ranges, has_predicate)
 
 
 def _given(*optional) -> list[Any]:

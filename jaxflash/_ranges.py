@@ -20,7 +20,7 @@ from jaxflash._dense_mask import Pass
 from jaxflash._spec import AttentionSpec, Operands
 
 # cuda/problem.h: kRangeBlock, kMaxLength.
-_BLOCK = 64
+BLOCK = 64
 _FAR = 1 << 30
 
 
@@ -29,29 +29,26 @@ class Ranges(NamedTuple):
 
     keys_of_row: Any  # (*B, T, 2)
     rows_of_key: Any  # (*B, S, 2)
-    row_blocks: Any  # (*B, ceil(T / 64), 4), hull and common part of the intervals of 64 rows
-    key_blocks: Any  # (*B, ceil(S / 64), 4), likewise of 64 keys
+    row_blocks: Any  # (*B, ceil(T / 64), 6), of 64 rows: hull, what all of them see, a gap
+    key_blocks: Any  # (*B, ceil(S / 64), 6), likewise of 64 keys
     seen_keys: Any  # (*B, 2), the hull of all rows
     query_ids: Any = None  # (*B, T); with ids, equal ones see each other
     key_ids: Any = None  # (*B, S)
 
 
 def of_call(spec: AttentionSpec, operands: Operands, pass_: Pass) -> Ranges | None:
-    """Those of a call's segments or packed sequences, and of what its predicate shows; without
-    segments also of its dense mask; or None. In packed ones the band of the spec (causal, window)
-    is part of the intervals."""
+    """Those of a call's segments or packed sequences, and of what its predicate and its dense mask
+    show; or None. In packed ones the band of the spec (causal, window) is part of the intervals."""
     if 0 in (*operands.query.shape, *operands.key.shape):
         return None  # nothing to see
-    hulls = _of_predicate(operands)
+    shown = _of_predicate(operands) + _of_dense_mask(operands, pass_)
     if operands.query_segment_ids is None:
-        if operands.mask is not None:
-            hulls = (*hulls, _dense_mask.hulls(operands.mask, pass_, *_lengths(operands)))
-        return _of_hulls(operands, hulls) if hulls else None
+        return _of_hulls(operands, shown) if shown else None
     arrays = [operands.query_segment_ids, operands.key_segment_ids]
     if operands.query_boundaries is None:
         for_one = _of_segments
-        if hulls:
-            arrays += _of_batch(operands, hulls)
+        if shown:
+            arrays += _of_batch(operands, shown)
     else:
         for_one = functools.partial(_of_packed, spec)
         arrays += [
@@ -69,34 +66,101 @@ def _lengths(operands: Operands):
     return operands.query.shape[-3], operands.key.shape[-3]
 
 
-# Pairs of intervals of keys for each row, (*#B, #N, T, 2), and of rows for each key.
-_Hulls = tuple[tuple[Any, Any], ...]
+class _Shown(NamedTuple):
+    """What a mask shows."""
+
+    keys_of_row: Any  # (*#B, #N, T, 2), hulls of the keys of each row
+    rows_of_key: Any  # (*#B, #N, S, 2)
+    keys_inside: Any  # (*#B, #N, ceil(T / 64), 4), of keys that all and none of 64 rows see
+    rows_inside: Any  # (*#B, #N, ceil(S / 64), 4)
 
 
-def _of_predicate(operands: Operands) -> _Hulls:
+def _of_predicate(operands: Operands) -> tuple[_Shown, ...]:
     if operands.rows_hull is None:
         return ()
-    return ((operands.rows_hull, operands.keys_hull),)
+    found = operands.rows_hull, operands.keys_hull, operands.rows_inside, operands.keys_inside
+    return (_Shown(*found),)
 
 
-def _of_batch(operands: Operands, hulls: _Hulls) -> list[Any]:
-    """What all of some hulls share, of all heads together: (*B, T, 2) and (*B, S, 2), since the
-    kernels read ranges of every batch element."""
+def _of_dense_mask(operands: Operands, pass_: Pass) -> tuple[_Shown, ...]:
+    mask = operands.mask
+    if mask is None:
+        return ()
+    seeing = _dense_mask.seeing_rows(mask, pass_), _dense_mask.seen_keys(mask, pass_)[..., None, :]
+    blocks = _dense_mask.blocks(mask, pass_, BLOCK)
+    return (of_blocks(*blocks, *seeing, *_lengths(operands)),)
+
+
+def of_blocks(whole, empty, row_sees, key_is_seen, q_len, kv_len):
+    """What a mask shows, as intervals, those of `_Shown`.
+
+    Args:
+        whole: which blocks of 64 rows and 64 keys are visible as a whole, each of the last two axes
+            of full extent or 1, for all.
+        empty: which are hidden, likewise.
+        row_sees: which rows see a key, (..., q_len) or (..., 1).
+        key_is_seen: which keys are seen, (..., kv_len) or (..., 1).
+        q_len: number of rows.
+        kv_len: number of keys.
+    """
+    rows, keys_inside = _of_blocks(whole, empty, row_sees, q_len, kv_len)
+    keys, rows_inside = _of_blocks(whole.mT, empty.mT, key_is_seen, kv_len, q_len)
+    return _Shown(rows, keys, keys_inside, rows_inside)
+
+
+def _of_blocks(whole, empty, sees, length, other_length):
+    """(hulls of what each row sees, what lies inside them for blocks of rows)."""
+    count, other_count = (-(-n // BLOCK) for n in (length, other_length))
+    axis = whole.ndim - 1
+    number = jax.lax.broadcasted_iota(jnp.int32, whole.shape, axis)
+    unit = BLOCK if whole.shape[-1] == other_count else other_length
+
+    def interval(begin, end):
+        return begin * unit, jnp.minimum(end * unit, other_length)
+
+    def longest_run(x):
+        # Up to each block, those since the last one that is none.
+        run = number - jax.lax.cummax(jnp.where(x, -1, number), axis=axis)
+        longest = jnp.max(run, axis=-1)
+        end = jnp.max(jnp.where(run == longest[..., None], number + 1, 0), axis=-1)
+        return interval(end - longest, end)
+
+    first = jnp.min(jnp.where(empty, other_count, number), axis=-1)
+    last = jnp.max(jnp.where(empty, -1, number), axis=-1)
+    hull = jnp.stack(interval(first, last + 1), axis=-1)
+    hull = jnp.broadcast_to(hull, (*hull.shape[:-2], count, 2))
+    hull = jnp.repeat(hull, BLOCK, axis=-2)[..., :length, :]
+
+    gap = longest_run(empty & (first[..., None] < number) & (number < last[..., None]))
+    # Rows that see nothing are no obstacle to a gap of those beside them.
+    gap = jnp.where(last < 0, 0, gap[0]), jnp.where(last < 0, _FAR, gap[1])
+    inside = jnp.stack((*longest_run(whole), *gap), axis=-1)
+    inside = jnp.broadcast_to(inside, (*inside.shape[:-2], count, 4))
+    return jnp.where(sees[..., None], hull, 0), inside
+
+
+def _of_batch(operands: Operands, shown: tuple[_Shown, ...]) -> list[Any]:
+    """What all of some masks show, of all heads together, without that axis: since the kernels read
+    ranges of every batch element."""
     batch = operands.query.shape[:-3]
-    met = (functools.reduce(_met, of) for of in zip(*hulls, strict=True))
-    joined = (_joined(x, axis=-3) for x in met)
-    return [jnp.broadcast_to(x, (*batch, *x.shape[-2:])) for x in joined]
+    *hulls, keys_inside, rows_inside = zip(*shown, strict=True)
+    hulls = [_joined(functools.reduce(_met, of), axis=-3) for of in hulls]
+    insides = [
+        _common_inside(functools.reduce(_met_inside, of), axis=-3)
+        for of in (keys_inside, rows_inside)
+    ]
+    return [jnp.broadcast_to(x, (*batch, *x.shape[-2:])) for x in (*hulls, *insides)]
 
 
-def _of_hulls(operands: Operands, hulls: _Hulls) -> Ranges:
+def _of_hulls(operands: Operands, shown: tuple[_Shown, ...]) -> Ranges:
     solid = jnp.ones((), jnp.bool_)
 
-    def for_one(keys, rows):
-        return _summarised(keys, solid, rows, solid)
+    def for_one(keys, rows, *inside):
+        return _summarised(keys, solid, rows, solid, inside)
 
     for _ in operands.query.shape[:-3]:
         for_one = jax.vmap(for_one)
-    return for_one(*_of_batch(operands, hulls))
+    return for_one(*_of_batch(operands, shown))
 
 
 def _met(intervals, others):
@@ -105,6 +169,20 @@ def _met(intervals, others):
     end = jnp.minimum(intervals[..., 1], others[..., 1])
     shares = begin < end
     return jnp.stack((jnp.where(shares, begin, 0), jnp.where(shares, end, 0)), axis=-1)
+
+
+def _met_inside(inside, others):
+    """What two masks together show to all, and the longer of their gaps."""
+    (whole, gap), (other_whole, other_gap) = (jnp.split(x, 2, axis=-1) for x in (inside, others))
+    is_longer = gap[..., 1:] - gap[..., :1] >= other_gap[..., 1:] - other_gap[..., :1]
+    gap = jnp.where(is_longer, gap, other_gap)
+    return jnp.concatenate((_met(whole, other_whole), gap), axis=-1)
+
+
+def _common_inside(inside, axis: int):
+    """What both intervals of several heads share."""
+    begin, end = jnp.max(inside[..., ::2], axis=axis), jnp.min(inside[..., 1::2], axis=axis)
+    return jnp.stack((begin, end), axis=-1).reshape(*begin.shape[:-1], 4)
 
 
 def _joined(intervals, axis: int):
@@ -116,7 +194,7 @@ def _joined(intervals, axis: int):
     return jnp.stack((jnp.where(last > 0, first, 0), last), axis=-1)
 
 
-def _of_segments(query_ids, key_ids, keys_hull=None, rows_hull=None) -> Ranges:
+def _of_segments(query_ids, key_ids, keys_hull=None, rows_hull=None, *inside) -> Ranges:
     keys, keys_solid = _matches(query_ids, key_ids)
     rows, rows_solid = _matches(key_ids, query_ids)
     # Ids of 64 bits as their rank among the keys: -1 for those that no key has.
@@ -126,7 +204,7 @@ def _of_segments(query_ids, key_ids, keys_hull=None, rows_hull=None) -> Ranges:
         query_ids = jnp.where(keys[:, 0] < keys[:, 1], ranks, -1)
     if keys_hull is not None:
         keys, rows = _met(keys, keys_hull), _met(rows, rows_hull)
-    return _summarised(keys, keys_solid, rows, rows_solid, query_ids, key_ids)
+    return _summarised(keys, keys_solid, rows, rows_solid, inside, query_ids, key_ids)
 
 
 def _matches(ids, others):
@@ -183,8 +261,12 @@ def _within(ids, boundaries, positions, before: int, after: int, length: int):
     return jnp.stack((jnp.where(sees, begin, 0), jnp.where(sees, end, 0)), axis=-1)
 
 
-def _summarised(keys, keys_solid, rows, rows_solid, query_ids=None, key_ids=None) -> Ranges:
+def _summarised(
+    keys, keys_solid, rows, rows_solid, inside=(), query_ids=None, key_ids=None
+) -> Ranges:
     row_blocks, key_blocks = _blocks(keys, keys_solid), _blocks(rows, rows_solid)
+    inside = inside or (None, None)
+    row_blocks, key_blocks = map(_with_inside, (row_blocks, key_blocks), inside)
     seen = jnp.stack((jnp.min(row_blocks[:, 0]), jnp.max(row_blocks[:, 1])))
     return Ranges(keys, rows, row_blocks, key_blocks, seen, query_ids, key_ids)
 
@@ -198,10 +280,10 @@ def _blocks(intervals, solid):
     shared = ~empty & solid
 
     def reduced(values, neutral, reduce):
-        count = -(-values.shape[0] // _BLOCK)
-        padding = (0, count * _BLOCK - values.shape[0])
+        count = -(-values.shape[0] // BLOCK)
+        padding = (0, count * BLOCK - values.shape[0])
         padded = jnp.pad(values, padding, constant_values=neutral)
-        return reduce(padded.reshape(count, _BLOCK), axis=1)
+        return reduce(padded.reshape(count, BLOCK), axis=1)
 
     return jnp.stack(
         (
@@ -212,3 +294,13 @@ def _blocks(intervals, solid):
         ),
         axis=-1,
     )
+
+
+def _with_inside(blocks, inside):
+    """Blocks of intervals, their common parts cut to what a mask shows to all, with its gaps."""
+    hulls, common = jnp.split(blocks, 2, axis=-1)
+    if inside is None:
+        whole, gap = common, hulls[..., 1:].repeat(2, axis=-1)  # an empty one
+    else:
+        whole, gap = jnp.split(inside, 2, axis=-1)
+    return jnp.concatenate((hulls, _met(common, whole), gap), axis=-1)

@@ -16,7 +16,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -27,7 +26,7 @@ import numpy as np
 
 from jaxflash import _dense_mask, _predicate
 from jaxflash._arguments import computed, is_abstract
-from jaxflash._spec import AttentionSpec, Operands, ScoreMod, checked_score_mod
+from jaxflash._spec import PLANNED, AttentionSpec, Operands, ScoreMod, checked_score_mod
 
 if TYPE_CHECKING:
     from jax.extend import core  # takes as long to import as the rest of the package
@@ -126,7 +125,7 @@ def compose(
     if 0 in (*operands.query.shape[-3:-1], operands.key.shape[-3]):
         # Nothing could be indexed in axes of size 0.
         spec = dataclasses.replace(spec, logits_soft_cap=None)
-        nothing = dict.fromkeys(("bias", "alibi_slopes", "mask_value", "rows_hull", "keys_hull"))
+        nothing = dict.fromkeys(("bias", "alibi_slopes", "mask_value", *PLANNED))
         return spec, operands._replace(**nothing)
     spec, operands = _with_predicate(spec, operands)
     batch_rank = len(operands.query.shape) - 3
@@ -292,28 +291,6 @@ def dense_predicate(mask_axes: tuple[int, ...], mask_type, packed: int | None) -
         return (((word >> first) >> further) & np.uint32(1)) != np.uint32(0)
 
     return trace_predicate(visible, (mask_type,))[0]
-
-
-@functools.lru_cache(maxsize=256)
-def masked(program: Program, *predicates: Program) -> Program:
-    """A program with masks after it, whose captures follow its own."""
-    from jax.extend.core import jaxpr_as_fun
-
-    own, *masks = (jaxpr_as_fun(x.jaxpr) for x in (program, *predicates))
-    ends = list(itertools.accumulate(len(x.capture_types) for x in (program, *predicates)))
-
-    def function(score, b, h, q, kv, distance, *captures):
-        given = score, b, h, q, kv, distance
-        (logit,) = own(*given, *captures[: ends[0]])
-        visible = [
-            mask(*given, *captures[begin:end])[0]
-            for mask, begin, end in zip(masks, ends, ends[1:], strict=False)
-        ]
-        return jnp.where(functools.reduce(operator.and_, visible), logit, -jnp.inf)
-
-    types = [t for x in (program, *predicates) for t in x.capture_types]
-    score: Any = program.jaxpr.in_avals[0]
-    return trace(function, types, score.dtype)[0]
 
 
 def trace(

@@ -30,6 +30,8 @@ _TRAILING = {
     "sink": "N",
     "rows_hull": "NT_",
     "keys_hull": "NS_",
+    "rows_inside": "N__",
+    "keys_inside": "N__",
     "query_positions": "T",
     "key_positions": "S",
 }

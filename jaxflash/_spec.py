@@ -71,6 +71,10 @@ class AttentionSpec:
     predicate: _scores.Program | None = None
 
 
+# Operands that `_plan` finds for all passes of a call, or the caller's plan has.
+PLANNED = ("rows_hull", "keys_hull", "rows_inside", "keys_inside")
+
+
 class Operands(NamedTuple):
     """The arrays of a call; what was not given is None. A pytree, also used for its gradients.
 
@@ -101,6 +105,9 @@ class Operands(NamedTuple):
     mask_value: Mask | None = None  # what of the caller's has no other place
     rows_hull: Any = None  # (*#B, #N, T, 2) int32, interval of the keys that the predicate shows
     keys_hull: Any = None  # (*#B, #N, S, 2) likewise, of the rows to which it shows a key
+    # (*#B, #N, ceil(T / 64), 4), of keys that it shows to all of 64 rows, and to none; and of rows
+    rows_inside: Any = None
+    keys_inside: Any = None  # (*#B, #N, ceil(S / 64), 4)
     captures: tuple[Any, ...] = ()  # (*#B, *own shape) each
     mask_captures: tuple[Any, ...] = ()  # likewise, without a gradient
 
@@ -242,8 +249,7 @@ def make(
         query_segment_ids=who_sees_whom.segment_ids[0],
         key_segment_ids=who_sees_whom.segment_ids[1],
         mask_value=who_sees_whom.rest,
-        rows_hull=plan.rows_hull if (plan := who_sees_whom.plan) is not None else None,
-        keys_hull=plan.keys_hull if plan is not None else None,
+        **({} if who_sees_whom.plan is None else who_sees_whom.plan.found),
         sink=_per_head("sink", sink, q_heads, ((q_heads,),)),
         alibi_slopes=_per_head(
             "alibi_slopes", alibi_slopes, q_heads, ((q_heads,), (*batch, q_heads))

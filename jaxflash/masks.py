@@ -184,12 +184,11 @@ class Not(Mask):
         return self.of
 
 
-@_registered("of", "rows_hull", "keys_hull")
+@_registered("of", "found")
 @dataclasses.dataclass(frozen=True, eq=False)
 class Planned(Mask):
     of: Mask
-    rows_hull: Any  # as in the operands of a call
-    keys_hull: Any
+    found: dict[str, Any]  # operands of a call, those of `_spec.PLANNED`
 
 
 # ---- How they are made ---------------------------------------------------------------------------
@@ -370,14 +369,15 @@ def plan(mask: Mask, shape: tuple[int, ...]) -> Mask:
           mask = masks.plan(prefix_lm, (batch, heads, length, length))
           x, _ = jax.lax.scan(lambda x, weights: (layer(weights, x, mask), None), x, layers)
     """
-    from jaxflash import _api, _plan  # which need this module
+    from jaxflash import _api, _plan, _spec  # which need this module
 
     mask, (batch, heads, q_len, kv_len) = _checked(mask, shape)
     query, key = (
         jax.ShapeDtypeStruct((*batch, length, heads, 1), jnp.float32) for length in (q_len, kv_len)
     )
-    operands = _plan.with_hulls(*_api.described(query, key, key, mask=mask))
-    return Planned(mask, operands.rows_hull, operands.keys_hull)
+    operands = _plan.with_plan(*_api.described(query, key, key, mask=mask))
+    given = operands.named()
+    return Planned(mask, {name: given[name] for name in _spec.PLANNED if name in given})
 
 
 # ---- Their sizes ---------------------------------------------------------------------------------
@@ -409,11 +409,11 @@ def fitted(mask: Mask, sizes: Sizes) -> Mask:
             return type(mask)(tuple(fitted(term, sizes) for term in terms))
         case Not(of):
             return Not(fitted(of, sizes))
-        case Planned(of, rows_hull, keys_hull):
-            for name, hull, length in (("T", rows_hull, q_len), ("S", keys_hull, kv_len)):
-                if hull is None:
+        case Planned(of, found):
+            for name, hull, length in (("T", "rows_hull", q_len), ("S", "keys_hull", kv_len)):
+                if hull not in found:
                     continue
-                *lead, planned, _ = hull.shape
+                *lead, planned, _ = found[hull].shape
                 full = (*batch, heads)
                 fits = len(lead) == len(full) and planned == length
                 if not fits or any(n not in (1, m) for n, m in zip(lead, full, strict=True)):
@@ -421,7 +421,7 @@ def fitted(mask: Mask, sizes: Sizes) -> Mask:
                         f"masks.plan: made for (*batch, query heads) that {tuple(lead)} broadcasts "
                         f"to and {name} = {planned}, got {full} and {name} = {length}"
                     )
-            return Planned(fitted(of, sizes), rows_hull, keys_hull)
+            return Planned(fitted(of, sizes), found)
         case Lengths(query, key_value):
             mask = lengths(query, key_value)
             return Lengths(

@@ -344,3 +344,15 @@ def visible(row: MaskValue, arrays: dict, shape, given=(None, None)) -> np.ndarr
     offset = (ends[1] - ends[0]).reshape(-1, 1, 1, 1)
     index = Index(*np.ogrid[tuple(slice(n) for n in shape)], offset)
     return np.broadcast_to(row.visible(index, **arrays), shape)
+
+
+def hulls(visible):
+    """(begin, end) of what each row of (..., rows, columns) sees as the kernels have it: of blocks
+    of 64 columns, those that one of its 64 rows sees; (0, 0) where it sees nothing itself."""
+    *_, rows, columns = visible.shape
+    starts = np.arange(0, rows, 64), np.arange(0, columns, 64)
+    blocks = np.logical_or.reduceat(np.logical_or.reduceat(visible, starts[0], -2), starts[1], -1)
+    begin = 64 * np.argmax(blocks, axis=-1)
+    end = np.minimum(64 * (blocks.shape[-1] - np.argmax(blocks[..., ::-1], axis=-1)), columns)
+    intervals = np.stack((begin, end), axis=-1).repeat(64, axis=-2)[..., :rows, :]
+    return np.where(visible.any(-1)[..., None], intervals, 0)

@@ -4,6 +4,7 @@ and what is wrong with them."""
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import warnings
 
@@ -402,7 +403,7 @@ def _described(mask, **options):
         for length, n in ((q_len, heads), (kv_len, options.pop("kv_heads", heads // 2)))
     )
     spec, operands = _api.described(query, key, key, mask=mask, **options)
-    return spec, _plan.with_hulls(spec, operands)
+    return spec, _plan.with_plan(spec, operands)
 
 
 def _intervals_of(visible):
@@ -430,7 +431,7 @@ def test_hulls(name, elements, monkeypatch):
     if operands.query_seq_lengths is None and operands.query_segment_ids is None:
         assert widest == (_B if asks_for_batch else 1, _N if asks_for_heads else 1)
         if operands.mask is None:
-            rows, keys = _intervals_of(visible), _intervals_of(visible.mT)
+            rows, keys = mask_values.hulls(visible), mask_values.hulls(visible.mT)
             np.testing.assert_array_equal(np.broadcast_to(operands.rows_hull, rows.shape), rows)
             np.testing.assert_array_equal(np.broadcast_to(operands.keys_hull, keys.shape), keys)
     ranges = _ranges.of_call(spec, operands, "forward")
@@ -441,18 +442,65 @@ def test_hulls(name, elements, monkeypatch):
         intervals = np.asarray(intervals)
         assert (intervals[..., 0] <= of_heads[..., 0])[nonempty].all()
         assert (intervals[..., 1] >= of_heads[..., 1])[nonempty].all()
+    if operands.query_seq_lengths is None and operands.key_value_seq_lengths is None:
+        _check_inside(ranges, visible)
+
+
+def _check_inside(ranges, visible, is_longest: bool = False) -> None:
+    """Where kernels test no element, every head sees all, and none sees what they skip:
+    (B, N, T, S) `visible`. And of blocks of 64 x 64 that are visible as a whole, the longest
+    run."""
+    for blocks, of_heads in ((ranges.row_blocks, visible), (ranges.key_blocks, visible.mT)):
+        shown, hidden = of_heads.all(1), ~of_heads.any(1)
+        blocks = np.asarray(blocks)
+        for batch, number in np.ndindex(blocks.shape[:2]):
+            _, _, begin, end, gap_begin, gap_end = blocks[batch, number]
+            rows = slice(64 * number, 64 * (number + 1))
+            part = shown[batch, rows]
+            assert part[:, begin : max(end, begin)].all()
+            assert hidden[batch, rows, gap_begin:gap_end].all()
+            if is_longest:
+                columns = part.all(0)
+                whole = [columns[i : i + 64].all() for i in range(0, columns.size, 64)]
+                lengths = [len(list(run)) if key else 0 for key, run in itertools.groupby(whole)]
+                assert max(end - begin, 0) == min(64 * max(lengths), columns.size - begin)
+
+
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+@pytest.mark.parametrize("shape", [(2, 3, 200, 330), (1, 1, 130, 1), (2, 1, 1, 330), (1, 3, 9, 96)])
+def test_whole_tiles(shape, pass_):
+    """What a dense mask and a function leave untested is visible to all rows of all heads, what
+    they skip to none."""
+    rng = np.random.default_rng(0)
+    full = (2, 3, 200 if shape[2] == 1 else shape[2], 330 if shape[3] == 1 else shape[3])
+    holes = rng.random((*shape[:2], -(-shape[2] // 64), -(-shape[3] // 64))) < 0.4
+    at = holes.repeat(64, 2).repeat(64, 3)[:, :, : shape[2], : shape[3]]
+    dense = ~(at & (rng.random(shape) < 0.1))
+    function = masks.function(lambda b, h, q, kv: (q // 70 != 1) | (kv > 70))
+    of_function = np.asarray(masks.as_array(function, full))
+    for mask, visible in (
+        (dense, np.broadcast_to(dense, full)),
+        (function, of_function),
+        (dense & function, dense & of_function),
+    ):
+        spec, operands = _described(mask, shape=full, kv_heads=1)
+        ranges = _ranges.of_call(spec, operands, pass_)
+        assert ranges is not None
+        _check_inside(ranges, visible)
 
 
 def _visited(intervals, others: int, size: int = 64) -> int:
     """How many tiles a kernel visits: of each block of rows those of keys in the hull."""
     tiles = 0
     for blocks in np.asarray(intervals):
-        for begin, end, *_ in blocks:
-            tiles += max(-(-min(end, others) // size) - begin // size, 0)
+        for begin, end, _, _, gap_begin, gap_end in blocks:
+            hull = range(begin // size, -(-min(end, others) // size))
+            gap = range(-(-gap_begin // size), gap_end // size)
+            tiles += len(set(hull) - set(gap)) if hull else 0
     return tiles
 
 
-# Of masks without holes between what a block of rows sees: no empty tile is visited.
+# Of masks with one gap at most between what a block of rows sees: no empty tile is visited.
 _VISITS = {
     "prefix of 100": masks.causal() | masks.function(lambda b, h, q, kv: kv < 100),
     "window": masks.function(lambda b, h, q, kv: (q >= kv) & (q - kv < 130)),
@@ -460,6 +508,8 @@ _VISITS = {
     "documents, causal": masks.function(lambda b, h, q, kv: q // 200 == kv // 200) & masks.causal(),
     "intervals": masks.intervals(np.arange(640) // 3 * 2, np.arange(640) // 3 * 2 + 90),
     "blocks": masks.function(lambda b, h, q, kv: q // 128 == kv // 128),
+    "window and global tokens": masks.causal()
+    & (masks.window(130, 0) | masks.function(lambda b, h, q, kv: kv < 10)),
     "nothing": masks.function(lambda b, h, q, kv: q < 0),
 }
 
@@ -475,9 +525,12 @@ def test_visited_tiles(mask, pass_):
     assert tiles < 100 or tiles == 0
     for blocks in (ranges.row_blocks, ranges.key_blocks):
         assert _visited(blocks, length) == tiles
+    _check_inside(ranges, visible[None, None], is_longest=True)
 
 
-_BLOCKWISE = _VISITS | {
+# Whose loops go over one interval.
+_BLOCKWISE = {name: mask for name, mask in _VISITS.items() if name != "window and global tokens"}
+_BLOCKWISE |= {
     "segments": masks.segments(np.arange(640, dtype=np.int32) // 200),
     "segments, causal": masks.segments(np.arange(640, dtype=np.int32) // 200) & masks.causal(),
     "array": masks.dense(np.tri(640, k=-64, dtype=bool)),
@@ -504,12 +557,15 @@ def test_visited_tiles_of_the_blockwise_path(mask):
 def test_hulls_of_several_parts():
     """Segments, an array and a function: what all of them allow."""
     ids = jnp.asarray(np.arange(640) // 160, jnp.int32)
-    mask = masks.segments(ids) & masks.function(lambda b, h, q, kv: abs(q - kv) < 64)
-    spec, operands = _described(mask, shape=(1, 2, 640, 640))
+    parts = masks.segments(ids), masks.function(lambda b, h, q, kv: abs(q - kv) < 64)
+    spec, operands = _described(parts[0] & parts[1], shape=(1, 2, 640, 640))
     ranges = _ranges.of_call(spec, operands, "forward")
-    visible = np.asarray(masks.as_array(mask, (1, 640, 640)))
-    np.testing.assert_array_equal(ranges.keys_of_row, _intervals_of(visible))
-    np.testing.assert_array_equal(ranges.rows_of_key, _intervals_of(visible.mT))
+    of_segments, of_function = (np.asarray(masks.as_array(x, (1, 640, 640))) for x in parts)
+    exact, hulls = _intervals_of(of_segments), mask_values.hulls(of_function)
+    begin = np.maximum(exact[..., 0], hulls[..., 0])
+    met = np.stack((begin, np.minimum(exact[..., 1], hulls[..., 1])), axis=-1)
+    np.testing.assert_array_equal(ranges.keys_of_row, met)  # both are symmetric
+    np.testing.assert_array_equal(ranges.rows_of_key, met)
     np.testing.assert_array_equal(ranges.query_ids[0], ids)
 
     array = np.tri(640, k=-64, dtype=bool)
@@ -546,7 +602,7 @@ def test_plan_through_layers():
     def evaluations(mask):
         def pass_over_the_mask(equation):
             shapes = [variable.aval.shape for variable in equation.invars]
-            return equation.primitive.name == "reduce_max" and len(shapes[0]) == 5
+            return equation.primitive.name == "reduce_or" and len(shapes[0]) == 6
 
         traced = equations(lambda mask: layers(_ATTENTIONS[0], mask, _qkv()), mask)
         return sum(map(pass_over_the_mask, traced))
@@ -607,7 +663,7 @@ def test_unseen_rows_and_keys():
     mask &= np.arange(_S) != 9
     q, k, v = (jnp.full(x.shape, jnp.nan) for x in _qkv())
     spec, operands = _api.described(q, k, v, mask=mask)
-    operands = _plan.with_hulls(spec, operands)
+    operands = _plan.with_plan(spec, operands)
     visible = np.asarray(masks.as_array(mask, _SHAPE))
     keys = np.any(visible, (1, 2))[..., None, None]
     rows = np.swapaxes(np.any(visible, -1), -1, -2)[..., None]
@@ -687,15 +743,15 @@ def test_operands_of_the_custom_calls():
     hulls = f"tensor<{_B}x64x2xi32>, tensor<{_B}x64x2xi32>, "
     own = f"tensor<1x{_B}x64xi32>, tensor<{_B}x64xi32>, tensor<1xi32>"
     for pass_, array in masks_of.items():
-        (call,) = (line for line in text.splitlines() if f"@jaxflash_{pass_}_v2" in line)
+        (call,) = (line for line in text.splitlines() if f"@jaxflash_{pass_}_v3" in line)
         assert f"tensor<1x{_N}x5xf32>, {array}, {own}, tensor<1x{_N}xf32>, {hulls}" in call, call
     one_pass = sum(
-        equation.primitive.name in ("reduce_max", "argmax") and equation.invars[0].aval.ndim == 5
+        equation.primitive.name == "reduce_or" and equation.invars[0].aval.ndim == 6
         for equation in equations(
             jax.grad(loss), x, table, ids, jnp.ones((1, 1, 1, 64), bool), sink
         )
     )
-    assert one_pass == 2
+    assert one_pass == 1
 
 
 @_needs_kernels

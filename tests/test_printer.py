@@ -53,6 +53,11 @@ void evaluate(int64_t points, const jaxflash::Captures& captures, jaxflash::Prob
       const float addend = P::addend(head, row, column, q[i], kv[i], distance[i]);
       added[i] = fmaf(s[i], problem.scale * 1.4426950408889634f, P::kAdds ? addend : 0.f);
     }
+    if constexpr (P::kMasks) {
+      if (!P::visible(head, row, column, q[i], kv[i], distance[i])) {
+        alone[i] = logit[i] = added[i] = -INFINITY;
+      }
+    }
   }
 }
 """
@@ -187,8 +192,8 @@ def test_indices_of_ragged_tiles_are_safe(compiled, name):
 
 
 def _masked(name):
-    """Of a mask value without batch axes: (program, captures, who sees whom, and where the parts of
-    it that have another place in a call allow that), the latter (N, T, S). None where it has no
+    """Of a mask value without batch axes: (predicate, captures, who sees whom, and where the parts
+    of it that have another place in a call allow that), the latter (N, T, S). None where it has no
     other parts."""
     row, shape = MASK_VALUES[name], (1, _SIZES.heads, *_LENGTHS)
     arrays = row.arrays(Sizes(*shape), np.random.default_rng(0))
@@ -196,23 +201,26 @@ def _masked(name):
     spec, operands = _api.described(query, key, key, mask=row.bind(arrays, ()))
     if spec.predicate is None:
         return None
-    program = _scores.masked(_kernel_program._identity(), spec.predicate)
     others = dataclasses.replace(spec, predicate=None), operands._replace(mask_captures=())
     distance = reference._query_minus_key_position(*others)
     elsewhere = np.broadcast_to(reference._visible(*others, distance), shape[1:])
     visible = mask_values.visible(row, arrays, shape)[0]
-    return program, operands.mask_captures, visible, elsewhere
+    return spec.predicate, operands.mask_captures, visible, elsewhere
 
 
 def test_printed_masks(tmp_path):
-    """All that kernels take, in one library: what a mask hides has a logit of -inf and no slope,
-    the rest is the score."""
+    """All that kernels take, in one library: what a mask hides is not visible, and the logit is the
+    score."""
     if _COMPILER is None:
         pytest.skip("needs a C++ compiler")
     rows = {name: _masked(name) for name, row in MASK_VALUES.items() if row.on_kernels}
     rows = {name: row for name, row in rows.items() if row is not None}
     assert len(rows) > 15
-    printed = [_printer.print_cuda(row[0], distance_is_difference=True) for row in rows.values()]
+    score = _kernel_program._identity()
+    printed = [
+        _printer.print_cuda(score, (predicate,), distance_is_difference=True)
+        for predicate, *_ in rows.values()
+    ]
     library = _Compiled([x.source for x in printed], tmp_path)
     points = _points(np.random.default_rng(1))
     (_, h, q, kv), s = points
@@ -223,7 +231,7 @@ def test_printed_masks(tmp_path):
         shown, asked = visible[h, q, kv], elsewhere[h, q, kv]
         assert not (shown & ~asked).any(), name
         expected = np.where(shown, _SCALE * s, -np.inf)[asked]
-        assert printed[number].unit_slope or name == "nothing", name
+        assert printed[number].unit_slope, name
         for x in (alone, logit, added):
             np.testing.assert_allclose(x[asked], expected, rtol=2e-5, atol=2e-5, err_msg=name)
         assert (slope[asked & shown] == 1.0).all(), name
@@ -441,13 +449,12 @@ def test_what_has_no_derivative_has_no_load():
 
 
 def test_gradients_under_a_mask():
-    """The mask is a capture of the program, and where it hides nobody asks for a derivative."""
+    """The mask's captures follow the program's, whose gradients do not look at it."""
     bias = jnp.ones((_SIZES.heads, _SIZES.q_len, _SIZES.kv_len), jnp.float32)
     program, _ = _traced(lambda s, b, h, q, kv: jnp.tanh(s) + bias[h, q, kv])
     mask = _scores.dense_predicate((1, 2), jax.ShapeDtypeStruct(_LENGTHS, jnp.bool_), packed=None)
-    program = _scores.masked(program, mask)
     printed = _printer.print_gradients(
-        program, (0,), lengths=_LENGTHS, distance_is_difference=True, dropout=3
+        program, (0,), (mask,), lengths=_LENGTHS, distance_is_difference=True, dropout=3
     )
     (load,) = printed.loads
     assert (load.capture, load.query_axis, load.key_axis, load.scatter) == (0, 1, 2, False)

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxflash
+import mask_values
 from jaxflash import (
     _api,
     _dense_mask,
@@ -409,11 +410,11 @@ def test_operands_of_the_custom_calls():
     )
     text = jax.jit(gradient).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
     captures = "tensor<4x16x16xf32>, tensor<1x8x15xf32>, tensor<1x8xf32>) ->"
-    (forward,) = _custom_calls(text, "@jaxflash_forward_v2")
+    (forward,) = _custom_calls(text, "@jaxflash_forward_v3")
     assert f"tensor<4xi32>, tensor<8xi32>, {captures}" in forward
     assert "capture_ranks = dense<[2, 2, 1]>" in forward
     assert "struct Program" in forward
-    (backward,) = _custom_calls(text, "@jaxflash_backward_v2")
+    (backward,) = _custom_calls(text, "@jaxflash_backward_v3")
     assert f"tensor<4xi32>, tensor<8xi32>, {captures}" in backward
 
 
@@ -424,7 +425,7 @@ def test_operands_of_the_custom_call_under_vmap():
     mapped = jax.vmap(_on_kernels, axes)
     arguments = (jnp.stack([q, q]), k, v, bias, jnp.stack([table, table]), sink)
     text = jax.jit(mapped).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
-    (forward,) = _custom_calls(text, "@jaxflash_forward_v2")
+    (forward,) = _custom_calls(text, "@jaxflash_forward_v3")
     assert "tensor<1x4xi32>, tensor<8xi32>, tensor<1x4x16x16xf32>, tensor<2x1x8x15xf32>" in forward
 
 
@@ -452,7 +453,7 @@ def test_masks_are_captures(shape, capture):
 
     traced = jax.jit(attend).trace(x, jnp.ones(shape, bool), jnp.ones(_N, jnp.float32))
     (forward,) = _custom_calls(
-        traced.lower(lowering_platforms=("cuda",)).as_text(), "@jaxflash_forward_v2"
+        traced.lower(lowering_platforms=("cuda",)).as_text(), "@jaxflash_forward_v3"
     )
     hulls = f"tensor<{_B}x16x2xi32>, tensor<{_B}x40x2xi32>"  # of every batch element
     assert f"{capture}, tensor<1x4xf32>, {hulls}, " in forward
@@ -472,43 +473,28 @@ def test_masks_as_the_kernels_read_them(shape, pass_):
     (words,) = _kernel_program.captures(spec, operands, pass_)
     axes, packed = _dense_mask.axes(mask), _dense_mask.packed_axis(mask, pass_)
     own = jax.ShapeDtypeStruct(words.shape[1:], words.dtype)
-    program = _scores.masked(
-        _kernel_program._identity(), _scores.dense_predicate(axes, own, packed)
-    )
+    predicate = _scores.dense_predicate(axes, own, packed)
     assert words.dtype == (jnp.bool_ if packed is None else jnp.uint32)
 
-    def logit(words, h, q, kv):
+    def visible(words, h, q, kv):
         distance = q - kv
-        (logit,) = jaxpr_as_fun(program.jaxpr)(
+        (visible,) = jaxpr_as_fun(predicate.jaxpr)(
             jnp.float32(2.0), jnp.int32(0), h, q, kv, distance, words
         )
-        return logit
+        return visible
 
     h, q, kv = jnp.meshgrid(*map(jnp.arange, (3, q_len, kv_len)), indexing="ij")
-    elements = jax.vmap(logit, (None, 0, 0, 0))
+    elements = jax.vmap(visible, (None, 0, 0, 0))
     for batch in range(shape[0]):
-        logits = elements(words[batch], *(jnp.ravel(i).astype(jnp.int32) for i in (h, q, kv)))
-        expected = np.where(np.broadcast_to(mask[batch], h.shape), 2.0, -np.inf)
-        np.testing.assert_array_equal(logits.reshape(h.shape), expected)
+        shown = elements(words[batch], *(jnp.ravel(i).astype(jnp.int32) for i in (h, q, kv)))
+        expected = np.broadcast_to(mask[batch], h.shape)
+        np.testing.assert_array_equal(shown.reshape(h.shape), expected)
 
     ranges = _ranges.of_call(spec, operands, pass_)
     assert ranges is not None
     seen = np.broadcast_to(mask.any(1), (shape[0], q_len, kv_len))
-    for intervals, visible, words_along in (
-        (ranges.keys_of_row, seen, packed == 2),
-        (ranges.rows_of_key, seen.mT, packed == 1),
-    ):
-        # Of words of 32 along the axis, or of all 32 that share a word across it.
-        other = 32 if packed is not None and not words_along else 1
-        unit = 32 if words_along else 1
-        for batch, i in np.ndindex(visible.shape[:2]):
-            group = visible[batch, i // other * other : i // other * other + other].any(0)
-            places = np.flatnonzero(group)
-            hull = (0, 0)
-            if places.size:
-                end = (places[-1] // unit + 1) * unit
-                hull = (places[0] // unit * unit, min(end, visible.shape[2]))
-            assert tuple(np.asarray(intervals)[batch, i]) == hull, (batch, i)
+    np.testing.assert_array_equal(ranges.keys_of_row, mask_values.hulls(seen))
+    np.testing.assert_array_equal(ranges.rows_of_key, mask_values.hulls(seen.mT))
     rows = np.broadcast_to(_dense_mask.seeing_rows(mask, pass_), (*shape[:2], shape[2]))
     np.testing.assert_array_equal(rows, mask.any(-1))
     np.testing.assert_array_equal(_dense_mask.seen_keys(mask, pass_), mask.any((1, 2)))
@@ -525,7 +511,7 @@ def test_shards_know_their_numbers():
     ]
     traced = jax.jit(_on_kernels).trace(*arguments)
     text = traced.lower(lowering_platforms=("cuda",)).compile().as_text()
-    (forward,) = [x for x in _custom_calls(text, '"jaxflash_forward_v2"') if "custom-call" in x]
+    (forward,) = [x for x in _custom_calls(text, '"jaxflash_forward_v3"') if "custom-call" in x]
     layouts = forward.split("operand_layout_constraints=")[1]
     assert "s32[2]{0}, s32[2]{0}, f32[2,16,16]{2,1,0}, f32[1,8,15]{2,1,0}, f32[1,8]" in layouts
     assert "all-gather" not in text
@@ -542,7 +528,7 @@ def test_gradients_of_captures_are_results_of_the_custom_call():
 
         traced = jax.jit(jax.grad(loss, argnums)).trace(*arguments)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
-        return _custom_calls(text, "@jaxflash_backward_v2"), "dot_general" in text
+        return _custom_calls(text, "@jaxflash_backward_v3"), "dot_general" in text
 
     # Bias (4, 1, 16, 16) has a tile of rows and columns, the table (8, 15) an index of q - kv.
     (backward,), blockwise = gradient((0, 3, 4, 5))
@@ -634,7 +620,7 @@ def test_gradients_of_captures_of_the_custom_call_inside_shard_map(manual):
     mesh, arguments = _split_arguments()
     function = _inside_shard_map(_bias_and_slopes("cuda"), mesh, manual)
     text = function.trace(*arguments).lower(lowering_platforms=("cuda",)).compile().as_text()
-    (backward,) = [x for x in _custom_calls(text, '"jaxflash_backward_v2"') if "custom-call" in x]
+    (backward,) = [x for x in _custom_calls(text, '"jaxflash_backward_v3"') if "custom-call" in x]
     assert f"f32[1,{_N},{_T},{_S}]" in backward
 
 
@@ -655,7 +641,7 @@ def test_gradients_of_captures_on_an_explicit_mesh():
         with pytest.warns(jaxflash.SlowPathWarning, match="explicit mesh"):
             lowered = traced.lower(lowering_platforms=("cuda",))
         text = lowered.compile().as_text()
-    (backward,) = [x for x in _custom_calls(text, '"jaxflash_backward_v2"') if "custom-call" in x]
+    (backward,) = [x for x in _custom_calls(text, '"jaxflash_backward_v3"') if "custom-call" in x]
     assert f"{_T},{_S}]" not in backward.split("custom-call(")[0]
 
 

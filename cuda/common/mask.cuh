@@ -2,6 +2,7 @@
 // same object, so that a mask is written once.
 #pragma once
 
+#include "common/conditional.h"
 #include "problem.h"
 
 namespace jaxflash {
@@ -11,12 +12,23 @@ struct Interval {
   int end;  // exclusive; end <= begin is empty
 };
 
+// What is left of an interval whose ends may lie in a gap.
+__device__ __forceinline__ Interval outside(Interval interval, Interval gap) {
+  if (interval.begin >= gap.begin && interval.begin < gap.end) interval.begin = gap.end;
+  if (interval.end > gap.begin && interval.end <= gap.end) interval.end = gap.begin;
+  return interval;
+}
+
 // A band around the diagonal, cut at the sequence's own lengths: row i sees the keys
 // i + lo ... i + hi (both included) that lie in [0, kv_len), if i < q_len.
 class BandMask {
  public:
   // Whether what lies in an element's intervals may still be hidden.
   static constexpr bool kTestsElements = false;
+  // Whether what all of some rows or keys see has regard to what the score program hides.
+  static constexpr bool kKnowsProgram = false;
+  // Whether nobody may see what lies between two parts that are seen.
+  static constexpr bool kHasGaps = false;
 
   // `batch` is the flat index over the batch axes.
   __device__ __forceinline__ BandMask(const Problem& problem, int64_t batch)
@@ -70,6 +82,10 @@ class BandMask {
     return {max(key - hi_, 0), key < kv_len_ ? min(key - lo_, q_len_ - 1) + 1 : 0};
   }
 
+  // Keys that no row of `rows` sees, and rows that see no key of `keys`: only to be skipped.
+  __device__ __forceinline__ Interval gap_of_keys(Interval /*rows*/) const { return {0, 0}; }
+  __device__ __forceinline__ Interval gap_of_rows(Interval /*keys*/) const { return {0, 0}; }
+
   // Every row of `rows` sees every key of `keys`: no element needs a test.
   __device__ __forceinline__ bool full(Interval rows, Interval keys) const {
     return rows.end <= q_len_ && keys.end <= kv_len_ && keys.begin >= rows.end - 1 + lo_ &&
@@ -90,5 +106,20 @@ class BandMask {
   int lo_;
   int hi_;
 };
+
+// A mask beside a score program that hides something of which it does not know: every tile is
+// tested.
+template <class Mask>
+class Tested : public Mask {
+ public:
+  using Mask::Mask;
+  __device__ __forceinline__ Interval common_keys(Interval) const { return {0, 0}; }
+  __device__ __forceinline__ Interval common_rows(Interval) const { return {0, 0}; }
+  __device__ __forceinline__ bool full(Interval, Interval) const { return false; }
+};
+
+// The mask that a kernel with these scores asks in place of another one.
+template <class Mask, class Scores>
+using MaskBeside = Conditional<Scores::kMasks && !Mask::kKnowsProgram, Tested<Mask>, Mask>;
 
 }  // namespace jaxflash

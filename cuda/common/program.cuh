@@ -10,6 +10,9 @@
 //   bool kUnitSlope                                slope is 1 everywhere, and not asked for
 //   float addend(head, row, column, q, kv, distance)   with kUnitSlope: logit - scale * s, in log 2
 //   bool kAdds                                     the addend is not 0 everywhere
+//   bool kMasks                                    something is hidden, beside what the mask hides
+//   bool visible(head, row, column, q, kv, distance)   with kMasks: what is not; asked of tiles
+//                                                  that are not known to be visible as a whole
 //   bool kDrops                                    the weights stage: probabilities are dropped
 //   bool kCapturesMove                             captures have tangents
 //   float capture_tangent(head, row, column, q, kv, distance, s)   with kCapturesMove: what those

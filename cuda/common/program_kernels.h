@@ -42,6 +42,10 @@ inline const char* mask_name(MaskKind mask) {
       return "jaxflash::RangeMask<false>";
     case MaskKind::kSegments:
       return "jaxflash::RangeMask<true>";
+    case MaskKind::kProgramRanges:
+      return "jaxflash::RangeMask<false, true>";
+    case MaskKind::kProgramSegments:
+      return "jaxflash::RangeMask<true, true>";
   }
   return "";
 }

@@ -7,14 +7,17 @@ namespace jaxflash {
 
 // A band, and within it the intervals of problem.ranges. With kIds only equal ids see each other,
 // too; a row with other ids inside its interval is then summarised as one that shares no key, so
-// that its tiles are tested by element.
+// that its tiles are tested by element. With kOfProgram what a score program hides is summarised
+// likewise, and gaps are known.
 //
-// Answers about many rows or keys come from summaries of blocks of kRangeBlock, and may be too wide
-// ("some") or too narrow ("every"), by what lies between the intervals of a block.
-template <bool kIds>
+// Answers about many rows or keys come from summaries of blocks of kRangeBlock: what some of them
+// see may be too wide, what all and what none of them see too narrow.
+template <bool kIds, bool kOfProgram = false>
 class RangeMask {
  public:
   static constexpr bool kTestsElements = kIds;
+  static constexpr bool kKnowsProgram = kOfProgram;
+  static constexpr bool kHasGaps = kOfProgram;
 
   __device__ __forceinline__ RangeMask(const Problem& problem, int64_t batch)
       : band_(problem, batch), problem_(&problem), batch_(static_cast<int>(batch)) {}
@@ -23,24 +26,48 @@ class RangeMask {
   __device__ __forceinline__ int kv_len() const { return band_.kv_len(); }
 
   __device__ __forceinline__ Interval keys(Interval rows) const {
-    return both(band_.keys(rows), some(ranges().row_blocks, problem_->q_len, rows));
+    return both(band_.keys(rows), hull(ranges().row_blocks, problem_->q_len, rows));
   }
   __device__ __forceinline__ Interval common_keys(Interval rows) const {
-    return both(band_.common_keys(rows), every(ranges().row_blocks, problem_->q_len, rows));
+    return both(band_.common_keys(rows), shared<1>(ranges().row_blocks, problem_->q_len, rows));
   }
   __device__ __forceinline__ Interval rows(Interval keys) const {
-    return both(band_.rows(keys), some(ranges().key_blocks, problem_->kv_len, keys));
+    return both(band_.rows(keys), hull(ranges().key_blocks, problem_->kv_len, keys));
   }
   __device__ __forceinline__ Interval common_rows(Interval keys) const {
-    return both(band_.common_rows(keys), every(ranges().key_blocks, problem_->kv_len, keys));
+    return both(band_.common_rows(keys), shared<1>(ranges().key_blocks, problem_->kv_len, keys));
   }
+  __device__ __forceinline__ Interval gap_of_keys(Interval rows) const {
+    if constexpr (kOfProgram) {
+      return shared<2>(ranges().row_blocks, problem_->q_len, rows);
+    } else {
+      return {0, 0};
+    }
+  }
+  __device__ __forceinline__ Interval gap_of_rows(Interval keys) const {
+    if constexpr (kOfProgram) {
+      return shared<2>(ranges().key_blocks, problem_->kv_len, keys);
+    } else {
+      return {0, 0};
+    }
+  }
+  // The program says itself what of an element's intervals it hides, and so do ids.
   __device__ __forceinline__ Interval keys_of_row(int row) const {
-    return both(band_.keys_of_row(row),
-                one(ranges().keys_of_row, problem_->q_len, min(row, problem_->q_len - 1)));
+    const Interval keys = band_.keys_of_row(row);
+    if constexpr (kOfProgram) {
+      return keys;
+    } else {
+      return both(keys, one(ranges().keys_of_row, problem_->q_len, min(row, problem_->q_len - 1)));
+    }
   }
   __device__ __forceinline__ Interval rows_of_key(int key) const {
-    return both(band_.rows_of_key(key),
-                one(ranges().rows_of_key, problem_->kv_len, min(key, problem_->kv_len - 1)));
+    const Interval rows = band_.rows_of_key(key);
+    if constexpr (kOfProgram) {
+      return rows;
+    } else {
+      return both(rows,
+                  one(ranges().rows_of_key, problem_->kv_len, min(key, problem_->kv_len - 1)));
+    }
   }
   __device__ __forceinline__ Interval seen_keys() const {
     return both(band_.seen_keys(), one(ranges().seen_keys, 1, 0));
@@ -75,28 +102,33 @@ class RangeMask {
     const int2 interval = __ldg(reinterpret_cast<const int2*>(intervals) + element(length, i));
     return {interval.x, interval.y};
   }
-  // Of the blocks that meet `part`, all of them inside `length`: the hull, or what they share.
-  template <class Merge>
+  // Of the blocks that meet `part`, all of them inside `length`, their intervals of one kind: the
+  // hull of all, or what they share.
+  template <int kKind, class Merge>
   __device__ __forceinline__ Interval summary(const int32_t* blocks, int length, Interval part,
                                               Interval neutral, const Merge& merge) const {
     const int count = (length + kRangeBlock - 1) / kRangeBlock;
-    const int last = (min(part.end, length) - 1) / kRangeBlock;
-    for (int block = part.begin / kRangeBlock; block <= last; ++block) {
-      neutral = merge(
-          neutral, __ldg(reinterpret_cast<const int4*>(blocks) + int64_t{batch_} * count + block));
+    int left = (min(part.end, length) - 1) / kRangeBlock - part.begin / kRangeBlock;
+    // In 32 bits, for a call has fewer than 2^30 blocks, and one by one: planning warps have few
+    // registers.
+    const uint32_t first = static_cast<uint32_t>(batch_) * count + part.begin / kRangeBlock;
+    const auto* next = reinterpret_cast<const int2*>(blocks) + first * 3 + kKind;
+#pragma unroll 1
+    for (; left >= 0; --left, next += 3) {
+      const int2 interval = __ldg(next);
+      neutral = merge(neutral, Interval{interval.x, interval.y});
     }
     return neutral;
   }
-  __device__ __forceinline__ Interval some(const int32_t* blocks, int length, Interval part) const {
-    return summary(blocks, length, part, {kMaxLength, 0}, [](Interval hull, int4 block) {
-      return Interval{min(hull.begin, block.x), max(hull.end, block.y)};
+  __device__ __forceinline__ Interval hull(const int32_t* blocks, int length, Interval part) const {
+    return summary<0>(blocks, length, part, {kMaxLength, 0}, [](Interval a, Interval b) {
+      return Interval{min(a.begin, b.begin), max(a.end, b.end)};
     });
   }
-  __device__ __forceinline__ Interval every(const int32_t* blocks, int length,
-                                            Interval part) const {
-    return summary(blocks, length, part, {0, kMaxLength}, [](Interval shared, int4 block) {
-      return Interval{max(shared.begin, block.z), min(shared.end, block.w)};
-    });
+  template <int kKind>
+  __device__ __forceinline__ Interval shared(const int32_t* blocks, int length,
+                                             Interval part) const {
+    return summary<kKind>(blocks, length, part, {0, kMaxLength}, both);
   }
 
   BandMask band_;

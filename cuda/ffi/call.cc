@@ -9,7 +9,7 @@ int32_t clamp_side(int64_t side) {
 }
 
 std::optional<MaskKind> mask_of(int64_t kind) {
-  if (kind < 0 || kind > static_cast<int64_t>(MaskKind::kSegments)) return std::nullopt;
+  if (kind < 0 || kind > static_cast<int64_t>(MaskKind::kProgramSegments)) return std::nullopt;
   return static_cast<MaskKind>(kind);
 }
 
@@ -169,7 +169,17 @@ namespace {
 
 // Arrays of Ranges.
 size_t number_of_ranges(MaskKind mask) {
-  return mask == MaskKind::kBand ? 0 : mask == MaskKind::kRanges ? 5 : 7;
+  switch (mask) {
+    case MaskKind::kBand:
+      return 0;
+    case MaskKind::kRanges:
+    case MaskKind::kProgramRanges:
+      return 5;
+    case MaskKind::kSegments:
+    case MaskKind::kProgramSegments:
+      return 7;
+  }
+  return 0;
 }
 
 // Fills them in from the operands, of which they are the last. All have full batch axes.
@@ -184,8 +194,8 @@ ffi::Error take_ranges(MaskKind mask, int64_t batch, ffi::RemainingArgs optional
     int64_t size;
   } arrays[7] = {{&ranges.keys_of_row, int64_t{2} * problem->q_len},
                  {&ranges.rows_of_key, int64_t{2} * problem->kv_len},
-                 {&ranges.row_blocks, 4 * blocks(problem->q_len)},
-                 {&ranges.key_blocks, 4 * blocks(problem->kv_len)},
+                 {&ranges.row_blocks, 6 * blocks(problem->q_len)},
+                 {&ranges.key_blocks, 6 * blocks(problem->kv_len)},
                  {&ranges.seen_keys, 2},
                  {&ranges.q_ids, problem->q_len},
                  {&ranges.kv_ids, problem->kv_len}};
@@ -198,6 +208,7 @@ ffi::Error take_ranges(MaskKind mask, int64_t batch, ffi::RemainingArgs optional
     }
     *arrays[i].data = buffer->typed_data();
   }
+  ranges.of_program = is_of_program(mask);
   return ffi::Error::Success();
 }
 

@@ -190,7 +190,7 @@ NB_MODULE(_extension, m) {
         const auto math = math_of(dtype, highest_precision);
         if (!math) throw nb::value_error("dtype must be float16, bfloat16 or float32");
         const auto kind = mask_of(mask);
-        if (!kind) throw nb::value_error("mask must be a MaskKind, 0 to 2");
+        if (!kind) throw nb::value_error("mask must be a MaskKind, 0 to 4");
         ProgramDescription description = {};
         description.pass = pass_of(pass);
         description.source = source.c_str();

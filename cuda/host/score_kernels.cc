@@ -43,9 +43,9 @@ Status ScoreKernels::compile(const CompiledVariant& variant, const GpuTraits& gp
                              std::shared_ptr<RuntimeKernel>* kernel, ProgramKernel* tile,
                              std::shared_ptr<RuntimeKernel>* merge) const {
   ProgramKernel tiles[kMaxProgramTiles] = {};
+  const bool ranges = mask_ == MaskKind::kRanges || mask_ == MaskKind::kSegments;
   const int count = variant.program_kernels(
-      {unit_slope_, mask_ != MaskKind::kBand, one_sided_, paged_, one_unit_, gpu.shared_bytes},
-      tiles);
+      {unit_slope_, ranges, one_sided_, paged_, one_unit_, gpu.shared_bytes}, tiles);
   const Variant& name = variant.variant;
   KernelRequest request;
   request.label = std::string(name.family) + " " + name.pass + " " + name.math + " " +

@@ -163,8 +163,9 @@ __device__ __forceinline__ void differentiate(float (&s)[kKeyTiles][kBlocks][4],
     for (int m = 0; m < kKeyTiles; ++m) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
+        const int row = 8 * n + i % 2, key = 16 * m + i / 2 * 8;
         const bool visible =
-            visibility.visible(first_row + 8 * n + i % 2, first_key + 16 * m + i / 2 * 8);
+            visibility.visible(first_row + row, first_key + key) & scores.shows(row, key);
         s[m][n][i] = visible ? s[m][n][i] : 0.f;
         dp[m][n][i] = visible ? dp[m][n][i] : 0.f;
       }
@@ -172,10 +173,11 @@ __device__ __forceinline__ void differentiate(float (&s)[kKeyTiles][kBlocks][4],
   }
 }
 
-template <class Traits, class Mask, class Scores>
+template <class Traits, class AnyMask, class Scores>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::Tile::kBlocksPerSm)
     backward_kernel(const __grid_constant__ BackwardParams params,
                     const __grid_constant__ BackwardWorkspace workspace, int64_t first_block) {
+  using Mask = MaskBeside<AnyMask, Scores>;
   using Tile = typename Traits::Tile;
   using Element = typename Traits::Element;
   constexpr Math kMath = Traits::kMath;

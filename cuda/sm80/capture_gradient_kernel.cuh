@@ -235,11 +235,12 @@ __device__ __forceinline__ float lane_sum(float value) {
   return value;
 }
 
-template <class Traits, class Mask, class Program, class Load>
+template <class Traits, class AnyMask, class Program, class Load>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::Tile::kBlocksPerSM)
     capture_gradient_kernel(const __grid_constant__ BackwardParams params,
                             const __grid_constant__ BackwardWorkspace workspace,
                             const __grid_constant__ CaptureGradient plan, int64_t first_block) {
+  using Mask = MaskBeside<AnyMask, Program>;
   using Tile = typename Traits::Tile;
   using Element = typename MathTraits<Traits::kMath>::Element;
   using RowTile = SmemTile<Element, Tile::kRows, Traits::kHeadDim>;  // q, dout
@@ -427,6 +428,17 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::Tile::kBlocksPerSM)
     const int row_begin = item.first_row + warp_row, key_begin = item.first_key + warp_key;
     if (!mask.full({row_begin, row_begin + 16 * kRowTiles},
                    {key_begin, key_begin + 8 * kColBlocks})) {
+      const auto head = program_head(item);
+      const int diagonal = diagonal_of(item);
+      const auto shows = [&](int row, int key) {
+        if constexpr (Program::kMasks) {
+          const auto distance = static_cast<float>(row + diagonal - key);
+          return Program::visible(head, Program::row(head, row), Program::column(head, key), row,
+                                  key, distance);
+        } else {
+          return true;
+        }
+      };
       // Selected, not multiplied: whatever a masked element became, NaN included, is replaced.
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
@@ -441,6 +453,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::Tile::kBlocksPerSM)
               const int key = first_key + 8 * n + i;
               bool visible = key >= keys.begin && key < keys.end;
               if constexpr (Mask::kTestsElements) visible = visible && mask.same_id(row, key);
+              visible &= shows(row, key);
               s[m][n][2 * r + i] = visible ? s[m][n][2 * r + i] : 0.f;
             }
           }

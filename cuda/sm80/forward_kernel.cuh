@@ -51,10 +51,11 @@ __device__ __forceinline__ auto key_rows(const ForwardParams& params, const Tens
   }
 }
 
-template <Math kMath, int kHeadDim, class Tile, class Mask = BandMask, class Scores = ScaledScores,
-          bool kPaged = false>
+template <Math kMath, int kHeadDim, class Tile, class AnyMask = BandMask,
+          class Scores = ScaledScores, bool kPaged = false>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSM)
     forward_kernel(const __grid_constant__ ForwardParams params, uint64_t first_head) {
+  using Mask = MaskBeside<AnyMask, Scores>;
   using Smem = ForwardSmem<kMath, kHeadDim, Tile>;
   using Element = typename Smem::Element;
   constexpr int kK = MathTraits<kMath>::kK;
@@ -186,7 +187,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSM)
     }
     if (!mask.full(warp_rows, tile_keys)) {
       for_each_score([&](float& x, int row, int key) {
-        if (!mask.visible(s_row + row, s_key + key)) x = -INFINITY;
+        const bool shown = mask.visible(s_row + row, s_key + key) & scores.shows(row, key);
+        x = shown ? x : -INFINITY;
       });
     }
 

@@ -11,6 +11,7 @@ namespace jaxflash::sm80 {
 class ScaledScores {
  public:
   static constexpr bool kUnitSlope = true;
+  static constexpr bool kMasks = false;
   static constexpr bool kHasSink = false;
   static constexpr bool kDrops = false;
 
@@ -28,6 +29,7 @@ class ScaledScores {
   __device__ __forceinline__ float logit(float s, int /*row*/, int /*key*/) const {
     return s * scale_log2_;
   }
+  __device__ __forceinline__ bool shows(int /*row*/, int /*key*/) const { return true; }
 
  private:
   float scale_log2_;
@@ -38,6 +40,7 @@ template <class Program>
 class ProgramScores {
  public:
   static constexpr bool kUnitSlope = Program::kUnitSlope;
+  static constexpr bool kMasks = Program::kMasks;
   static constexpr bool kHasSink = Program::kHasSink;
   static constexpr bool kDrops = Program::kDrops;
 
@@ -67,6 +70,16 @@ class ProgramScores {
     const int q = row_ + row, kv = key_ + key;
     return Program::logit_and_slope(head_, Program::row(head_, q), Program::column(head_, kv), q,
                                     kv, distance_ + (row - key), s, slope);
+  }
+  // Of tiles that are not known to be visible as a whole.
+  __device__ __forceinline__ bool shows(int row, int key) const {
+    if constexpr (!kMasks) {
+      return true;
+    } else {
+      const int q = row_ + row, kv = key_ + key;
+      return Program::visible(head_, Program::row(head_, q), Program::column(head_, kv), q, kv,
+                              distance_ + (row - key));
+    }
   }
   // The tangent of a logit, given that of its product times the slope.
   __device__ __forceinline__ float tangent(float t, float s, int row, int key) const {

@@ -28,9 +28,10 @@ __device__ __forceinline__ float sum_of_row(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-template <class Traits, class Mask, class Scores>
+template <class Traits, class AnyMask, class Scores>
 __global__ void __launch_bounds__(Traits::Tile::kThreads, Traits::Tile::kBlocksPerSM)
     tangent_kernel(const __grid_constant__ TangentParams params, uint64_t first_head) {
+  using Mask = MaskBeside<AnyMask, Scores>;
   using Tile = typename Traits::Tile;
   constexpr Math kMath = Traits::kMath;
   constexpr int kHeadDim = Traits::kHeadDim;
@@ -183,7 +184,10 @@ __global__ void __launch_bounds__(Traits::Tile::kThreads, Traits::Tile::kBlocksP
               slope *= problem.scale;
             }
             const float tangent = scores.tangent(t[m][n][i] * slope, s[m][n][i], row, key);
-            const bool shown = full || mask.visible(first_row + row, s_key + key);
+            bool shown = full;
+            if (!full) {
+              shown = mask.visible(first_row + row, s_key + key) & scores.shows(row, key);
+            }
             s[m][n][i] = shown ? exp2_approx(logit - lse_log2[m][i / 2]) : 0.f;
             t[m][n][i] = shown ? tangent : 0.f;
           }

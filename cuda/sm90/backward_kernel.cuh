@@ -22,9 +22,10 @@
 
 namespace jaxflash::sm90 {
 
-template <class Traits, class Mask, class Score>
+template <class Traits, class AnyMask, class Score>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     backward_kernel(const __grid_constant__ BackwardArgs args) {
+  using Mask = MaskBeside<AnyMask, Score>;
   using Producers = BackwardProducers<Traits, Mask>;
   using Tile = typename Traits::Tile;
   extern __shared__ __align__(1024) uint8_t shared_bytes[];

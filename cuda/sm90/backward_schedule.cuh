@@ -73,16 +73,30 @@ struct KeyBlock {
         mask(problem, batch),
         rows(mask.rows({first_key, first_key + kKeys})),
         first_row(rows.begin / kRows * kRows) {
+    if constexpr (Mask::kHasGaps) {
+      const Interval unseen = mask.gap_of_rows({first_key, first_key + kKeys});
+      gap = {(unseen.begin + kRows - 1) / kRows * kRows, unseen.end / kRows * kRows};
+      const Interval walked = outside({first_row, rows.end}, gap);
+      first_row = walked.begin;
+      rows = {max(rows.begin, first_row), walked.end};
+      // Strictly inside, or empty.
+      if (gap.begin <= first_row || gap.end >= rows.end || gap.end <= gap.begin) gap = {0, 0};
+    }
     if (rows.end <= rows.begin) rows.end = first_row;
   }
 
   __device__ __forceinline__ int first_head() const { return kv_head * group; }
   __device__ __forceinline__ int steps() const {
-    return (rows.end - first_row + kRows - 1) / kRows * group;
+    int walked = rows.end - first_row;
+    if constexpr (Mask::kHasGaps) walked -= gap.end - gap.begin;
+    return (walked + kRows - 1) / kRows * group;
   }
   // On to the next tile of rows, or to the next head where the rows start over.
   __device__ __forceinline__ void advance(int& row, int& head) const {
     row += kRows;
+    if constexpr (Mask::kHasGaps) {
+      if (row == gap.begin) row = gap.end;
+    }
     if (row < rows.end) return;
     row = first_row;
     ++head;
@@ -95,6 +109,7 @@ struct KeyBlock {
   int group;  // query heads of the kv head
   Mask mask;
   Interval rows;  // that see some of the keys; rows.end == first_row if there are none
+  Interval gap;   // between them, of multiples of kRows; {0, 0} if there is none; with kHasGaps
   int first_row;  // a multiple of kRows
 };
 

@@ -16,6 +16,7 @@ namespace jaxflash::sm90 {
 class ScaledLogits {
  public:
   static constexpr bool kWeightsAreProbabilities = true;
+  static constexpr bool kMasks = false;
   static constexpr bool kDrops = false;
 
   __device__ __forceinline__ explicit ScaledLogits(const BackwardArgs& args)
@@ -72,6 +73,7 @@ template <class Program>
 class ProgramLogits {
  public:
   static constexpr bool kWeightsAreProbabilities = Program::kUnitSlope;
+  static constexpr bool kMasks = Program::kMasks;
   static constexpr bool kDrops = Program::kDrops;
 
   __device__ __forceinline__ explicit ProgramLogits(const BackwardArgs& args)
@@ -148,18 +150,33 @@ class ProgramLogits {
     const int first_key = key + Fragment::row(thread);
     const float distance[2] = {static_cast<float>(first_row + diagonal_ - first_key),
                                static_cast<float>(first_row + diagonal_ - first_key - 8)};
+    const auto row_of = [&](int i) {
+      const int column = Fragment::column_of(i);
+      if constexpr (Program::kSharesLoads) {
+        // The same by "or", which the compiler sees through: tiles are multiples of 32 rows.
+        return ((row & -32) + column / 32 * 32) | Fragment::column(thread) | column % 32;
+      } else {
+        return first_row + column;
+      }
+    };
+    const auto distance_of = [&](int i) {
+      return distance[Fragment::lower(i)] + Fragment::column_of(i);
+    };
+    const auto shows = [&](int i) {
+      if constexpr (!kMasks) {
+        return true;
+      } else {
+        const int q = row_of(i), lower = Fragment::lower(i);
+        return Program::visible(head_, Program::row(head_, q), columns_[lower], q,
+                                first_key + 8 * lower, distance_of(i));
+      }
+    };
     // What exp2 takes. What does not depend on the score is added up before it is there.
     const auto relative = [&](int i, float lse_of_row, float& slope) {
       if constexpr (kDrops) lse_of_row += log2_share_;
       const int lower = Fragment::lower(i);
-      const int column = Fragment::column_of(i);
-      int q = first_row + column;
-      if constexpr (Program::kSharesLoads) {
-        // The same by "or", which the compiler sees through: tiles are multiples of 32 rows.
-        q = ((row & -32) + column / 32 * 32) | Fragment::column(thread) | column % 32;
-      }
-      const int kv = first_key + 8 * lower;
-      const float at = distance[lower] + column;
+      const int q = row_of(i), kv = first_key + 8 * lower;
+      const float at = distance_of(i);
       if constexpr (!Program::kAdds) {
         return fmaf(s[i], scale_log2_, -lse_of_row);
       } else if constexpr (Program::kUnitSlope) {
@@ -185,6 +202,7 @@ class ProgramLogits {
         if constexpr (decltype(block.mask)::kTestsElements) {
           shown &= block.mask.same_id(first_row + column, first_key + 8 * Fragment::lower(i));
         }
+        shown &= shows(i);  // without a branch
         use(i, exp2_approx(shown ? logit : -INFINITY), shown ? slope : 0.f);
       });
     } else {

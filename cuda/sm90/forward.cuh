@@ -73,8 +73,10 @@ TileOrder tile_order(const Problem& problem, const UnitShape& unit, int64_t batc
   order.by_head_tiles = Divisor(order.head_tiles);
   const bool limited_left = problem.band.left < kUnlimited;
   const bool limited_right = problem.band.right < kUnlimited;
-  if (limited_left == limited_right || order.head_tiles == 1) return order;
-  order.last_is_longest = limited_right;
+  // What a program hides is not known here: most masks that are not uniform are causal.
+  const bool is_uniform = limited_left == limited_right && !problem.ranges.of_program;
+  if (order.head_tiles == 1 || is_uniform) return order;
+  order.last_is_longest = limited_right || !limited_left;
   // Keys and values of a section fit in the L2 (50 MB, shared with everything else), or else at
   // most 16 query heads are read at a time: their blocks run in step, so each key tile still comes
   // from memory once a round.

@@ -161,8 +161,8 @@ struct ForwardConsumers {
     uint64_t q;
     bool more;
     // Key tiles that other warpgroups of the block need and this one does not.
-    const auto skip_to = [&](int end) {
-      for (; tile >= end; --tile) {
+    const auto skip_to = [&](const Plan& plan, int end) {
+      for (; tile >= end; tile = plan.tiles.before(tile)) {
         wait_k();
         release_k();
         wait_v();
@@ -181,7 +181,7 @@ struct ForwardConsumers {
         tile = plan.tiles.end - 1;
         smem.q_full[q_ring.stage][group].wait(q_ring.phase);
         q = q_base + q_ring.stage * descriptor_step(kWarpGroups * Traits::kQBytes);
-        skip_to(own.end);
+        skip_to(plan, own.end);
       }
       if (own.begin == own.end) return meanwhile();
       wait_k();
@@ -198,7 +198,8 @@ struct ForwardConsumers {
       // Read where it is needed: registers are short.
       const Plan& plan = smem.plans.sent(count);
       const Unit& unit = plan.units[group];
-      const Interval full = unit.full;
+      constexpr bool kKnown = !Scores::kMasks || Traits::Mask::kKnowsProgram;
+      const Interval full = kKnown ? unit.full : Interval{0, 0};
       const auto position = [&](int r) {
         return unit.position + args.unit.position(Fragment::row(thread) + 8 * r);
       };
@@ -235,8 +236,8 @@ struct ForwardConsumers {
           }
         };
         constexpr bool kSpeculates = Tile::kOverlap == Overlap::kNone;
-        const auto held = [&] {
-          return kSpeculates && softmax.settled() && softmax.exponentials_if_held(s, scores, emit);
+        const auto held = [&](const auto& logits) {
+          return kSpeculates && softmax.settled() && softmax.exponentials_if_held(s, logits, emit);
         };
         // A reference that moves only once something has outgrown it would be looked at in vain,
         // tile after tile, by rows whose many probabilities are just below that.
@@ -249,13 +250,23 @@ struct ForwardConsumers {
         const RowPositions rows{position(0), position(1)};
         if constexpr (Scores::kRewrites) {
           // A logit of -inf would not stay so: what is masked is masked after the rewriting.
-          if (!cut() && held()) return false;
+          if (!cut() && held(scores)) return false;
           scores.rewrite(s);
-          if (cut()) apply_mask(s, plan.mask, rows, key);
+          if (cut()) {
+            apply_mask(s, plan.mask, rows, key);
+            hide(s, scores);
+          }
           return advance(Logits{});
         } else {
           if (cut()) apply_mask(s, plan.mask, rows, key);
-          if (held()) return false;
+          if constexpr (Scores::kMasks) {
+            if (cut()) {
+              if (held(TestedScores<Scores>{scores})) return false;
+              hide(s, scores);
+              return advance(scores);
+            }
+          }
+          if (held(scores)) return false;
           return advance(scores);
         }
       };
@@ -275,7 +286,7 @@ struct ForwardConsumers {
         normalize();  // o is still 0
         if (Tile::kOverlap != Overlap::kNone) pack_tile();
         bool landed = false;
-        while (--tile >= own.begin) {
+        while ((tile = plan.tiles.before(tile)) >= own.begin) {
           if (!landed) {
             wait_k();
             wait_v();
@@ -339,7 +350,7 @@ struct ForwardConsumers {
       } else {
         release_q();
       }
-      skip_to(plan.tiles.begin);
+      skip_to(plan, plan.tiles.begin);
 
       // Whether the thread's row r is one of the arrays', and where.
       const auto stored = [&](int r) {

@@ -37,11 +37,12 @@ struct ForwardProducers {
       return static_cast<int>(args.by_units.quotient(unit) << args.unit.log2_positions);
     };
     const Mask mask(problem, batch);
-    Interval tiles;
+    Visits<Mask::kHasGaps> tiles;
     if constexpr (Traits::kShares) {
-      tiles = tile.tiles;
+      tiles = {tile.tiles, {0, 0}};
     } else {
-      tiles = covering_tiles<kKeys>(mask.keys(tile_rows<kWarpGroups>(args, tile.index)));
+      const Interval rows = tile_rows<kWarpGroups>(args, tile.index);
+      tiles = {covering_tiles<kKeys>(mask.keys(rows)), inner_tiles<kKeys>(mask.gap_of_keys(rows))};
     }
     if (lane == 0) {
       plan.kv_head = kv_head;
@@ -60,12 +61,12 @@ struct ForwardProducers {
       const int head =
           kv_head * args.group + args.by_units.remainder(first_unit + lane) * args.unit.heads;
       const Interval rows = {position, position + positions};
-      Interval own = covering_tiles<kKeys>(mask.keys(rows));
+      unit.full = inner_tiles<kKeys>(mask.common_keys(rows));
+      Interval own = tiles.of(covering_tiles<kKeys>(mask.keys(rows)));
       if (Traits::kShares) own = intersection(own, tiles);
       unit.position = position;
       unit.head = head;
       unit.tiles = own.begin < own.end ? own : Interval{tiles.begin, tiles.begin};
-      unit.full = inner_tiles<kKeys>(mask.common_keys(rows));
       unit.lse = args.lse + (int64_t{batch} * problem.q_len + position) * problem.q_heads + head;
       if (Traits::kDirect) {
         unit.out = args.out_data + outer * args.out_batch_stride[1] +
@@ -133,11 +134,12 @@ struct ForwardProducers {
     for (uint32_t count = 0;; ++count) {
       const Plan& plan = smem.plans.receive(count);
       if (!plan.exists) return;
-      const Interval tiles = plan.tiles;
+      const auto tiles = plan.tiles;
       Keys keys(args, plan, args.k_batch_step);
       smem.plans.release(count);
       if (Keys::kByWarp || threadIdx.x % 32 == 0) {
-        for (int tile = tiles.end - 1; tile >= tiles.begin; --tile, ring.advance()) {
+        for (int tile = tiles.end - 1; tile >= tiles.begin;
+             tile = tiles.before(tile), ring.advance()) {
           smem.k_empty[ring.stage].wait(ring.phase ^ 1);
           keys.template load<Traits::kPanels>(args.k, smem.k[ring.stage], smem.k_full[ring.stage],
                                               tile * kKeys);
@@ -156,10 +158,11 @@ struct ForwardProducers {
       const Plan& plan = smem.plans.receive(count);
       if (!plan.exists) return;
       const Interval seen = plan.seen;
-      const Interval tiles = plan.tiles;
+      const auto tiles = plan.tiles;
       Keys keys(args, plan, args.v_batch_step);
       smem.plans.release(count);
-      for (int tile = tiles.end - 1; tile >= tiles.begin; --tile, ring.advance()) {
+      for (int tile = tiles.end - 1; tile >= tiles.begin;
+           tile = tiles.before(tile), ring.advance()) {
         const int first_key = tile * kKeys;
         const bool cut = holds_unseen_keys<kKeys>(first_key, seen, args.problem.kv_len);
         Barrier& landed = cut ? smem.v_landed : smem.v_full[ring.stage];

@@ -1,7 +1,8 @@
 // The step from products to logits in the forward kernel, whose threads have two rows each.
 //
 // A policy is told what it works on (begin_rows, begin_keys). Where it rewrites, a logit is
-// computed within the exponential, or ahead of it where maxima or masks need it (rewrite).
+// computed within the exponential, or ahead of it where maxima or masks need it (rewrite). What it
+// hides, it hides in tiles that are not known to be visible as a whole.
 #pragma once
 
 #include "common/program.cuh"
@@ -15,6 +16,7 @@ class ScaledScores {
  public:
   static constexpr bool kRewrites = false;
   static constexpr bool kHasSink = false;
+  static constexpr bool kMasks = false;
   static constexpr bool kDrops = false;
 
   __device__ __forceinline__ explicit ScaledScores(const ForwardArgs& args)
@@ -25,6 +27,7 @@ class ScaledScores {
                                              int /*head*/, const RowPositions&) {}
   __device__ __forceinline__ void begin_keys(int /*key*/) {}
   __device__ __forceinline__ void draw(KeepAll&, int /*key*/) const {}
+  __device__ __forceinline__ bool visible(int /*i*/) const { return true; }
 
   __device__ __forceinline__ float factor() const { return scale_log2_; }
   __device__ __forceinline__ float relative(int /*i*/, float s, float offset) const {
@@ -35,6 +38,23 @@ class ScaledScores {
   float scale_log2_;  // positive
 };
 
+// What a policy's program does not show becomes -inf: within the exponential, or ahead of it.
+template <class Scores>
+struct TestedScores {
+  const Scores& scores;
+
+  __device__ __forceinline__ float relative(int i, float s, float offset) const {
+    return scores.visible(i) ? scores.relative(i, s, offset) : -INFINITY;
+  }
+};
+template <class Scores, int kElements>
+__device__ __forceinline__ void hide(float (&s)[kElements], const Scores& scores) {
+  if constexpr (Scores::kMasks) {
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) s[i] = scores.visible(i) ? s[i] : -INFINITY;
+  }
+}
+
 // A program of common/program.cuh. The rows of a unit are of one head or, with kManyHeads, each of
 // its own.
 template <class Program, bool kManyHeads = false>
@@ -42,6 +62,7 @@ class ProgramScores {
  public:
   static constexpr bool kRewrites = Program::kAdds;
   static constexpr bool kHasSink = Program::kHasSink;
+  static constexpr bool kMasks = Program::kMasks;
   static constexpr bool kDrops = Program::kDrops;
 
   // Of the forward or the tangent kernel.
@@ -111,7 +132,17 @@ class ProgramScores {
       }
     }
   }
-  // The same, and the tangents t of products become those of logits, over tangent_scale().
+  // Whether the program shows element i.
+  __device__ __forceinline__ bool visible(int i) const {
+    if constexpr (!kMasks) {
+      return true;
+    } else {
+      return element(
+          i, [&](const auto& head, const auto& row, const auto& column, int q, int kv,
+                 float distance) { return Program::visible(head, row, column, q, kv, distance); });
+    }
+  }
+  // As rewrite(), and the tangents t of products become those of logits, over tangent_scale().
   template <int kElements>
   __device__ __forceinline__ void rewrite(float (&s)[kElements], float (&t)[kElements],
                                           float scale) const {
@@ -155,7 +186,7 @@ class ProgramScores {
   }
   // Calls of(head, row, column, q, kv, distance) for element i.
   template <class Of>
-  __device__ __forceinline__ float element(int i, const Of& of) const {
+  __device__ __forceinline__ auto element(int i, const Of& of) const {
     const int r = Fragment::lower(i);
     const auto& head = head_of(r);
     const int column = Fragment::column_of(i);

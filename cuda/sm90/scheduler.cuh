@@ -277,6 +277,29 @@ struct PartTargets<true, kWarpGroups> {
   float* part[kWarpGroups];  // of the first row; nullptr: the tile is whole
 };
 
+// Tiles that are visited, from the last to the first.
+template <bool kHasGaps>
+struct Visits : Interval {
+  Visits() = default;
+  __device__ __forceinline__ Visits(Interval tiles, Interval /*gap*/) : Interval(tiles) {}
+  __device__ __forceinline__ Interval of(Interval part) const { return part; }
+  __device__ __forceinline__ int before(int tile) const { return tile - 1; }
+};
+template <>
+struct Visits<true> : Interval {
+  Interval gap;  // of tiles; strictly inside, or empty
+
+  Visits() = default;
+  __device__ __forceinline__ Visits(Interval tiles, Interval gap)
+      : Interval(outside(tiles, gap)), gap(gap) {}
+  // What is left of a part, whose ends may lie in the gap.
+  __device__ __forceinline__ Interval of(Interval part) const { return outside(part, gap); }
+  __device__ __forceinline__ int before(int tile) const {
+    --tile;
+    return tile < gap.end && tile >= gap.begin ? gap.begin - 1 : tile;
+  }
+};
+
 // A tile of query rows as the roles of its block see it. Intervals of tiles count key tiles.
 template <class Mask, int kWarpGroups, bool kShares>
 struct TilePlan : PartTargets<kShares, kWarpGroups> {
@@ -294,15 +317,18 @@ struct TilePlan : PartTargets<kShares, kWarpGroups> {
   int batch;
   int inner;  // its coordinates along the batch axes
   int outer;
-  // As large as any mask: the host knows one layout for all of them.
+  // As large as for any mask: the host knows one layout for all of them.
   static constexpr int kMaskBytes = 32;
   static_assert(sizeof(Mask) <= kMaskBytes);
   union {
     Mask mask;
     uint8_t mask_bytes[kMaskBytes];
   };
-  Interval seen;   // keys that some row of the sequence sees
-  Interval tiles;  // of which some row of the block sees a key
+  union {
+    Visits<Mask::kHasGaps> tiles;  // of which some row of the block sees a key
+    Visits<true> largest_visits;
+  };
+  Interval seen;  // keys that some row of the sequence sees
   Unit units[kWarpGroups];
 };
 

@@ -47,7 +47,7 @@ struct TangentWork {
   int head, kv_head;
   int first_row;
   Mask mask;
-  Interval tiles;  // of keys
+  Visits<Mask::kHasGaps> tiles;  // of keys
 
   __device__ __forceinline__ static TangentWork of(const TangentArgs& args) {
     const uint32_t block = blockIdx.x;
@@ -64,8 +64,9 @@ struct TangentWork {
                      tile * Traits::kTileRows,
                      Mask(args.problem, batch),
                      {}};
-    work.tiles =
-        covering_tiles<kKeys>(work.mask.keys({work.first_row, work.first_row + Traits::kTileRows}));
+    const Interval rows = {work.first_row, work.first_row + Traits::kTileRows};
+    work.tiles = {covering_tiles<kKeys>(work.mask.keys(rows)),
+                  inner_tiles<kKeys>(work.mask.gap_of_keys(rows))};
     return work;
   }
 };
@@ -103,7 +104,8 @@ struct TangentProducers {
            work.head);
     }
     Ring<Tile::kKeyStages> ring;
-    for (int tile = work.tiles.end - 1; tile >= work.tiles.begin; --tile, ring.advance()) {
+    for (int tile = work.tiles.end - 1; tile >= work.tiles.begin;
+         tile = work.tiles.before(tile), ring.advance()) {
       Barrier& full = smem.k_full[ring.stage];
       smem.k_empty[ring.stage].wait(ring.phase ^ 1);
       full.arrive_expecting(2 * Traits::kKBytes);
@@ -121,7 +123,8 @@ struct TangentProducers {
     const Interval seen = work.mask.seen_keys();
     Ring<Tile::kValueStages> ring;
     uint32_t landed_phase = 0;
-    for (int tile = work.tiles.end - 1; tile >= work.tiles.begin; --tile, ring.advance()) {
+    for (int tile = work.tiles.end - 1; tile >= work.tiles.begin;
+         tile = work.tiles.before(tile), ring.advance()) {
       const int first_key = tile * kKeys;
       const bool cut = holds_unseen_keys<kKeys>(first_key, seen, args.problem.kv_len);
       Barrier& landed = cut ? smem.v_landed : smem.v_full[ring.stage];
@@ -202,7 +205,8 @@ struct TangentConsumers {
 
     const int group_row = work.first_row + group * 64;
     const Interval rows = {group_row, group_row + 64};
-    Interval own = intersection(covering_tiles<kKeys>(work.mask.keys(rows)), work.tiles);
+    Interval own =
+        work.tiles.of(intersection(covering_tiles<kKeys>(work.mask.keys(rows)), work.tiles));
     if (own.begin >= own.end) own = {work.tiles.begin, work.tiles.begin};
     const Interval full = inner_tiles<kKeys>(work.mask.common_keys(rows));
     const int row = group_row + Fragment::row(thread);
@@ -243,6 +247,7 @@ struct TangentConsumers {
       if constexpr (Scores::kRewrites) scores.rewrite(s, t, problem.scale);
       if (cut) {
         apply_mask(s, work.mask, positions, key);
+        hide(s, scores);
         // What is hidden may have any tangent.
 #pragma unroll
         for (int i = 0; i < kKeys / 2; ++i) t[i] = s[i] == -INFINITY ? 0.f : t[i];
@@ -297,8 +302,9 @@ struct TangentConsumers {
     };
     const auto wait_keys = [&] { smem.k_full[k_ring.stage].wait(k_ring.phase); };
     const auto wait_values = [&] { smem.v_full[v_ring.stage].wait(v_ring.phase); };
-    const auto skip = [&](int tiles) {  // that other warpgroups see
-      for (; tiles > 0; --tiles) {
+    int tile = work.tiles.end - 1;
+    const auto skip_to = [&](int end) {  // tiles that other warpgroups see
+      for (; tile >= end; tile = work.tiles.before(tile)) {
         wait_keys();
         release_keys();
         wait_values();
@@ -321,9 +327,8 @@ struct TangentConsumers {
 
     // Even where it is not needed: what is on its way must not reach the next block.
     if (work.tiles.begin < work.tiles.end) smem.q_full[group].wait(0);
-    skip(work.tiles.end - own.end);
+    skip_to(own.end);
     if (own.begin < own.end) {
-      int tile = own.end - 1;
       held.template load<Tile::kHeadDim, Traits::kQPanelBytes>(shared_address(smem.q[group]));
       wait_keys();
       issue_next_scores();
@@ -332,7 +337,7 @@ struct TangentConsumers {
       hold(t);
       release_keys();
       weigh(tile);
-      while (--tile >= own.begin) {
+      while ((tile = work.tiles.before(tile)) >= own.begin) {
         wait_keys();
         wait_values();
         issue_both_values();
@@ -352,7 +357,7 @@ struct TangentConsumers {
       hold(o);
       release_values();
     }
-    skip(own.begin - work.tiles.begin);
+    skip_to(work.tiles.begin);
 
     uint16_t* target[2];
     const uint16_t* out[2];
@@ -396,9 +401,10 @@ struct TangentConsumers {
   }
 };
 
-template <class Traits, class Mask, class Scores>
+template <class Traits, class AnyMask, class Scores>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     tangent_kernel(const __grid_constant__ TangentArgs args) {
+  using Mask = MaskBeside<AnyMask, Scores>;
   using SharedMemory = TangentSharedMemory<Traits>;
   static_assert(sizeof(SharedMemory) == Traits::kSharedBytes);
   extern __shared__ __align__(1024) uint8_t shared_bytes[];

@@ -18,7 +18,7 @@ from jaxflash._printer.builder import (
     NotPrintable,
 )
 from jaxflash._printer.gradients import Load, LoadRoots
-from jaxflash._printer.graph import Graph
+from jaxflash._printer.graph import Graph, Node
 from jaxflash._printer.writer import Roots, Writer
 from jaxflash._scores import Program
 
@@ -41,7 +41,7 @@ class Printed:
 
     Attributes:
         source: the C++ struct.
-        unit_slope: the logit is the score plus what does not depend on it (-inf included).
+        unit_slope: the logit is the score plus what does not depend on it.
         exact_length: number of rows and columns up to which differences of their numbers are
             computed exactly, or None without a limit.
     """
@@ -53,6 +53,7 @@ class Printed:
 
 def print_cuda(
     program: Program,
+    predicates: Sequence[Program] = (),
     *,
     distance_is_difference: bool,
     sink_dtype: str | None = None,
@@ -64,12 +65,15 @@ def print_cuda(
 
     Args:
         program: of float32 scores.
+        predicates: of bools, which all have to show an element. Their captures follow those of the
+            program.
         distance_is_difference: whether `distance` is q - kv in this call.
-        sink_dtype: of the sink's logits (heads), the capture after those of the program; or None.
+        sink_dtype: of the sink's logits (heads), the capture after those; or None.
         drops: whether the last capture is `_dropout.kernel_parameters`.
         paired: captures whose last axis has an even number of elements, one for each key, in a pass
             whose threads have neighbouring keys of a row.
-        moving: captures whose tangents are the captures after those of the program.
+        moving: captures of the program whose tangents are the captures after those of the
+            predicates.
 
     Raises:
         NotPrintable: the text says why, naming the equation.
@@ -78,7 +82,7 @@ def print_cuda(
     logit, slope = Builder(graph).build(program)
     slope = graph.shown(slope, logit)
     sink = None
-    captures = len(program.capture_types)
+    visible, captures = _visible(graph, program, predicates)
     tangent = graph.constant(0.0)
     for capture in moving:
         dtype = str(program.capture_types[capture].dtype)
@@ -93,8 +97,9 @@ def print_cuda(
         sink = graph.scaled(sink, LOG2_E)
     logit = graph.scaled(logit, LOG2_E)
     addend = graph.without_score(logit) if slope is graph.constant(1.0) else None
+    capture_tangent = tangent if moving else None
     writer = Writer(
-        graph, Roots(logit, slope, addend, sink, tangent if moving else None, paired=paired)
+        graph, Roots(logit, slope, addend, visible, sink, capture_tangent, paired=paired)
     )
     return Printed(
         writer.struct(captures if drops else None),
@@ -120,6 +125,7 @@ class PrintedGradients:
 def print_gradients(
     program: Program,
     captures: Sequence[int],
+    predicates: Sequence[Program] = (),
     *,
     lengths: tuple,
     distance_is_difference: bool,
@@ -129,7 +135,8 @@ def print_gradients(
 
     Args:
         program: of float32 scores.
-        captures: numbers of captures, of floats.
+        captures: numbers of captures of the program, of floats.
+        predicates: as for `print_cuda`.
         lengths: of queries and of keys.
         distance_is_difference: as for `print_cuda`.
         dropout: the number of `_dropout.kernel_parameters` among the captures, or None.
@@ -149,5 +156,18 @@ def print_gradients(
             LoadRoots.of(capture, array, index, partial, lengths, alone=len(partials) == 1)
             for index, partial in partials.items()
         ]
-    writer = Writer(graph, Roots(graph.scaled(logit, LOG2_E), loads=tuple(loads)))
-    return PrintedGradients(writer.struct(dropout), tuple(x.load for x in loads))
+    visible, _ = _visible(graph, program, predicates)
+    roots = Roots(graph.scaled(logit, LOG2_E), visible=visible, loads=tuple(loads))
+    return PrintedGradients(Writer(graph, roots).struct(dropout), tuple(x.load for x in loads))
+
+
+def _visible(
+    graph: Graph, program: Program, predicates: Sequence[Program]
+) -> tuple[Node | None, int]:
+    """(what all predicates show, the number of captures of all)."""
+    visible, captures = None, len(program.capture_types)
+    for predicate in predicates:
+        shown = Builder(graph).build_predicate(predicate, captures)
+        visible = shown if visible is None else graph.logical("and", visible, shown)
+        captures += len(predicate.capture_types)
+    return visible, captures

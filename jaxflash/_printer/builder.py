@@ -47,7 +47,7 @@ class Builder:
     def __init__(self, graph: Graph):
         self._graph = graph
         self._values: dict[core.Var, Node | View] = {}
-        self._capture_dtypes: list[str] = []
+        self._capture_dtypes: dict[int, str] = {}
 
     def build(self, program: Program) -> tuple[Node, Node]:
         """(logit, d logit / d score)."""
@@ -60,6 +60,13 @@ class Builder:
             raise NotPrintable(f"has no derivative in reverse mode: {error}") from error
         logit, slope = self._results(closed, program)
         return logit, slope
+
+    def build_predicate(self, predicate: Program, first_capture: int) -> Node:
+        """Whether something is visible, by a program whose captures are numbered from
+        `first_capture` on."""
+        self._check_captures(predicate)
+        (visible,) = self._results(predicate.jaxpr, predicate, first_capture=first_capture)
+        return visible
 
     def build_partials(
         self, program: Program, capture: int
@@ -90,7 +97,11 @@ class Builder:
         return logit, partials
 
     def _results(
-        self, closed: core.ClosedJaxpr, program: Program, leading: Sequence[Node] = ()
+        self,
+        closed: core.ClosedJaxpr,
+        program: Program,
+        leading: Sequence[Node] = (),
+        first_capture: int = 0,
     ) -> list[Node]:
         """Nodes of the results of a jaxpr of `leading` and the program's arguments."""
         if closed.consts:
@@ -111,9 +122,9 @@ class Builder:
         )
         self._values.update(zip(jaxpr.invars, arguments, strict=False))
         captures = zip(jaxpr.invars[len(arguments) :], program.capture_types, strict=True)
-        for number, (variable, capture) in enumerate(captures):
+        for number, (variable, capture) in enumerate(captures, first_capture):
             self._values[variable] = View.whole(number, capture.shape)
-            self._capture_dtypes.append(str(capture.dtype))
+            self._capture_dtypes[number] = str(capture.dtype)
         for eqn in jaxpr.eqns:
             self._values.update(zip(eqn.outvars, self._equation(eqn), strict=True))
         return [self._scalar(atom, None) for atom in jaxpr.outvars]

@@ -54,6 +54,8 @@ _SIGNATURES = {
     " float distance)",
     "logit_and_slope": "float logit_and_slope(const Head& head, const Row& row,"
     " const Column& column, int q, int kv, float distance, float s, float* slope)",
+    "visible": "bool visible(const Head& head, const Row& row, const Column& column, int q, int kv,"
+    " float distance)",
     "sink": "float sink(const Head& head)",
     "slice": "int64_t slice(const Head& head)",
     "index": "int64_t index(const Head& head, const Row& row, const Column& column, int q, int kv,"
@@ -79,6 +81,7 @@ class Roots:
         logit: in units of log 2.
         slope: d logit / d score, where the score's gradient is wanted.
         addend: what the logit adds to the score, with a slope of 1 alone.
+        visible: what is not hidden, where something may be.
         sink: where there is one.
         capture_tangent: what tangents of captures add to that of the logit, in natural units.
         loads: those whose gradients are wanted.
@@ -88,6 +91,7 @@ class Roots:
     logit: Node
     slope: Node | None = None
     addend: Node | None = None
+    visible: Node | None = None
     sink: Node | None = None
     capture_tangent: Node | None = None
     loads: tuple[LoadRoots, ...] = ()
@@ -107,6 +111,7 @@ class Writer:
         self._logit = self._lowered(roots.logit)
         self._slope = None if roots.slope is None else self._lowered(roots.slope)
         self._addend = None if roots.addend is None else self._lowered(roots.addend)
+        self._visible = None if roots.visible is None else self._lowered(roots.visible)
         self._sink = None if roots.sink is None else self._lowered(roots.sink)
         self._capture_tangent = None
         if roots.capture_tangent is not None:
@@ -115,7 +120,8 @@ class Writer:
         self._members: dict[str, list[Node]] = {place: [] for place in _PLACES}
         seen: set[Node] = set()
         for root in (
-            self._logit, self._slope, self._addend, self._sink, self._capture_tangent,
+            self._logit, self._slope, self._addend, self._visible, self._sink,
+            self._capture_tangent,
         ):  # fmt: skip
             if root is not None:
                 self._need(root, "end" if root is self._sink else "element")
@@ -135,6 +141,7 @@ class Writer:
             ("kUnitSlope", self._addend is not None),
             ("kAdds", self._adds),
             ("kHasSink", sink is not None),
+            ("kMasks", self._visible is not None),
             ("kDrops", dropout is not None),
             ("kSharesLoads", self._shares_loads()),
             ("kCapturesMove", self._capture_tangent is not None),
@@ -170,6 +177,9 @@ class Writer:
         if self._capture_tangent is not None:
             needed, text = self._weighed(self._capture_tangent, self._guards_tangent)
             lines += self._function("capture_tangent", "element", needed, text)
+        if self._visible is not None:
+            visible = self._text(self._visible, "element")
+            lines += self._function("visible", "element", [self._visible], visible)
         if sink is not None:
             lines += self._function("sink", "end", [], self._text(sink, "end"))
         if dropout is not None:
