@@ -107,10 +107,15 @@ def _program(
         raise NotPrintable(
             f"has a sink of dtype {sink_dtype}; allowed are {', '.join(_printer.CAPTURE_DTYPES)}"
         )
-    paired = _paired(types, operands) if pass_ == "forward" else ()
+    of_neighbours = _paired(types, operands)
+    paired = of_neighbours if pass_ == "forward" else ()
     paired += tuple(len(shapes) + j for j, i in enumerate(moving) if i in paired)
     is_difference = _distance_is_difference(spec, operands)
-    printed = _printed(program, predicates, is_difference, sink_dtype, drops, paired, moving)
+    # Quotients of finite addends are to be finite as well.
+    starts = () if moving or not 2.0**-10 <= spec.scale <= 2.0**10 else of_neighbours
+    printed = _printed(
+        program, predicates, is_difference, sink_dtype, drops, paired, starts, moving
+    )
     if isinstance(printed, NotPrintable):
         raise printed
     return KernelProgram(printed.source, printed.unit_slope, printed.exact_length, ranks)
@@ -202,6 +207,7 @@ def _printed(
     sink_dtype: str | None,
     drops: bool,
     paired: tuple[int, ...],
+    starts: tuple[int, ...],
     moving: tuple[int, ...],
 ) -> _printer.Printed | NotPrintable:
     try:
@@ -212,6 +218,7 @@ def _printed(
             sink_dtype=sink_dtype,
             drops=drops,
             paired=paired,
+            starts=starts,
             moving=moving,
         )
     except NotPrintable as reason:

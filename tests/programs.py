@@ -13,6 +13,7 @@ struct Program {{
   static constexpr bool kDrops = {drops};
   static constexpr bool kSharesLoads = false;
   static constexpr bool kCapturesMove = false;
+  static constexpr bool kStarts = false;
   struct Head {{
     float scale;
     float value;

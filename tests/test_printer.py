@@ -31,9 +31,9 @@ _POINTS = 2000
 _EVALUATE = """
 extern "C" void evaluate_NUMBER(int64_t points, const jaxflash::Captures* captures, float scale,
     const int* b, const int* h, const int* q, const int* kv, const float* distance, const float* s,
-    float* logit, float* alone, float* added, float* slope) {
+    float* logit, float* alone, float* added, float* started, float* slope) {
   evaluate<jaxflash::ProgramNUMBER>(points, *captures, {scale}, b, h, q, kv, distance, s, logit,
-                                    alone, added, slope);
+                                    alone, added, started, slope);
 }
 """
 _EVALUATE_ANY = """
@@ -41,7 +41,7 @@ _EVALUATE_ANY = """
 template <class P>
 void evaluate(int64_t points, const jaxflash::Captures& captures, jaxflash::Problem problem,
     const int* b, const int* h, const int* q, const int* kv, const float* distance, const float* s,
-    float* logit, float* alone, float* added, float* slope) {
+    float* logit, float* alone, float* added, float* started, float* slope) {
   for (int64_t i = 0; i < points; ++i) {
     const auto head = P::head(captures, problem, b[i], b[i], h[i]);
     const auto row = P::row(head, q[i]);
@@ -53,9 +53,17 @@ void evaluate(int64_t points, const jaxflash::Captures& captures, jaxflash::Prob
       const float addend = P::addend(head, row, column, q[i], kv[i], distance[i]);
       added[i] = fmaf(s[i], problem.scale * 1.4426950408889634f, P::kAdds ? addend : 0.f);
     }
+    started[i] = added[i];
+    if constexpr (P::kStarts) {
+      const int last = P::neighbours_end(head) - 1;
+      const int known = kv[i] < last ? kv[i] : last;
+      const float neighbour = jaxflash::load_capture(P::neighbours(head, row), known);
+      const float start = P::start(head, row, column, q[i], kv[i], distance[i], neighbour);
+      started[i] = (start + s[i]) * (problem.scale * 1.4426950408889634f);
+    }
     if constexpr (P::kMasks) {
       if (!P::visible(head, row, column, q[i], kv[i], distance[i])) {
-        alone[i] = logit[i] = added[i] = -INFINITY;
+        alone[i] = logit[i] = added[i] = started[i] = -INFINITY;
       }
     }
   }
@@ -99,10 +107,10 @@ class _Compiled:
         self._library = _library(text, folder)
 
     def __call__(self, number: int, captures, indices, s):
-        """What logit(), logit_and_slope() and addend() make the logit, and the slope; all in
-        natural units."""
+        """What logit(), logit_and_slope(), addend() and start() make the logit, and the slope; all
+        in natural units."""
         captures = [np.ascontiguousarray(x) for x in captures]
-        results = [np.empty(len(s), np.float32) for _ in range(4)]
+        results = [np.empty(len(s), np.float32) for _ in range(5)]
         q, kv = indices[2:]
         arrays = [*indices, (q - kv).astype(np.float32), s.astype(np.float32), *results]
         getattr(self._library, f"evaluate_{number}")(
@@ -111,8 +119,8 @@ class _Compiled:
             ctypes.c_float(_SCALE),
             *(x.ctypes.data_as(ctypes.c_void_p) for x in arrays),
         )
-        logit, alone, added, slope = results
-        return alone * np.log(2.0), logit * np.log(2.0), added * np.log(2.0), slope
+        logit, alone, added, started, slope = results
+        return *(x * np.log(2.0) for x in (alone, logit, added, started)), slope
 
 
 def _points(rng, beyond: int = 0):
@@ -144,7 +152,7 @@ def _expected(function, indices, s):
 
 def _check(compiled, number, printed, captures, function, points) -> None:
     indices, s = points
-    alone, logit, added, slope = compiled(number, captures, indices, s)
+    alone, logit, added, started, slope = compiled(number, captures, indices, s)
     value, derivative = _expected(function, indices, s)
     np.testing.assert_array_equal(alone, logit)
     hidden = value == -np.inf
@@ -152,6 +160,7 @@ def _check(compiled, number, printed, captures, function, points) -> None:
     value = np.where(hidden, value, np.maximum(value, np.finfo(np.float32).min * np.log(2.0)))
     np.testing.assert_allclose(logit, value, rtol=2e-5, atol=2e-5)
     np.testing.assert_allclose(added, value, rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(started, value, rtol=2e-5, atol=2e-5)
     assert np.isfinite(slope).all()
     np.testing.assert_allclose(slope[~hidden], derivative[~hidden], rtol=1e-4, atol=1e-4)
     if printed.unit_slope:
@@ -227,7 +236,7 @@ def test_printed_masks(tmp_path):
     b = np.zeros_like(h)
     for number, (name, row) in enumerate(rows.items()):
         _, captures, visible, elsewhere = row
-        alone, logit, added, slope = library(number, captures, [b, h, q, kv], s)
+        alone, logit, added, _, slope = library(number, captures, [b, h, q, kv], s)
         shown, asked = visible[h, q, kv], elsewhere[h, q, kv]
         assert not (shown & ~asked).any(), name
         expected = np.where(shown, _SCALE * s, -np.inf)[asked]
@@ -580,7 +589,7 @@ def test_slope_where_the_logit_is_minus_infinity_is_finite(tmp_path):
 
     printed, captures = _printed(function)
     indices = [np.zeros(3, np.int32)] * 4
-    _, logit, _, slope = _Compiled([printed.source], tmp_path)(
+    _, logit, *_, slope = _Compiled([printed.source], tmp_path)(
         0, captures, indices, np.array([-1.0, 0.0, 4.0], np.float32)
     )
     assert (logit[:2] == -np.inf).all()
@@ -593,7 +602,7 @@ def test_nan_passes_through_minimum_and_maximum(tmp_path):
     printed, captures = _printed(lambda s, b, h, q, kv: jnp.clip(s, -1.0, 1.0))
     indices = [np.zeros(2, np.int32)] * 4
     s = np.array([np.nan, 100.0], np.float32)
-    alone, logit, _, _ = _Compiled([printed.source], tmp_path)(0, captures, indices, s)
+    alone, logit, *_ = _Compiled([printed.source], tmp_path)(0, captures, indices, s)
     assert np.isnan([alone[0], logit[0]]).all()
     assert abs(logit[1] - 1.0) < 1e-6
 
@@ -801,6 +810,63 @@ def test_neighbours_of_a_row_are_loaded_in_pairs(tmp_path, dtype):
     indices, s = _points(rng)
     indices[3] %= kv_len
     _check(library, 0, printed, captures, function, (indices, s))
+
+
+_STARTING = {
+    "bias": lambda e: e["s"] + e["bias"],
+    "factors": lambda e: 0.25 + e["s"] - 0.5 * e["slopes"] * e["bias"],
+    "others": lambda e: (
+        e["s"] + e["bias"] + e["slopes"] * (e["kv"] - e["q"]).astype("float32") + e["keys"]
+    ),
+    "masked": lambda e: jnp.where(e["q"] >= e["kv"], e["s"] + e["bias"], -jnp.inf),
+    "chosen": lambda e: e["s"] + jnp.where(e["kv"] > 3, e["bias"], 0.5),
+    "twice": lambda e: e["s"] + e["bias"] + e["bias"],
+}
+_NOT_STARTING = {
+    "none": lambda e: e["s"] + e["slopes"],
+    "two": lambda e: e["s"] + e["bias"] + e["other"],
+    "function": lambda e: e["s"] + jnp.tanh(e["bias"]),
+    "condition": lambda e: e["s"] + jnp.where(e["bias"] > 0.5, e["bias"], 0.0),
+    "slope": lambda e: 3.0 * jnp.tanh((e["s"] + e["bias"]) / 3.0),
+    "lowest": lambda e: e["s"] + e["bias"] + jnp.where(e["q"] > 3, 0.0, -1e38),
+}
+
+
+def _of_neighbours(expression, dtype):
+    rng = np.random.default_rng(6)
+    bias, other = jnp.asarray(rng.standard_normal((2, _SIZES.heads, *_LENGTHS)), dtype)
+    slopes = jnp.asarray(rng.standard_normal(_SIZES.heads), jnp.float32)
+    keys = jnp.asarray(rng.standard_normal(_SIZES.kv_len // 2), jnp.float32)
+
+    def function(s, b, h, q, kv):
+        loaded = {"bias": bias[h, q, kv], "other": other[h, q, kv]}
+        loaded = {name: x.astype(jnp.float32) for name, x in loaded.items()}
+        others = {"slopes": slopes[h], "keys": keys[kv // 2]}
+        return expression(dict(loaded, **others, s=s, q=q, kv=kv))
+
+    _, captures = _traced(function)
+    paired = [i for i, x in enumerate(captures) if x.ndim == 3]
+    return function, *_printed(function, paired=paired, starts=paired)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_products_start_from_neighbours(tmp_path, dtype):
+    """Loaded before the products, where all that is added to them is known then."""
+    if _COMPILER is None:
+        pytest.skip("needs a C++ compiler")
+    rows = [_of_neighbours(expression, dtype) for expression in _STARTING.values()]
+    library = _Compiled([printed.source for _, printed, _ in rows], tmp_path)
+    for number, (function, printed, captures) in enumerate(rows):
+        assert "kStarts = true" in printed.source
+        indices, s = _points(np.random.default_rng(7), beyond=50)
+        indices[3] %= _SIZES.kv_len
+        _check(library, number, printed, captures, function, (indices, s))
+
+
+@pytest.mark.parametrize("name", _NOT_STARTING)
+def test_products_start_from_no_others(name):
+    _, printed, _ = _of_neighbours(_NOT_STARTING[name], "bfloat16")
+    assert "kStarts = false" in printed.source
 
 
 @settings(max_examples=6)

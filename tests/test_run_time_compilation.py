@@ -25,7 +25,7 @@ from jaxflash import (
     _nvrtc,
     _printer,
     _scores,
-    _spec,
+    masks,
 )
 from mask_values import MASK_VALUES
 from score_mods import Sizes
@@ -229,25 +229,81 @@ def test_masks_of_ranges_on_hopper(head_dim, pass_name, mask, one_sided):
         **_H200,
     )
     assert not compiled.serialised, compiled
-    # The backward at 256 has one tile alone, too small for more registers.
-    assert compiled.spilled <= (64 if pass_name == "forward" or head_dim < 256 else 104), compiled
+    assert compiled.spilled <= 64, compiled
 
 
-@pytest.mark.parametrize("pass_name", ["forward", "backward"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_mask_arrays_on_hopper(head_dim, pass_name):
-    spec, operands = _spec.make(
-        *3 * (jnp.zeros((1, 64, 2, head_dim), jnp.bfloat16),),
-        None,
-        jnp.ones((1, 1, 64, 64), bool),
-        **{name: value for name, value in _api.DEFAULTS.items() if name != "score_mod"},
-    )
+_MASKS = {
+    "array": lambda: masks.dense(jnp.ones((1, 1, 64, 64), bool)),
+    "function": lambda: masks.causal() | masks.function(lambda b, h, q, kv, n: kv < n[b], _ONE),
+    "array and function": lambda: _MASKS["array"]() & _MASKS["function"](),
+}
+_ONE = jnp.ones(1, jnp.int32)
+
+
+def _masked(name: str, pass_name, head_dim: int, dtype=jnp.bfloat16) -> str:
+    qkv = 3 * (jnp.zeros((1, 64, 2, head_dim), dtype),)
+    spec, operands = _api.described(*qkv, mask=_MASKS[name]())
+    if pass_name == "tangent":
+        return _kernel_program.tangents(spec, operands, ()).source
     program = _kernel_program.make(spec, operands, pass_name)
     assert program is not None
-    compiled = _program(program.source, pass_name=pass_name, head_dim=head_dim, mask=1, **_H200)
+    return program.source
+
+
+@pytest.mark.parametrize("mask", [3, 4], ids=["alone", "segments"])  # cuda/problem.h: MaskKind
+@pytest.mark.parametrize("pass_name", ["forward", "backward", "tangent"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("name", _MASKS)
+def test_masks_of_programs_on_hopper(name, head_dim, pass_name, mask):
+    source = _masked(name, pass_name, head_dim)
+    compiled = _program(source, pass_name=pass_name, head_dim=head_dim, mask=mask, **_H200)
     assert not compiled.serialised, compiled
-    # As with ranges alone, the backward at 256 has one tile, whose registers do not hold it.
-    assert compiled.spilled <= (64 if pass_name == "forward" or head_dim < 256 else 108), compiled
+    # Tangents at 256 have one tile, whose registers hold no predicate.
+    assert compiled.spilled <= (64 if pass_name != "tangent" or head_dim < 256 else 216), compiled
+
+
+@pytest.mark.parametrize("pass_name", ["forward", "backward", "tangent"])
+@pytest.mark.parametrize("mask", [0, 3, 4], ids=["unknown", "alone", "segments"])
+def test_masks_of_programs_elsewhere(pass_name, mask):
+    source = _masked("array and function", pass_name, 64)
+    compiled = _program(source, pass_name=pass_name, head_dim=64, mask=mask, **_A100)
+    assert compiled.name.startswith(f"sm80 {pass_name}")
+
+
+def _dense_bias(head_dim: int, dtype: str, pass_name="forward", **options) -> str:
+    qkv = 3 * (jnp.zeros((1, 64, 2, head_dim), jnp.bfloat16),)
+    bias = jnp.zeros((1, 2, 64, 64), dtype)
+    program = _kernel_program.make(*_api.described(*qkv, bias=bias, **options), pass_name)
+    assert program is not None
+    return program.source
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+def test_dense_bias_on_hopper(head_dim, dtype):
+    """Products start from it, in the registers of the scores."""
+    source = _dense_bias(head_dim, dtype)
+    assert "kStarts = true" in source
+    compiled = _program(source, pass_name="forward", head_dim=head_dim, **_H200)
+    assert not compiled.serialised, compiled
+    assert compiled.spilled <= 4, compiled  # of the planning warp, which has 32 registers
+
+
+@pytest.mark.parametrize("dropout", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_dense_bias_in_the_backward_on_hopper(head_dim, dropout):
+    options = dict(dropout_rate=0.1, dropout_rng=jax.random.key(0)) if dropout else {}
+    source = _dense_bias(head_dim, "bfloat16", "backward", **options)
+    assert "kStarts = true" in source
+    assert "load_of_pair" not in source
+    compiled = _program(source, pass_name="backward", head_dim=head_dim, **_H200)
+    assert not compiled.serialised, compiled
+    assert compiled.spilled <= 64, compiled
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.125, 1e-30])
+def test_bias_is_not_divided_by_any_scale(scale):
+    assert "kStarts = false" in _dense_bias(64, "bfloat16", scale=scale)
 
 
 @pytest.mark.parametrize(

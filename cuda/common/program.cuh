@@ -17,6 +17,10 @@
 //   bool kCapturesMove                             captures have tangents
 //   float capture_tangent(head, row, column, q, kv, distance, s)   with kCapturesMove: what those
 //                                                  make of the logit's tangent, in natural units
+//   bool kStarts                                   products may start from what is added to them:
+//   float start(head, row, column, q, kv, distance, neighbour)     that over the scale, where
+//   Neighbour* neighbours(head, row)               has `neighbour` for each key,
+//   int neighbours_end(head)                       as many
 //   bool kSharesLoads                              neighbouring elements take parts of one load
 //   Dropout dropout(captures, problem, batch, b, h)    with kDrops: those of which bits
 //
@@ -112,6 +116,29 @@ __device__ __forceinline__ float load_of_pair(const BFloat16* data, int64_t pair
 __device__ __forceinline__ float load_of_pair(const Float16* data, int64_t pair, int odd) {
   const uint32_t both = load_word(data + 2 * pair);
   return to_float(Float16{static_cast<uint16_t>(odd != 0 ? both >> 16 : both)});
+}
+
+// A pair as it lies in memory, a narrow one in `first`. Loaded where this stands, not behind a
+// wait.
+__device__ __forceinline__ void load_pair(const float* pair, float& first, float& second) {
+  asm volatile("ld.global.nc.v2.f32 {%0, %1}, [%2];" : "=f"(first), "=f"(second) : "l"(pair));
+}
+template <class T>
+__device__ __forceinline__ void load_pair(const T* pair, float& first, float&) {
+  static_assert(sizeof(T) == 2);
+  asm volatile("ld.global.nc.b32 %0, [%1];" : "=f"(first) : "l"(pair));
+}
+// And the two numbers that it is of.
+__device__ __forceinline__ void unpack_pair(const float*, float&, float&) {}
+__device__ __forceinline__ void unpack_pair(const BFloat16*, float& first, float& second) {
+  const uint32_t both = __float_as_uint(first);
+  first = __uint_as_float(both << 16);
+  second = __uint_as_float(both & 0xffff0000u);
+}
+__device__ __forceinline__ void unpack_pair(const Float16*, float& first, float& second) {
+  const uint32_t both = __float_as_uint(first);
+  first = to_float(Float16{static_cast<uint16_t>(both)});
+  second = to_float(Float16{static_cast<uint16_t>(both >> 16)});
 }
 
 __device__ __forceinline__ int64_t clamp_index(int i, int extent) {

@@ -400,7 +400,9 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::Tile::kBlocksPerSM)
     if (next_item.exists) load_pair(dout, params.dout, v, params.v, next_item, problem.value_dim);
     cp_async_commit_group();
 
-    const auto [first_row, first_key] = first_element(item);
+    // Not a structured binding, which lambdas of C++17 cannot capture.
+    const FirstElement first = first_element(item);
+    const int first_row = first.row, first_key = first.key;
     const int64_t head_index = item.batch * problem.q_heads + item.head;
     const float* const delta = workspace.delta_of(params.workspace, head_index) + first_row;
     Dropout dropout;

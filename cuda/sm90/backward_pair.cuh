@@ -138,14 +138,28 @@ struct PairConsumers {
       };
 
       (kValues ? smem.k_full : smem.v_full)[0].wait(reader.parity());
-#pragma unroll 1
-      for (steps.begin(block.steps()); steps.more(); steps.advance()) {
-        float x[kRows / 2];  // s or dp
-        uint32_t packed[kRows / 4];
-
+      constexpr bool kStarts = kValues && Score::kStarts;
+      float x[kRows / 2];  // s or dp; between two steps what the next scores start from
+      const auto prepare = [&](int row, int head) {
         if ((kValues || Score::kDrops) && row == block.first_row) {
           score.begin_head(args, block, head, first_key);
         }
+        if constexpr (kStarts) score.load_start(x, row, first_key);
+      };
+      const auto prepare_next = [&] {
+        if constexpr (kStarts) {
+          if (steps.last()) return;
+          int next_row = row, next_head = head;
+          block.advance(next_row, next_head);
+          prepare(next_row, next_head);
+        }
+      };
+      if (kStarts && block.steps() > 0) prepare(row, head);
+#pragma unroll 1
+      for (steps.begin(block.steps()); steps.more(); steps.advance()) {
+        uint32_t packed[kRows / 4];
+
+        if constexpr (!kStarts) prepare(row, head);
         if (kValues) {
           steps.wait_q();
         } else {
@@ -155,9 +169,14 @@ struct PairConsumers {
             kValues ? &smem.lse[steps.q_stage()][column] : &smem.delta[steps.dout_stage()][column];
         ColumnValues values;
         values.load(from);
-        discard(x);
-        issue_scores<kMath, kDim, Traits::kKeyPanelBytes, Traits::kRowPanelBytes, kRows>(
-            x, rows_a, rows_b + (kValues ? steps.q_offset() : steps.dout_offset()));
+        if constexpr (kStarts) {
+          score.start(x, x, row, first_key);
+        } else {
+          discard(x);
+        }
+        issue_scores<kMath, kDim, Traits::kKeyPanelBytes, Traits::kRowPanelBytes, kRows, 0,
+                     kStarts>(x, rows_a,
+                              rows_b + (kValues ? steps.q_offset() : steps.dout_offset()));
         // The first step has no dq to compute: what this product makes of the buffers is dropped. A
         // branch around it would make the compiler wait for all others.
         if (done > 0) {
@@ -203,6 +222,7 @@ struct PairConsumers {
           steps.release_q();
           steps.wait_dout();
           issue_gradient<Traits, kDim>(sum, packed, columns_b + steps.dout_offset());
+          prepare_next();
         } else {
           named_barrier_sync(kPFull, Traits::kConsumerThreads);
           const uint32_t source = handed_p(smem);

@@ -15,6 +15,7 @@ namespace jaxflash::sm90 {
 // A factor, which dq and dk get at the end: weights are probabilities.
 class ScaledLogits {
  public:
+  static constexpr bool kStarts = false;
   static constexpr bool kWeightsAreProbabilities = true;
   static constexpr bool kMasks = false;
   static constexpr bool kDrops = false;
@@ -68,10 +69,21 @@ class ScaledLogits {
   float scale_log2_;
 };
 
-// A program of common/program.cuh.
+template <class Program>
+constexpr bool starts_from_pairs() {
+  if constexpr (Program::kStarts) {
+    return sizeof(typename Program::Neighbour) == 2;
+  } else {
+    return false;
+  }
+}
+
+// A program of common/program.cuh. Where it starts products, see forward_scores.cuh, neighbours of
+// a row are loaded together a step ahead, and transposed.
 template <class Program>
 class ProgramLogits {
  public:
+  static constexpr bool kStarts = starts_from_pairs<Program>();
   static constexpr bool kWeightsAreProbabilities = Program::kUnitSlope;
   static constexpr bool kMasks = Program::kMasks;
   static constexpr bool kDrops = Program::kDrops;
@@ -96,6 +108,41 @@ class ProgramLogits {
       columns_[lower] = Program::column(head_, own_key + 8 * lower);
     }
     diagonal_ = args.problem.band.bottom_right ? block.mask.kv_len() - block.mask.q_len() : 0;
+  }
+
+  // What the products of a step start from, as it lies in memory: pairs of neighbouring keys, in
+  // the even ones of as many registers as there are elements.
+  template <int kElements>
+  __device__ __forceinline__ void load_start(float (&pairs)[kElements], int row, int key) const {
+    const int thread = late_thread();
+    const int first_row = row + thread % 32 / 4;
+    const int first_key = key + thread / 32 * 16 + thread % 4 * 2;
+    const int last = Program::neighbours_end(head_) - 2;
+#pragma unroll
+    for (int i = 0; i < kElements; i += 4) {
+      const auto* data = Program::neighbours(head_, Program::row(head_, first_row + 2 * i));
+      load_pair(data + min(first_key, last), pairs[i], pairs[i + 1]);
+      load_pair(data + min(first_key + 8, last), pairs[i + 2], pairs[i + 3]);
+    }
+  }
+  // Makes it of what has been loaded; s may be `pairs`.
+  template <int kElements>
+  __device__ __forceinline__ void start(float (&s)[kElements], const float (&pairs)[kElements],
+                                        int row, int key) const {
+    const int thread = late_thread();
+    const int first_row = row + Fragment::column(thread);
+    const int first_key = key + Fragment::row(thread);
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) {
+      if (i % 2 == 0) {
+        s[i] = transpose_pairs(pairs[i]);
+        unpack_pair(static_cast<const typename Program::Neighbour*>(nullptr), s[i], s[i + 1]);
+      }
+      const int lower = Fragment::lower(i);
+      const int q = first_row + Fragment::column_of(i), kv = first_key + 8 * lower;
+      const auto distance = static_cast<float>(q + diagonal_ - kv);
+      s[i] = Program::start(head_, Program::row(head_, q), columns_[lower], q, kv, distance, s[i]);
+    }
   }
 
   // Which of a tile's elements are kept. Beside products, as in the forward kernel.
@@ -177,7 +224,7 @@ class ProgramLogits {
       const int lower = Fragment::lower(i);
       const int q = row_of(i), kv = first_key + 8 * lower;
       const float at = distance_of(i);
-      if constexpr (!Program::kAdds) {
+      if constexpr (!Program::kAdds || kStarts) {
         return fmaf(s[i], scale_log2_, -lse_of_row);
       } else if constexpr (Program::kUnitSlope) {
         const float addend =

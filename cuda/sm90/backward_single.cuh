@@ -106,12 +106,26 @@ struct SingleConsumers {
       HeldOperand<Tile::kHeldSteps> held_k;
       held_k.template load<Tile::kHeadDim, Traits::kKeyPanelBytes>(
           shared_address(smem.k[keys.stage]) + group_bytes);
+      float dp[kRows / 2];  // between two steps what the next scores start from
+      const auto prepare = [&](int row, int head) {
+        if (row == block.first_row) score.begin_head(args, block, head, own_key);
+        if constexpr (Score::kStarts) score.load_start(dp, row, own_key);
+      };
+      const auto prepare_next = [&] {
+        if constexpr (Score::kStarts) {
+          if (steps.last()) return;
+          int next_row = row, next_head = head;
+          block.advance(next_row, next_head);
+          prepare(next_row, next_head);
+        }
+      };
+      if (Score::kStarts && block.steps() > 0) prepare(row, head);
 #pragma unroll 1
       for (steps.begin(block.steps()); steps.more(); steps.advance()) {
         uint32_t ds[kRows / 4];
         float dq[32];
 
-        if (row == block.first_row) score.begin_head(args, block, head, own_key);
+        if constexpr (!Score::kStarts) prepare(row, head);
         steps.wait_q();
         if (kIdleSteps && (row + kRows <= own_rows.begin || row >= own_rows.end)) {
           // The warpgroup's keys see none of these rows: its ds is 0. What remains is its half of
@@ -134,19 +148,24 @@ struct SingleConsumers {
             arrive_warp(smem.k_empty[keys.stage]);
           }
           hand_over_dq(args, smem, dq, group);
+          prepare_next();
           block.advance(row, head);
           continue;
         }
         float s[kRows / 2];
-        float dp[kRows / 2];
         uint32_t p[kRows / 4];
         Kept<Score::kDrops, false, kRows> kept;
         const float* const lse = &smem.lse[steps.q_stage()][column];
         ColumnValues first_lse;
         first_lse.load(lse);
-        discard(s);
-        issue_scores<kMath, Tile::kHeadDim, Traits::kKeyPanelBytes, Traits::kRowPanelBytes, kRows>(
-            s, k_rows, q_base + steps.q_offset(), held_k);
+        if constexpr (Score::kStarts) {
+          score.start(s, dp, row, own_key);
+        } else {
+          discard(s);
+        }
+        issue_scores<kMath, Tile::kHeadDim, Traits::kKeyPanelBytes, Traits::kRowPanelBytes, kRows,
+                     Tile::kHeldSteps, Score::kStarts>(s, k_rows, q_base + steps.q_offset(),
+                                                       held_k);
         steps.wait_dout();
         discard(dp);
         issue_scores<kMath, Tile::kValueDim, Traits::kKeyPanelBytes, Traits::kRowPanelBytes, kRows>(
@@ -203,6 +222,7 @@ struct SingleConsumers {
 
         discard(dq);
         issue_dq(dq, dq_ds + odd * descriptor_step(Traits::kScoreBytes), dq_k);
+        prepare_next();
         wgmma_wait<1>();
         steps.release_dout();
         issue_gradient<Traits, Tile::kHeadDim>(dk, ds, q_columns + steps.q_offset());

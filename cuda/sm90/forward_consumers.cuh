@@ -32,7 +32,7 @@ struct ForwardConsumers {
     }
   }
 
-  // s = Q K^T of one tile, in flight on return.
+  // s = Q K^T of one tile, or s += Q K^T where scores start, in flight on return.
   __device__ __forceinline__ static void issue_scores(float (&s)[kKeys / 2], uint64_t q,
                                                       uint64_t k) {
     wgmma_fence();
@@ -42,7 +42,8 @@ struct ForwardConsumers {
       const int inside = step % 4 * 32;  // bytes of 16 columns
       Wgmma<kKeys>::template ss<Traits::kMath, 0, 0>(
           s, q + descriptor_step(panel * Traits::kQPanelBytes + inside),
-          k + descriptor_step(panel * Traits::kKeyPanelBytes + inside), step != 0);
+          k + descriptor_step(panel * Traits::kKeyPanelBytes + inside),
+          Scores::kStarts || step != 0);
     }
     wgmma_commit();
   }
@@ -160,6 +161,31 @@ struct ForwardConsumers {
     int tile;            // of keys
     uint64_t q;
     bool more;
+    const auto position = [&](const Unit& unit, int r) {
+      return unit.position + args.unit.position(Fragment::row(thread) + 8 * r);
+    };
+    const auto begin_rows = [&](const Plan& plan) {
+      const Unit& unit = plan.units[group];
+      const RowPositions rows{position(unit, 0), position(unit, 1)};
+      scores.begin_rows(args, plan.mask, plan.batch, unit.head, rows);
+    };
+    // What the products of a tile start from: loaded ahead of waits, computed behind them. Into the
+    // turn ptxas cannot move what a store depends on.
+    const auto load_start = [&] {
+      if constexpr (Scores::kStarts) scores.load_start(s, tile * kKeys, Fragment::column(thread));
+    };
+    const auto start = [&] {
+      if constexpr (Scores::kStarts) {
+        scores.begin_keys(tile * kKeys + Fragment::column(thread));
+        scores.start(s);
+        float all[2] = {0.f, 0.f};
+#pragma unroll
+        for (int i = 0; i < kKeys / 2; i += 2) {
+          all[Fragment::lower(i)] = fmaf(s[i], s[i + 1], all[Fragment::lower(i)]);
+        }
+        store_shared_volatile(pin, all[0] + all[1]);
+      }
+    };
     // Key tiles that other warpgroups of the block need and this one does not.
     const auto skip_to = [&](const Plan& plan, int end) {
       for (; tile >= end; tile = plan.tiles.before(tile)) {
@@ -184,7 +210,10 @@ struct ForwardConsumers {
         skip_to(plan, own.end);
       }
       if (own.begin == own.end) return meanwhile();
+      if constexpr (Scores::kStarts) begin_rows(plan);
+      load_start();
       wait_k();
+      start();
       take_turn(group);
       issue_scores(s, q, k_tile());
       pass_turn(group);
@@ -200,9 +229,6 @@ struct ForwardConsumers {
       const Unit& unit = plan.units[group];
       constexpr bool kKnown = !Scores::kMasks || Traits::Mask::kKnowsProgram;
       const Interval full = kKnown ? unit.full : Interval{0, 0};
-      const auto position = [&](int r) {
-        return unit.position + args.unit.position(Fragment::row(thread) + 8 * r);
-      };
 
       uint32_t p[kKeys / 4];
       Kept<Scores::kDrops, true, kKeys> kept;
@@ -247,8 +273,8 @@ struct ForwardConsumers {
           softmax.exponentials(s, logits, emit);
           return rescale;
         };
-        const RowPositions rows{position(0), position(1)};
-        if constexpr (Scores::kRewrites) {
+        const RowPositions rows{position(unit, 0), position(unit, 1)};
+        if constexpr (Scores::kRewrites && !Scores::kStarts) {
           // A logit of -inf would not stay so: what is masked is masked after the rewriting.
           if (!cut() && held(scores)) return false;
           scores.rewrite(s);
@@ -281,16 +307,18 @@ struct ForwardConsumers {
       if (own.begin < own.end) {
         release_k();
         if (tile == own.begin) release_q();
-        scores.begin_rows(args, plan.mask, plan.batch, unit.head, {position(0), position(1)});
+        if constexpr (!Scores::kStarts) begin_rows(plan);
         draw();
         normalize();  // o is still 0
         if (Tile::kOverlap != Overlap::kNone) pack_tile();
         bool landed = false;
         while ((tile = plan.tiles.before(tile)) >= own.begin) {
+          load_start();
           if (!landed) {
             wait_k();
             wait_v();
           }
+          start();
           take_turn(group);
           if constexpr (Tile::kOverlap == Overlap::kNone) {
             issue_values(o, p, v_tile());
@@ -331,7 +359,7 @@ struct ForwardConsumers {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           sum[r] = softmax.row_sum(r);
-          if (position(r) >= plan.mask.q_len()) sum[r] = 0.f;
+          if (position(unit, r) >= plan.mask.q_len()) sum[r] = 0.f;
           inverse[r] = rcp_approx(sum[r]);
           if constexpr (Scores::kHasSink) {
             // Of a part, the merge adds it.
@@ -355,7 +383,7 @@ struct ForwardConsumers {
       // Whether the thread's row r is one of the arrays', and where.
       const auto stored = [&](int r) {
         return args.unit.head(Fragment::row(thread) + 8 * r) < args.unit.heads &&
-               position(r) < args.problem.q_len;
+               position(unit, r) < args.problem.q_len;
       };
       const auto offset = [&](int r, int64_t position_stride, int64_t head_stride) {
         const int row = Fragment::row(thread) + 8 * r;

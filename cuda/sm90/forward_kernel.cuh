@@ -25,7 +25,7 @@ namespace jaxflash::sm90 {
 template <class Traits, class Scores>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     forward_kernel(const __grid_constant__ ForwardArgs args) {
-  using Producers = ForwardProducers<Traits>;
+  using Producers = ForwardProducers<Traits, Scores::kStarts>;
   using Tile = typename Traits::Tile;
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   auto& smem = *reinterpret_cast<typename Traits::SharedMemory*>(shared_bytes);

@@ -9,7 +9,9 @@
 
 namespace jaxflash::sm90 {
 
-template <class Traits>
+// kBatchFastest: heads of all batch elements follow one another by batch element, as they may share
+// what a program reads of each head. Otherwise by head.
+template <class Traits, bool kBatchFastest = false>
 struct ForwardProducers {
   using Tile = typename Traits::Tile;
   using Mask = typename Traits::Mask;
@@ -27,8 +29,13 @@ struct ForwardProducers {
                                                    bool mirrored, Plan& plan) {
     const Problem& problem = args.problem;
     const int lane = threadIdx.x % 32;
-    const int batch = args.by_kv_heads.quotient(tile.head);
-    const int kv_head = args.by_kv_heads.remainder(tile.head);
+    int batch = args.by_kv_heads.quotient(tile.head);
+    int kv_head = args.by_kv_heads.remainder(tile.head);
+    if constexpr (kBatchFastest) {
+      const uint32_t batches = args.by_kv_heads.quotient(args.order.heads);
+      kv_head = tile.head / batches;
+      batch = tile.head - kv_head * batches;
+    }
     const int inner = args.by_inner_batch.remainder(batch);
     const int outer = args.by_inner_batch.quotient(batch);
     const int first_unit = tile.index * kWarpGroups;

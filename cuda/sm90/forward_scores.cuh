@@ -3,6 +3,10 @@
 // A policy is told what it works on (begin_rows, begin_keys). Where it rewrites, a logit is
 // computed within the exponential, or ahead of it where maxima or masks need it (rewrite). What it
 // hides, it hides in tiles that are not known to be visible as a whole.
+//
+// Where it starts products, what is added to a tile's is loaded while they are awaited or the tile
+// before is worked on, into the registers of the scores, which are free then: the accumulators
+// begin with it, over the scale, and scores are scaled products again.
 #pragma once
 
 #include "common/program.cuh"
@@ -15,6 +19,7 @@ namespace jaxflash::sm90 {
 class ScaledScores {
  public:
   static constexpr bool kRewrites = false;
+  static constexpr bool kStarts = false;
   static constexpr bool kHasSink = false;
   static constexpr bool kMasks = false;
   static constexpr bool kDrops = false;
@@ -60,7 +65,8 @@ __device__ __forceinline__ void hide(float (&s)[kElements], const Scores& scores
 template <class Program, bool kManyHeads = false>
 class ProgramScores {
  public:
-  static constexpr bool kRewrites = Program::kAdds;
+  static constexpr bool kRewrites = Program::kAdds;  // where it does not start
+  static constexpr bool kStarts = Program::kStarts && !kManyHeads;
   static constexpr bool kHasSink = Program::kHasSink;
   static constexpr bool kMasks = Program::kMasks;
   static constexpr bool kDrops = Program::kDrops;
@@ -108,12 +114,61 @@ class ProgramScores {
   // What the output is multiplied with for what is dropped.
   __device__ __forceinline__ float kept_scale() const { return rcp_approx(dropout_.share()); }
 
+  // What products start from. Loads, for the tile from `tile_key` on; `column`: of the thread.
+  template <int kElements>
+  __device__ __forceinline__ void load_start(float (&s)[kElements], int tile_key,
+                                             int column) const {
+    const int key = tile_key + column;
+    const int end = Program::neighbours_end(head_of(0));
+    const auto load = [&](const auto& offset_of) {
+#pragma unroll
+      for (int i = 0; i < kElements; i += 2) {
+        const int r = Fragment::lower(i);
+        const auto* data = Program::neighbours(head_of(r), rows_[r]) + key;
+        load_pair(data + offset_of(Fragment::column_of(i)), s[i], s[i + 1]);
+      }
+    };
+    if (tile_key + 2 * kElements <= end) {
+      load([](int offset) { return offset; });
+    } else {
+      load([last = end - 2 - key](int offset) { return min(offset, last); });
+    }
+    // Those of the next tile, which lies before this one, come to the L2 meanwhile: of each row a
+    // quarter for each of its four threads.
+    constexpr int kBytes = 2 * kElements * sizeof(typename Program::Neighbour);
+    constexpr int kSteps = (kBytes + 255) / 256;  // of four sectors' pairs
+    constexpr int kPart = 2 * kElements / (4 * kSteps);
+    if (tile_key == 0) return;
+    const int next = tile_key - 2 * kElements + column / 2 * kPart;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        prefetch_l2(Program::neighbours(head_of(r), rows_[r]) + next + 4 * kPart * step);
+      }
+    }
+  }
+  // Makes it of what has been loaded.
+  template <int kElements>
+  __device__ __forceinline__ void start(float (&s)[kElements]) const {
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) {
+      if (i % 2 == 0) {
+        unpack_pair(static_cast<const typename Program::Neighbour*>(nullptr), s[i], s[i + 1]);
+      }
+      s[i] = element(i, [&](const auto& head, const auto& row, const auto& column, int q, int kv,
+                            float distance) {
+        return Program::start(head, row, column, q, kv, distance, s[i]);
+      });
+    }
+  }
+
   // Where nothing is added.
   __device__ __forceinline__ float factor() const { return scale_log2_; }
 
   // What does not depend on the score is added up before it is there.
   __device__ __forceinline__ float relative(int i, float s, float offset) const {
-    if constexpr (!Program::kAdds) {
+    if constexpr (!Program::kAdds || kStarts) {
       return fmaf(s, scale_log2_, offset);
     } else if constexpr (Program::kUnitSlope) {
       return fmaf(s, scale_log2_, addend(i) + offset);

@@ -361,4 +361,18 @@ __device__ __forceinline__ void store_global(void* address, const uint32_t (&wor
                : "memory");
 }
 
+// Transposes 8 x 8 elements of 16 bits, of which each lane has two neighbours of a row. The whole
+// warp.
+__device__ __forceinline__ float transpose_pairs(float pair) {
+  uint32_t transposed;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;"
+               : "=r"(transposed)
+               : "r"(__float_as_uint(pair)));
+  return __uint_as_float(transposed);
+}
+
+__device__ __forceinline__ void prefetch_l2(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
 }  // namespace jaxflash::sm90

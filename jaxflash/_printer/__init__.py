@@ -19,6 +19,7 @@ from jaxflash._printer.builder import (
 )
 from jaxflash._printer.gradients import Load, LoadRoots
 from jaxflash._printer.graph import Graph, Node
+from jaxflash._printer.starts import start_of
 from jaxflash._printer.writer import Roots, Writer
 from jaxflash._scores import Program
 
@@ -59,6 +60,7 @@ def print_cuda(
     sink_dtype: str | None = None,
     drops: bool = False,
     paired: Collection[int] = (),
+    starts: Collection[int] = (),
     moving: Sequence[int] = (),
 ) -> Printed:
     """The struct `jaxflash::Program` for a score program.
@@ -72,6 +74,9 @@ def print_cuda(
         drops: whether the last capture is `_dropout.kernel_parameters`.
         paired: captures whose last axis has an even number of elements, one for each key, in a pass
             whose threads have neighbouring keys of a row.
+        starts: captures of such rows that are all loaded before the products, if these can start
+            from what the logit adds to them, over the scale: that is neither 0 nor so small that
+            quotients overflow.
         moving: captures of the program whose tangents are the captures after those of the
             predicates.
 
@@ -95,11 +100,15 @@ def print_cuda(
         sink = graph.load(captures, sink_dtype, (head,))
         captures += 1
         sink = graph.scaled(sink, LOG2_E)
-    logit = graph.scaled(logit, LOG2_E)
+    natural, logit = logit, graph.scaled(logit, LOG2_E)
     addend = graph.without_score(logit) if slope is graph.constant(1.0) else None
+    start = None
+    if starts and addend is not None:
+        added = graph.without_score(natural)
+        start = None if added is None else start_of(graph, added, starts)
     capture_tangent = tangent if moving else None
     writer = Writer(
-        graph, Roots(logit, slope, addend, visible, sink, capture_tangent, paired=paired)
+        graph, Roots(logit, slope, addend, visible, sink, capture_tangent, start, paired=paired)
     )
     return Printed(
         writer.struct(captures if drops else None),

@@ -25,7 +25,6 @@ from jaxflash._printer.gradients import LoadRoots
 from jaxflash._printer.graph import (
     COLUMN,
     FLOAT_MAX,
-    FLOATS,
     ROW,
     SCORE,
     Graph,
@@ -33,6 +32,7 @@ from jaxflash._printer.graph import (
     is_finite,
     wraps,
 )
+from jaxflash._printer.starts import Start, is_of_neighbours
 
 # Where a node is computed, from early to late, and which of its inputs are parameters there.
 _PLACES = ("head", "row", "column", "element")
@@ -40,7 +40,13 @@ _PARAMETERS = {
     "head": {"b": "b", "h": "h", "scale": "problem.scale"},
     "row": {"q": "q"},
     "column": {"kv": "kv"},
-    "element": {"q": "q", "kv": "kv", "distance": "distance", "score": "s"},
+    "element": {
+        "q": "q",
+        "kv": "kv",
+        "distance": "distance",
+        "score": "s",
+        "neighbour": "neighbour",
+    },
 }
 
 _SIGNATURES = {
@@ -54,6 +60,10 @@ _SIGNATURES = {
     " float distance)",
     "logit_and_slope": "float logit_and_slope(const Head& head, const Row& row,"
     " const Column& column, int q, int kv, float distance, float s, float* slope)",
+    "start": "float start(const Head& head, const Row& row, const Column& column, int q, int kv,"
+    " float distance, float neighbour)",
+    "neighbours": "const Neighbour* neighbours(const Head& head, const Row& row)",
+    "neighbours_end": "int neighbours_end(const Head& head)",
     "visible": "bool visible(const Head& head, const Row& row, const Column& column, int q, int kv,"
     " float distance)",
     "sink": "float sink(const Head& head)",
@@ -84,6 +94,7 @@ class Roots:
         visible: what is not hidden, where something may be.
         sink: where there is one.
         capture_tangent: what tangents of captures add to that of the logit, in natural units.
+        start: what products may start from.
         loads: those whose gradients are wanted.
         paired: captures of whose rows, an element for each column, a thread takes neighbours.
     """
@@ -94,6 +105,7 @@ class Roots:
     visible: Node | None = None
     sink: Node | None = None
     capture_tangent: Node | None = None
+    start: Start | None = None
     loads: tuple[LoadRoots, ...] = ()
     paired: Collection[int] = ()
 
@@ -117,11 +129,17 @@ class Writer:
         if roots.capture_tangent is not None:
             self._capture_tangent = self._lowered(roots.capture_tangent)
             self._guards_tangent = not is_finite(roots.capture_tangent)
+        self._start = None
+        if roots.start is not None:
+            x = roots.start.neighbours
+            address, _ = self._address(x, paired=True)
+            end = self._extent(x.value[0], len(x.args) - 1)
+            self._start = self._lowered(roots.start.value), address, end, STORED[x.value[1]]
         self._members: dict[str, list[Node]] = {place: [] for place in _PLACES}
         seen: set[Node] = set()
         for root in (
             self._logit, self._slope, self._addend, self._visible, self._sink,
-            self._capture_tangent,
+            self._capture_tangent, *(() if self._start is None else self._start[:3]),
         ):  # fmt: skip
             if root is not None:
                 self._need(root, "end" if root is self._sink else "element")
@@ -145,6 +163,7 @@ class Writer:
             ("kDrops", dropout is not None),
             ("kSharesLoads", self._shares_loads()),
             ("kCapturesMove", self._capture_tangent is not None),
+            ("kStarts", self._start is not None),
         ):
             lines.append(f"  static constexpr bool {name} = {'true' if value else 'false'};")
         for place in _PLACES[:3]:
@@ -174,6 +193,11 @@ class Writer:
                 logit,
                 f"*slope = {slope};",
             )
+        if self._start is not None:
+            start, address, end, stored = self._start
+            lines.append(f"  using Neighbour = {stored};")
+            for name, root in (("start", start), ("neighbours", address), ("neighbours_end", end)):
+                lines += self._function(name, "element", [root], self._text(root, "element"))
         if self._capture_tangent is not None:
             needed, text = self._weighed(self._capture_tangent, self._guards_tangent)
             lines += self._function("capture_tangent", "element", needed, text)
@@ -418,13 +442,20 @@ class Writer:
         return self._graph.constant(0, "int32") if total is None else total
 
     def _lowered_load(self, x: Node) -> Node:
-        """What the head knows of the address is added there, then what the row knows."""
+        paired = is_of_neighbours(x, self._paired)
+        address, index = self._address(x, paired)
+        if paired:
+            return self._graph.node("load_of_pair", (address, index, x.args[-1]), x.dtype)
+        return self._graph.node("load_capture", (address, index), x.dtype)
+
+    def _address(self, x: Node, paired: bool) -> tuple[Node, Node]:
+        """(address, index) of a load. What the head knows is added to the address there, then what
+        the row knows; the index is what is left, of pairs if `paired`."""
         node = self._graph.node
         capture, dtype = x.value
         stored = STORED[dtype]
         pointer = f"const {stored}*"
         address = node("capture_data", (), pointer, (capture, stored))
-        paired = self._is_of_pair(x)
         offsets: dict[str, Node] = {}
         stride = None
         for axis in reversed(range(len(x.args))):
@@ -453,25 +484,13 @@ class Writer:
         index = late[0]
         for offset in late[1:]:
             index = node("add_offset", (index, offset), "int64_t")
-        if paired:
-            return node("load_of_pair", (address, index, x.args[-1]), x.dtype)
-        return node("load_capture", (address, index), x.dtype)
+        return address, index
 
     def _shares_loads(self) -> bool:
         """Whether neighbours take parts of one load: pairs, or words of bits."""
         return any(
             x.op == "load_of_pair" or (x.op == "load_capture" and x.dtype == "uint32")
             for x in self._instructions.values()
-        )
-
-    def _is_of_pair(self, x: Node) -> bool:
-        """Whether a load is of neighbours of a thread, side by side along the last axis."""
-        capture, dtype = x.value
-        if capture not in self._paired or dtype not in FLOATS:
-            return False
-        *others, last = x.args
-        return (last.op, last.value) == ("input", "kv") and all(
-            _place(i) in ("head", "row") for i in others
         )
 
 

@@ -1,0 +1,84 @@
+"""What the accumulators of products start from, where a logit adds what is known before them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection
+
+from jaxflash._printer.graph import COLUMN, FLOATS, ROW, Graph, Node, linear
+
+# Quotients of larger ones might overflow, where the sum does not.
+_MAX_CONSTANT = 1e30
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """An addend over the scale, as the kernels are to begin with.
+
+    Attributes:
+        neighbours: the one load of a capture that has an element for each key: a thread loads those
+            of all its elements at once.
+        value: in units of the products; of `neighbours` it knows the input `neighbour`.
+    """
+
+    neighbours: Node
+    value: Node
+
+
+def is_of_neighbours(x: Node, paired: Collection[int]) -> bool:
+    """Whether a load is of neighbours of a thread: in a `paired` capture, side by side along the
+    last axis."""
+    capture, dtype = x.value
+    if capture not in paired or dtype not in FLOATS:
+        return False
+    *others, last = x.args
+    return (last.op, last.value) == ("input", "kv") and all(i.deps in (0, ROW) for i in others)
+
+
+def start_of(graph: Graph, addend: Node, paired: Collection[int]) -> Start | None:
+    """Of an addend; None where it does not have one such load, in terms or as a factor of them."""
+    nodes: set[Node] = set()
+    _collect(addend, nodes)
+    of_neighbours = [x for x in nodes if x.op == "load" and is_of_neighbours(x, paired)]
+    if len(of_neighbours) != 1 or any(
+        x.op == "constant" and x.dtype == "float32" and _MAX_CONSTANT < abs(x.value) < math.inf
+        for x in nodes
+    ):
+        return None
+    value = _over_scale(graph, addend, of_neighbours[0])
+    return None if value is None else Start(of_neighbours[0], value)
+
+
+def _over_scale(graph: Graph, addend: Node, load: Node) -> Node | None:
+    neighbour = graph.input("neighbour", "float32", ROW | COLUMN)
+    reciprocal = graph.atom("reciprocal", graph.input("scale", "float32", 0))
+    if addend.op == "select":
+        condition, *branches = addend.args
+        yes, no = (_over_scale(graph, x, load) for x in branches)
+        if _depends(condition, load) or yes is None or no is None:
+            return None
+        return graph.select(condition, yes, no)
+    constant, terms = linear(addend)
+    value = graph.scaled(reciprocal, constant) if constant else graph.constant(0.0)
+    for term, coefficient in terms.items():
+        product = reciprocal
+        for factor in term.args if term.op == "product" else (term,):
+            if factor is load:
+                factor = neighbour
+            elif _depends(factor, load):
+                return None
+            product = graph.multiply(product, factor)
+        value = graph.add(value, graph.scaled(product, coefficient))
+    return value
+
+
+def _collect(x: Node, nodes: set[Node]) -> None:
+    if x not in nodes:
+        nodes.add(x)
+        for a in x.args:
+            _collect(a, nodes)
+
+
+def _depends(x: Node, on: Node) -> bool:
+    return x is on or any(_depends(a, on) for a in x.args)
