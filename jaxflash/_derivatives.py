@@ -219,7 +219,7 @@ class _Pass(_primitive.Op):
         """The pass in operations that have all derivatives."""
         raise NotImplementedError
 
-    def jvp(self, primals, tangents):
+    def jvp(self, primals, results, tangents):
         num_saved = len(self.given) + 2
         saved, linear = primals[:num_saved], primals[num_saved:]
         t_saved, t_linear = tangents[:num_saved], tangents[num_saved:]
@@ -313,9 +313,46 @@ def _gradient(of: _Pass, saved, dout, dlse=None) -> list:
     return _primitive.bind(op, *saved, dout, *(() if dlse is None else (dlse,)))
 
 
+@dataclasses.dataclass(frozen=True)
+class _Forward(_primitive.Op):
+    """(out, lse) of the operands `given`."""
+
+    spec: AttentionSpec
+    path: Path
+    given: tuple[str, ...]
+
+    @property
+    def partitioned(self):
+        return self.path != "xla"
+
+    def __call__(self, *args):
+        operands = Operands.of_named(dict(zip(self.given, args, strict=True)))
+        return list(_forward(self.spec, self.path, operands))
+
+    def jvp(self, primals, results, tangents):
+        moving = {
+            name: t
+            for name, t in zip(self.given, tangents, strict=True)
+            if t is not None and name in self._differentiable(primals)
+        }
+        return list(_tangents(self, primals, results, moving))
+
+    def _differentiable(self, primals):
+        return Operands.of_named(dict(zip(self.given, primals, strict=True))).differentiable()
+
+
+def _tangents(forward: _Forward, args: Sequence, results: Sequence, moving: dict[str, Any]):
+    """Those of the results, given those of operands by name."""
+    op = _Tangent(forward.spec, forward.path, forward.given, tuple(moving))
+    return _primitive.bind(op, *args, *results, *moving.values())
+
+
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _with_every_derivative(spec: AttentionSpec, path: Path, operands: Operands):
-    return _forward(spec, path, operands)
+    # Of a rule of custom_jvp partial evaluation lets go: derivatives of a scan's or a checkpoint's
+    # gradient meet the primitive, and its rule.
+    given = operands.named()
+    return tuple(_primitive.bind(_Forward(spec, path, tuple(given)), *given.values()))
 
 
 def _tangent_rule(spec: AttentionSpec, path: Path, primals, tangents):
@@ -329,8 +366,8 @@ def _tangent_rule(spec: AttentionSpec, path: Path, primals, tangents):
         for name, t in tangents.named().items()
         if name in operands.differentiable() and not isinstance(t, SymbolicZero)
     }
-    op = _Tangent(spec, path, tuple(given), tuple(moving))
-    t_out, t_lse = _primitive.bind(op, *given.values(), out, lse, *moving.values())
+    forward = _Forward(spec, path, tuple(given))
+    t_out, t_lse = _tangents(forward, list(given.values()), (out, lse), moving)
     return (out, lse), (t_out, t_lse)
 
 

@@ -37,7 +37,7 @@ class Op:
         """The results, in operations that JAX lowers."""
         raise NotImplementedError
 
-    def jvp(self, primals: Sequence, tangents: Sequence) -> list:
+    def jvp(self, primals: Sequence, results: Sequence, tangents: Sequence) -> list:
         """Tangents of all results; a tangent that is None is zero."""
         raise NotImplementedError
 
@@ -66,15 +66,15 @@ class _Mapped(Op):
     def __call__(self, *args):
         return jax.vmap(self.op, self.in_axes)(*args)
 
-    def jvp(self, primals, tangents):
+    def jvp(self, primals, results, tangents):
         moved = [i for i, tangent in enumerate(tangents) if tangent is not None]
 
-        def one(primals, moving):
-            return self.op.jvp(primals, _placed(moving, moved, len(primals)))
+        def one(primals, results, moving):
+            return self.op.jvp(primals, results, _placed(moving, moved, len(primals)))
 
         axes = list(self.in_axes)
-        return jax.vmap(one, (axes, [axes[i] for i in moved]))(
-            list(primals), [tangents[i] for i in moved]
+        return jax.vmap(one, (axes, 0, [axes[i] for i in moved]))(
+            list(primals), list(results), [tangents[i] for i in moved]
         )
 
     def transpose(self, cotangents, args):
@@ -124,7 +124,7 @@ def _jvp_rule(primals, tangents, *, op: Op):
     results = bind(op, *primals)
     if all(tangent is None for tangent in tangents):
         return results, [jnp.zeros_like(x) for x in results]
-    return results, op.jvp(primals, tangents)
+    return results, op.jvp(primals, results, tangents)
 
 
 def _transpose_rule(cotangents, *args, op: Op):

@@ -222,7 +222,7 @@ class _TileSum(Op):
     fixed: tuple[str, ...]
     function: _TileFunction
 
-    def jvp(self, primals, tangents):
+    def jvp(self, primals, results, tangents):
         tangents = tangents[len(self.fixed) :]
         moved = tuple(i for i, tangent in enumerate(tangents) if tangent is not None)
         op = dataclasses.replace(self, function=_Jvp(self.function, moved))

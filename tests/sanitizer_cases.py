@@ -55,6 +55,8 @@ def main() -> None:
     parser.add_argument("names", nargs="+")
     parser.add_argument("--gradients-up-to", type=int, default=256, metavar="HEAD_SIZE",
                         help="of larger heads the forward pass alone")  # fmt: skip
+    parser.add_argument("--forward-only", action="append", default=[], metavar="NAME",
+                        help="of this case the forward pass alone")  # fmt: skip
     arguments = parser.parse_args()
     cases = [case for case in CASES if case.name in arguments.names]
     known = {case.name for case in cases} | PAGED.keys()
@@ -63,7 +65,8 @@ def main() -> None:
         assert not np.isnan(run_paged(*PAGED[name]).astype(np.float32)).any(), name
         print("ran", name, flush=True)
     for case in cases:
-        if max(case.head_dim, case.value_size) > arguments.gradients_up_to:
+        too_large = max(case.head_dim, case.value_size) > arguments.gradients_up_to
+        if too_large or case.name in arguments.forward_only:
             forward = functools.partial(
                 jaxflash.dot_product_attention, implementation="cuda", **case.options
             )

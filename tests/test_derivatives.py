@@ -375,6 +375,17 @@ def test_transform(attend, transform):
     _both(attend, transform, _qkv(B), _qkv(B, seed=1))
 
 
+@needs_kernels
+@pytest.mark.parametrize("transform", _ON_QKV.values(), ids=_ON_QKV)
+def test_transform_lowers_for_the_kernels(transform):
+    """Whatever JAX makes of a call on the way: nothing that has no derivative is left to be
+    differentiated."""
+    attend = functools.partial(jaxflash.dot_product_attention, implementation="cuda")
+    traced = jax.jit(transform(attend)).trace(_qkv(B), _qkv(B, seed=1))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert _ffi.FORWARD_TARGET in text
+
+
 def test_eager(attend):
     """Without jit around it."""
     qkv, tangents = _qkv(B), _qkv(B, seed=1)
