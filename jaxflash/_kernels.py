@@ -21,12 +21,7 @@ def forward(spec: AttentionSpec, program: KernelProgram | None, operands: Operan
     """(out, lse) of the kernels."""
     operands = _without_unseen(operands, "forward", values_only=True)
     ranges = _ranges.of_call(spec, operands, "forward")
-    kernel = _ffi.Forward(
-        _banded(spec, operands),
-        _ffi.Lengths.of(operands),
-        program,
-        _mask_kind(spec, operands, ranges),
-    )
+    kernel = _ffi.Forward(*_made_for(spec, program, operands, ranges))
     return _partition.mapped(kernel)(
         operands.query,
         operands.key,
@@ -70,10 +65,7 @@ def backward(
     captures = () if gradients is None else gradients.captures
     batch_rank = operands.query.ndim - 3
     kernel = _ffi.Backward(
-        _banded(spec, operands),
-        _ffi.Lengths.of(operands),
-        program,
-        _mask_kind(spec, operands, ranges),
+        *_made_for(spec, program, operands, ranges),
         dlse is not None,
         gradients,
         tuple(tuple(n == 1 for n in operands.captures[i].shape[:batch_rank]) for i in captures),
@@ -115,12 +107,7 @@ def tangent(
     of_tangents = operands._replace(**dict(zip(names, moved, strict=True)))
     moved = _without_unseen(of_tangents, "forward")[:3]
     ranges = _ranges.of_call(spec, operands, "forward")
-    kernel = _ffi.Tangent(
-        _banded(spec, operands),
-        _ffi.Lengths.of(operands),
-        program,
-        _mask_kind(spec, operands, ranges),
-    )
+    kernel = _ffi.Tangent(*_made_for(spec, program, operands, ranges))
     return _partition.mapped(kernel)(
         operands.query,
         operands.key,
@@ -158,11 +145,16 @@ def _banded(spec: AttentionSpec, operands: Operands) -> AttentionSpec:
     return dataclasses.replace(spec, left=None, right=None)
 
 
-def _mask_kind(
-    spec: AttentionSpec, operands: Operands, ranges: _ranges.Ranges | None
-) -> _ffi.MaskKind:
+def _made_for(
+    spec: AttentionSpec,
+    program: KernelProgram | None,
+    operands: Operands,
+    ranges: _ranges.Ranges | None,
+):
+    """What a pass has to know of a call."""
     has_predicate = operands.mask is not None or spec.predicate is not None
-    return _ffi.MaskKind.of(ranges, has_predicate)
+    mask = _ffi.MaskKind.of(ranges, has_predicate)
+    return _banded(spec, operands), _ffi.Lengths.of(operands), program, mask
 
 
 def _given(*optional) -> list[Any]:
