@@ -262,8 +262,10 @@ def test_masks_of_programs_on_hopper(name, head_dim, mask, pass_name):
     source = _masked(name, pass_name, head_dim)
     compiled = _program(source, pass_name=pass_name, head_dim=head_dim, mask=mask, **_H200)
     assert not compiled.serialised, compiled
-    # Tangents at 256 have one tile, whose registers hold no predicate.
-    assert compiled.spilled <= (64 if pass_name != "tangent" or head_dim < 256 else 216), compiled
+    # Tangents at 256 have one tile, whose registers hold no predicate; that of the backward pass at
+    # 128 does not hold two and segments.
+    bounds = {("tangent", 256): 216, ("backward", 128): 136}
+    assert compiled.spilled <= bounds.get((pass_name, head_dim), 64), compiled
 
 
 @pytest.mark.parametrize("pass_name", ["forward", "backward", "tangent"])
@@ -389,8 +391,8 @@ def test_gradients_of_captures(load, math, head_dim, architecture, options):
     choice = f"{_S80}CaptureGradientChoice<jaxflash::Math::{math}, {head_dim}>::Large"
     name = f"{_S80}capture_gradient_kernel<{choice}, jaxflash::{mask}, jaxflash::Program, "
     compiled = _compile(source, f"{name}jaxflash::Program::Load0>", architecture)
-    # 4 to 20 bytes, where all 255 registers are in use.
-    assert compiled.spilled <= 24, compiled
+    # 4 to 20 bytes, where all 255 registers are in use, 40 with the bits of dropout.
+    assert compiled.spilled <= (24 if dropout is None else 40), compiled
 
 
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(96, 96), (192, 128), (192, 192)])
