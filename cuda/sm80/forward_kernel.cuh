@@ -187,8 +187,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSM)
     }
     if (!mask.full(warp_rows, tile_keys)) {
       for_each_score([&](float& x, int row, int key) {
-        const bool shown = mask.visible(s_row + row, s_key + key) & scores.shows(row, key);
-        x = shown ? x : -INFINITY;
+        // A branch: loads of all elements at once take 900 bytes of spills with a mask array.
+        if (!mask.visible(s_row + row, s_key + key) || !scores.shows(row, key)) x = -INFINITY;
       });
     }
 
