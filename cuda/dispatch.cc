@@ -217,14 +217,13 @@ Status create_program(const ProgramDescription& description, ScoreKernels** resu
   return {};
 }
 
-Status load_on_current_device(const CaptureGradients& gradients,
-                              const CaptureGradients::Loaded** loaded) {
+Status current_device_of(const CaptureGradients& gradients, CaptureGradients::Device** result) {
   int device = 0;
   if (Status status = cuda_status(cudaGetDevice(&device), "asking for the GPU"); !status.ok()) {
     return status;
   }
   const auto ask = [device](GpuTraits* gpu) { return traits_of_gpu(device, gpu); };
-  return gradients.load(device, ask, loaded);
+  return gradients.device(device, ask, result);
 }
 
 // ---- Launch -------------------------------------------------------------------------------------
@@ -289,9 +288,9 @@ Status jaxflash_capture_gradients(const BackwardParams* params,
                                   CUstream_st* stream) {
   if (params->program == nullptr || params->program->capture_gradients() == nullptr) return {};
   const jaxflash::CaptureGradients& gradients = *params->program->capture_gradients();
-  const jaxflash::CaptureGradients::Loaded* loaded = nullptr;
-  Status status = jaxflash::load_on_current_device(gradients, &loaded);
-  return status.ok() ? gradients.launch(*loaded, *params, arrays, stream) : status;
+  jaxflash::CaptureGradients::Device* device = nullptr;
+  Status status = jaxflash::current_device_of(gradients, &device);
+  return status.ok() ? gradients.launch(*device, *params, arrays, stream) : status;
 }
 
 const Variant* jaxflash_forward_variant(const ForwardParams* params) {
@@ -343,8 +342,10 @@ Status jaxflash_load_program(const jaxflash::ScoreKernels* program) {
   jaxflash::LoadedKernel kernel;
   Status status = jaxflash::load_on_current_device(*program, *variant, &kernel);
   if (!status.ok() || program->capture_gradients() == nullptr) return status;
-  const jaxflash::CaptureGradients::Loaded* loaded = nullptr;
-  return jaxflash::load_on_current_device(*program->capture_gradients(), &loaded);
+  const jaxflash::CaptureGradients& gradients = *program->capture_gradients();
+  jaxflash::CaptureGradients::Device* device = nullptr;
+  status = jaxflash::current_device_of(gradients, &device);
+  return status.ok() ? gradients.load(*device, gradients.family(device->gpu)) : status;
 }
 
 Status jaxflash_compile_program(const jaxflash::ProgramDescription* description, int32_t arch,

@@ -3,17 +3,19 @@
 The mask is a function of (seed, batch, head, row, column) alone, so that every implementation,
 whatever its tiles, and every pass draws the same one. `cuda/common/dropout.cuh` is its other home.
 
-- One call of the generator decides on four elements: two rows 8 apart and two columns 8 apart,
-  which lie in one thread of the kernels' fragments, whether their rows are queries or keys. The
-  number of a row or column in the counter is its own without the bit of 8.
-- Counter: (start_0 + number of the column, start_1 + number of the row). The two starts of a batch
+- A call of the generator decides on eight elements: two rows 8 apart, and two neighbouring columns
+  with those 8 after them.
+- Counter: (start_0 + row, start_1 + column) of the call's first element. The two starts of a batch
   element and head come from the generator itself: counter (head, batch), enciphered with the
   first word of the seed as the key, then with the second.
 - Key: a constant, whose last round key is 0.
-- Word w of the two holds the columns with (column // 8) % 2 == w: rows with (row // 8) % 2 == 0 in
-  bits 0 to 14, the others in bits 16 to 30. Bits 15 and 31 go unused.
-- A probability is kept where its 15 bits are at least ``threshold(rate)``, and then multiplied by
-  ``kept_scale(rate)``.
+- Word w of the two holds the columns with column % 2 == w, in byte 2 * (row // 8 % 2) +
+  column // 8 % 2. Its lower 7 bits are the element's own; the upper one goes unused.
+- An element is dropped where its bits are below (``threshold(rate)`` + r) >> 8. The random number
+  r is the call's: the upper 8 bits of what the last round multiplies, which depend on no element's
+  own bits. So each is dropped at exactly the rate (but for 2**-27 in the upper byte of word 1), and
+  two of a call are both dropped at one that differs from the square by 2**-16 at most.
+- What is kept is multiplied by ``kept_scale(rate)``.
 """
 
 from __future__ import annotations
@@ -23,15 +25,17 @@ import jax.numpy as jnp
 import numpy as np
 
 _MULTIPLIER = 0xD256D193
+_INVERSE = pow(_MULTIPLIER, -1, 2**32)
 _WEYL = 0x9E3779B9
 _ROUNDS = 7
 _KEY = -(_ROUNDS - 1) * _WEYL % 2**32
 _LEVELS = 1 << 15  # rates are multiples of 2**-15
+_SHARED = 8  # of the 15 bits
 _COLUMNS = 16  # of the calls that are next to each other
 
 
 def threshold(rate: float) -> int:
-    """Of 2**15 values, how many mean 'dropped': the nearest number, but not all of them."""
+    """The rate in steps of 2**-15: the nearest number, but not all of them."""
     return min(round(rate * _LEVELS), _LEVELS - 1)
 
 
@@ -101,18 +105,22 @@ def keep(seed, rate: float, batch, head, row, first_column, num_columns: int):
     key = [seed[i].reshape((1,) * rank) for i in range(2)]
     batch, head, row = (x.astype(jnp.uint32) for x in (batch, head, row))
     starts = philox2x32(key[1], philox2x32(key[0], (head, batch)))
-    calls = jax.lax.broadcasted_iota(
-        jnp.uint32, (1,) * (rank - 1) + (groups * _COLUMNS // 2,), rank - 1
-    )
-    calls = calls + (first_group * (_COLUMNS // 2)).astype(jnp.uint32)
-    rows = row // np.uint32(16) * np.uint32(8) + row % np.uint32(8)
-    words = philox2x32(jnp.uint32(_KEY), (starts[0] + calls, starts[1] + rows))
+    # Of a group the calls that begin in its columns 0, 2, 4 and 6.
+    calls = jnp.arange(groups * 4, dtype=jnp.uint32).reshape((1,) * (rank - 1) + (-1,))
+    columns = calls // np.uint32(4) * np.uint32(_COLUMNS) + calls % np.uint32(4) * np.uint32(2)
+    columns = columns + (first_group * _COLUMNS).astype(jnp.uint32)
+    words = philox2x32(jnp.uint32(_KEY), (starts[0] + (row & ~np.uint32(8)), starts[1] + columns))
 
+    # The last round makes word 1 of this.
+    shared = (words[1] * np.uint32(_INVERSE)) >> np.uint32(32 - _SHARED)
+    limit = (np.uint32(threshold(rate)) + shared) >> np.uint32(_SHARED)
     upper_half = row // np.uint32(8) % np.uint32(2) * np.uint32(16)
-    numbers = [(word >> upper_half) & np.uint32(_LEVELS - 1) for word in words]
-    # Eight calls decide on eight columns and on the eight after them.
-    numbers = [x.reshape(*x.shape[:-1], groups, _COLUMNS // 2) for x in numbers]
-    numbers = jnp.stack(numbers, axis=-2)
-    kept = numbers >= np.uint32(threshold(rate))
+    # Four calls decide on eight columns and on the eight after them, in pairs.
+    kept = [
+        [((word >> (upper_half + np.uint32(byte))) & np.uint32(0x7F)) >= limit for word in words]
+        for byte in (0, 8)
+    ]
+    kept = [jnp.stack(pair, axis=-1).reshape(*pair[0].shape[:-1], groups, 8) for pair in kept]
+    kept = jnp.stack(kept, axis=-2)
     kept = kept.reshape(*kept.shape[: rank - 1], groups * _COLUMNS)
     return jax.lax.dynamic_slice_in_dim(kept, skipped, num_columns, axis=rank - 1)

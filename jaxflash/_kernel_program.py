@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxflash import _dense_mask, _dropout, _printer, _scores
+from jaxflash import _dense_mask, _dropout, _scores
 from jaxflash._dense_mask import Pass
-from jaxflash._printer import NotPrintable
+from jaxflash._printer import CAPTURE_DTYPES, MAX_CAPTURES, NotPrintable
 from jaxflash._spec import AttentionSpec, Operands
 
+if TYPE_CHECKING:
+    from jaxflash._printer.cuda import Load, Printed, PrintedGradients
 
-@dataclasses.dataclass(frozen=True)
-class KernelProgram:
+
+class KernelProgram(NamedTuple):
     """A score program, with sink and dropout, for the kernels.
 
     Attributes:
         source: the C++ struct `jaxflash::Program`.
-        unit_slope: see `_printer.Printed`.
+        unit_slope: see `_printer.cuda.Printed`.
         exact_length: see there.
         capture_ranks: how many axes each of `captures` has, without batch axes.
     """
@@ -33,17 +34,16 @@ class KernelProgram:
     capture_ranks: tuple[int, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class KernelGradients:
+class KernelGradients(NamedTuple):
     """Which gradients of captures the kernels compute, and how.
 
     Attributes:
         source: the C++ struct `jaxflash::Program` with a struct for each load.
-        loads: see `_printer.PrintedGradients`.
+        loads: see `_printer.cuda.PrintedGradients`.
     """
 
     source: str
-    loads: tuple[_printer.Load, ...]
+    loads: tuple[Load, ...]
 
     @property
     def captures(self) -> tuple[int, ...]:
@@ -97,24 +97,26 @@ def _program(
         *(len(shapes[i]) for i in moving),
         *(1,) * ((operands.sink is not None) + drops),
     )
-    if len(ranks) > _printer.MAX_CAPTURES:
+    if len(ranks) > MAX_CAPTURES:
         raise NotPrintable(
             f"captures {len(ranks)} arrays, bias, slopes, masks, sink and seed among them"
-            f"{', and tangents' if moving else ''}; allowed are {_printer.MAX_CAPTURES}"
+            f"{', and tangents' if moving else ''}; allowed are {MAX_CAPTURES}"
         )
     sink_dtype = None if operands.sink is None else operands.sink.dtype.name
-    if sink_dtype not in (None, *_printer.CAPTURE_DTYPES):
+    if sink_dtype not in (None, *CAPTURE_DTYPES):
         raise NotPrintable(
-            f"has a sink of dtype {sink_dtype}; allowed are {', '.join(_printer.CAPTURE_DTYPES)}"
+            f"has a sink of dtype {sink_dtype}; allowed are {', '.join(CAPTURE_DTYPES)}"
         )
     of_neighbours = _paired(types, operands)
     paired = of_neighbours if pass_ == "forward" else ()
     paired += tuple(len(shapes) + j for j, i in enumerate(moving) if i in paired)
     is_difference = _distance_is_difference(spec, operands)
-    # Quotients of finite addends are to be finite as well.
-    starts = () if moving or not 2.0**-10 <= spec.scale <= 2.0**10 else of_neighbours
+    starts = () if moving or not _divides_by_scale(spec) else of_neighbours
+    mask = operands.mask
+    words = pass_ == "forward" and mask is not None
+    words = words and _dense_mask.packed_axis(mask, pass_) is not None
     printed = _printed(
-        program, predicates, is_difference, sink_dtype, drops, paired, starts, moving
+        program, predicates, is_difference, sink_dtype, drops, paired, starts, moving, words
     )
     if isinstance(printed, NotPrintable):
         raise printed
@@ -139,8 +141,10 @@ def gradients(
         dropout = captures + (operands.sink is not None)
     lengths = (operands.query.shape[-3], operands.key.shape[-3])
     is_difference = _distance_is_difference(spec, operands)
+    paired = _paired([t for x in (program, *predicates) for t in x.capture_types], operands)
+    starts = paired if _divides_by_scale(spec) else ()
     printed = _printed_gradients(
-        program, predicates, tuple(wanted), lengths, is_difference, dropout
+        program, predicates, tuple(wanted), lengths, is_difference, dropout, paired, starts
     )
     if isinstance(printed, NotPrintable):
         raise printed
@@ -170,6 +174,11 @@ def _paired(capture_types: Sequence[Any], operands: Operands) -> tuple[int, ...]
         return ()
     types = enumerate(capture_types)
     return tuple(i for i, t in types if t.shape and t.shape[-1] == kv_len)
+
+
+def _divides_by_scale(spec: AttentionSpec) -> bool:
+    """Whether quotients of finite addends by the scale are finite as well."""
+    return 2.0**-10 <= spec.scale <= 2.0**10
 
 
 def _distance_is_difference(spec: AttentionSpec, operands: Operands) -> bool:
@@ -209,9 +218,12 @@ def _printed(
     paired: tuple[int, ...],
     starts: tuple[int, ...],
     moving: tuple[int, ...],
-) -> _printer.Printed | NotPrintable:
+    words: bool,
+) -> Printed | NotPrintable:
+    from jaxflash._printer import cuda  # a tenth of the time of `import jaxflash`
+
     try:
-        return _printer.print_cuda(
+        return cuda.print_program(
             program,
             predicates,
             distance_is_difference=distance_is_difference,
@@ -220,6 +232,7 @@ def _printed(
             paired=paired,
             starts=starts,
             moving=moving,
+            words=words,
         )
     except NotPrintable as reason:
         return reason
@@ -233,15 +246,21 @@ def _printed_gradients(
     lengths: tuple[Any, Any],
     distance_is_difference: bool,
     dropout: int | None,
-) -> _printer.PrintedGradients | NotPrintable:
+    paired: tuple[int, ...],
+    starts: tuple[int, ...],
+) -> PrintedGradients | NotPrintable:
+    from jaxflash._printer import cuda  # a tenth of the time of `import jaxflash`
+
     try:
-        return _printer.print_gradients(
+        return cuda.print_gradients(
             program,
             captures,
             predicates,
             lengths=lengths,
             distance_is_difference=distance_is_difference,
             dropout=dropout,
+            paired=paired,
+            starts=starts,
         )
     except NotPrintable as reason:
         return reason

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import warnings
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 
@@ -28,8 +28,7 @@ _MATH = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Feature:
+class Feature(NamedTuple):
     """An argument of the call."""
 
     name: str

@@ -608,6 +608,11 @@ GRADIENTS_OF_CAPTURES = (
          dtype="bfloat16", is_causal=True, gpu_only=True),
     _row("capture-bias-256", bias="BNTS", q_len=200, kv_len=333, head_dim=256, dtype="float16",
          gpu_only=True),
+    # Of an even number of keys: products start from pairs.
+    _row("capture-bias-pairs-128", bias="1NTS", q_len=200, kv_len=334, q_heads=4, kv_heads=2,
+         head_dim=128, dtype="bfloat16", gpu_only=True),
+    _row("capture-bias-pairs-256", bias="BNTS", q_len=200, kv_len=334, head_dim=256,
+         dtype="bfloat16", is_causal=True, gpu_only=True),
     _row("capture-bias-float32", bias="NTS", q_len=200, kv_len=333, head_dim=128, gpu_only=True),
     _row("capture-bias-highest", bias="11TS", q_len=100, kv_len=133, head_dim=64,
          precision="highest", gpu_only=True),

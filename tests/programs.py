@@ -9,6 +9,8 @@ struct Program {{
   static constexpr bool kUnitSlope = {unit_slope};
   static constexpr bool kAdds = {adds};
   static constexpr bool kMasks = false;
+  static constexpr bool kHasWords = false;
+  static constexpr bool kAllInWords = false;
   static constexpr bool kHasSink = {has_sink};
   static constexpr bool kDrops = {drops};
   static constexpr bool kSharesLoads = false;

@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mask_values
-from jaxflash import _api, _kernel_program, _printer, _scores, reference
+from jaxflash import _api, _kernel_program, _printer, _scores, masks, reference
+from jaxflash._printer import cuda
 from mask_values import MASK_VALUES
 from score_mods import SCORE_MODS, Sizes
 
@@ -62,8 +63,18 @@ void evaluate(int64_t points, const jaxflash::Captures& captures, jaxflash::Prob
       started[i] = (start + s[i]) * (problem.scale * 1.4426950408889634f);
     }
     if constexpr (P::kMasks) {
-      if (!P::visible(head, row, column, q[i], kv[i], distance[i])) {
-        alone[i] = logit[i] = added[i] = started[i] = -INFINITY;
+      const bool visible = P::visible(head, row, column, q[i], kv[i], distance[i]);
+      if (!visible) alone[i] = logit[i] = added[i] = started[i] = -INFINITY;
+      if constexpr (P::kHasWords) {
+        // Of a thread, of an element, of half a tile.
+        const uint32_t bit = P::bit(kv[i] & 6) + P::bit(kv[i] & 9) + (kv[i] & 16);
+        const int last = P::words_end(head) - 1;
+        const uint32_t word = P::words(head, row)[kv[i] / 32 < last ? kv[i] / 32 : last];
+        bool shown = (word >> bit & 1) != 0;
+        if constexpr (!P::kAllInWords) {
+          shown = shown && P::visible_beside(head, row, column, q[i], kv[i], distance[i]);
+        }
+        if (shown != visible) alone[i] = NAN;
       }
     }
   }
@@ -136,7 +147,7 @@ def _traced(function):
 
 def _printed(function, **options):
     program, captures = _traced(function)
-    return _printer.print_cuda(program, distance_is_difference=True, **options), captures
+    return cuda.print_program(program, distance_is_difference=True, **options), captures
 
 
 def _expected(function, indices, s):
@@ -227,7 +238,7 @@ def test_printed_masks(tmp_path):
     assert len(rows) > 15
     score = _kernel_program._identity()
     printed = [
-        _printer.print_cuda(score, (predicate,), distance_is_difference=True)
+        cuda.print_program(score, (predicate,), distance_is_difference=True)
         for predicate, *_ in rows.values()
     ]
     library = _Compiled([x.source for x in printed], tmp_path)
@@ -244,6 +255,39 @@ def test_printed_masks(tmp_path):
         for x in (alone, logit, added):
             np.testing.assert_allclose(x[asked], expected, rtol=2e-5, atol=2e-5, err_msg=name)
         assert (slope[asked & shown] == 1.0).all(), name
+
+
+@pytest.mark.parametrize("beside", [None, lambda b, h, q, kv: (q + kv) % 3 != h])
+@pytest.mark.parametrize("axes", [(0, 1, 2), (1, 2), (0, 2), (2,), (0, 1)])
+@pytest.mark.parametrize("kv_len", [30, 70])
+def test_masks_in_words(kv_len, axes, beside, tmp_path):
+    """A part of a mask array lies in words of keys, if it has keys, and what there is beside it in
+    another part."""
+    if _COMPILER is None:
+        pytest.skip("needs a C++ compiler")
+    rng = np.random.default_rng(3)
+    full = (_SIZES.heads, _SIZES.q_len, kv_len)
+    array = rng.random([n if axis in axes else 1 for axis, n in enumerate(full)]) < 0.6
+    mask = masks.dense(jnp.asarray(array)[None])
+    expected = np.broadcast_to(array, full).copy()
+    if beside is not None:
+        mask &= masks.function(beside)
+        h, q, kv = np.indices(full)
+        expected &= beside(0, h, q, kv)
+    query, key = (jnp.zeros((1, n, _SIZES.heads, 8), jnp.float32) for n in full[1:])
+    spec, operands = _api.described(query, key, key, mask=mask)
+    program = _kernel_program.make(spec, operands, "forward")
+    assert program is not None
+    assert ("kHasWords = true" in program.source) == (2 in axes)
+    assert ("kAllInWords = true" in program.source) == (2 in axes and beside is None)
+    captures = jax.device_get(_kernel_program.captures(spec, operands, "forward"))
+    library = _Compiled([program.source], tmp_path)
+    h, q, kv = (rng.integers(0, n, _POINTS).astype(np.int32) for n in full)
+    s = rng.standard_normal(_POINTS).astype(np.float32)
+    alone, logit, *_ = library(0, [x[0] for x in captures], [np.zeros_like(h), h, q, kv], s)
+    logits = np.where(expected[h, q, kv], s * spec.scale, -np.inf)
+    np.testing.assert_allclose(logit * spec.scale / _SCALE, logits, rtol=2e-5, atol=2e-5)
+    np.testing.assert_array_equal(alone, logit)
 
 
 # ---- Gradients of captures -----------------------------------------------------------------------
@@ -299,7 +343,7 @@ def _gradients(functions, folder):
     printed, text = [], [_ACCUMULATE_ANY]
     for number, (function, capture) in enumerate(functions):
         program, captures = _traced(function)
-        gradients = _printer.print_gradients(
+        gradients = cuda.print_gradients(
             program, (capture,), lengths=_LENGTHS, distance_is_difference=True
         )
         printed.append((gradients.loads, capture, captures))
@@ -384,7 +428,7 @@ def test_printed_loads_make_the_gradient(compiled_gradients, name, key):
 
 def _loads(function):
     program, _ = _traced(function)
-    return _printer.print_gradients(program, (0,), lengths=_LENGTHS, distance_is_difference=True)
+    return cuda.print_gradients(program, (0,), lengths=_LENGTHS, distance_is_difference=True)
 
 
 def test_blocks_own_what_rows_columns_and_heads_index():
@@ -435,7 +479,7 @@ def test_rounded_differences_are_not_summed_along_diagonals():
 
     for factor, shift, diagonal in ((1.0, 0.0, True), (1.0, 0.1, False), (0.1, 0.0, False)):
         program, _ = _traced(function(factor, shift))
-        gradients = _printer.print_gradients(
+        gradients = cuda.print_gradients(
             program, (0,), lengths=_LENGTHS, distance_is_difference=False
         )
         (load,) = gradients.loads
@@ -462,7 +506,7 @@ def test_gradients_under_a_mask():
     bias = jnp.ones((_SIZES.heads, _SIZES.q_len, _SIZES.kv_len), jnp.float32)
     program, _ = _traced(lambda s, b, h, q, kv: jnp.tanh(s) + bias[h, q, kv])
     mask = _scores.dense_predicate((1, 2), jax.ShapeDtypeStruct(_LENGTHS, jnp.bool_), packed=None)
-    printed = _printer.print_gradients(
+    printed = cuda.print_gradients(
         program, (0,), (mask,), lengths=_LENGTHS, distance_is_difference=True, dropout=3
     )
     (load,) = printed.loads
@@ -476,7 +520,7 @@ def test_gradients_of_a_dense_bias_are_as_narrow_as_it():
     for shape, narrow in (((2, 64, 64), False), ((2, 2048, 2048), True)):
         bias = jnp.zeros(shape, jnp.bfloat16)
         program, _ = _traced(lambda s, b, h, q, kv, x=bias: s + x[h, q, kv].astype(jnp.float32))
-        (load,) = _printer.print_gradients(
+        (load,) = cuda.print_gradients(
             program, (0,), lengths=shape[1:], distance_is_difference=True
         ).loads
         assert load.narrow == narrow
@@ -522,7 +566,7 @@ def test_alibi_is_one_fma_and_the_distance():
 
     program, _ = _scores.trace(alibi, (), jnp.float32)
     for is_difference in (True, False):
-        printed = _printer.print_cuda(program, distance_is_difference=is_difference)
+        printed = cuda.print_program(program, distance_is_difference=is_difference)
         assert printed.unit_slope
         assert printed.exact_length is None
         assert _operations(printed) == ["fabsf(distance)", "x * x", "fmaf(x, s, x)"]
@@ -539,7 +583,7 @@ def test_differences_of_positions_are_not_converted_element_by_element():
 
     # With an alignment at the bottom right, the distance is another one.
     program, _ = _traced(function)
-    printed = _printer.print_cuda(program, distance_is_difference=False)
+    printed = cuda.print_program(program, distance_is_difference=False)
     assert _operations(printed) == ["x + x", "fabsf(x)", *expected[1:]]
     assert printed.exact_length == 2**24
 
@@ -561,6 +605,19 @@ def test_all_built_in_features_together():
     printed, _ = _printed(function)
     of_the_score = _operations(printed)[-3:]
     assert of_the_score == ["fmaf(x, s, x)", "tanh_approx(x)", "43.28085f * x"]
+
+
+def test_floor_division_of_positions_is_division():
+    """Nobody asks of positions whether a quotient has to be rounded down, or a rest is negative."""
+
+    def of_positions(s, b, h, q, kv):
+        return s + jnp.float32((q // 128 + kv // 128) % 2) + jnp.float32(q // 3 - kv % 5)
+
+    printed, _ = _printed(of_positions)
+    assert all(x in printed.source for x in ("/ 128u", "% 2u", "/ 3u", "% 5u"))
+    assert "&&" not in printed.source
+    printed, _ = _printed(lambda s, b, h, q, kv: s + jnp.float32((q - kv) // 3))
+    assert all(x in printed.source for x in ("/ 3;", "&&"))
 
 
 def test_a_mask_written_as_a_score_function_has_slope_one():
@@ -610,7 +667,7 @@ def test_nan_passes_through_minimum_and_maximum(tmp_path):
 def test_dropout_is_the_last_capture():
     program, _ = _traced(lambda s, b, h, q, kv: s + jnp.asarray(_SLOPES)[h])
     for sink_dtype, number in ((None, 1), ("float32", 2)):
-        printed = _printer.print_cuda(
+        printed = cuda.print_program(
             program, distance_is_difference=True, sink_dtype=sink_dtype, drops=True
         )
         assert "kDrops = true" in printed.source
@@ -621,7 +678,7 @@ def test_dropout_is_the_last_capture():
 
 def test_sink_is_a_capture_of_its_own():
     program, _ = _traced(lambda s, b, h, q, kv: s + jnp.asarray(_SLOPES)[h])
-    printed = _printer.print_cuda(program, distance_is_difference=True, sink_dtype="bfloat16")
+    printed = cuda.print_program(program, distance_is_difference=True, sink_dtype="bfloat16")
     assert "kHasSink = true" in printed.source
     assert "kAdds = true" in printed.source
     assert printed.unit_slope
@@ -631,7 +688,7 @@ def test_sink_is_a_capture_of_its_own():
 
     # A program that is a sink alone.
     program, _ = _traced(lambda s, b, h, q, kv: s)
-    printed = _printer.print_cuda(program, distance_is_difference=True, sink_dtype="float32")
+    printed = cuda.print_program(program, distance_is_difference=True, sink_dtype="float32")
     assert "kAdds = false" in printed.source
     assert _body(printed, "addend") == ["return 0.0f;"]
 

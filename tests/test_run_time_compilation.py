@@ -23,10 +23,10 @@ from jaxflash import (
     _ffi,
     _kernel_program,
     _nvrtc,
-    _printer,
     _scores,
     masks,
 )
+from jaxflash._printer import cuda
 from mask_values import MASK_VALUES
 from score_mods import Sizes
 
@@ -307,6 +307,17 @@ def test_dense_bias_in_the_backward_on_hopper(head_dim, dropout):
     assert compiled.spilled <= 64, compiled
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_dense_bias_and_dropout_in_the_forward_on_hopper(head_dim):
+    """Bits are dense, where the registers of the scores are in use while they are drawn."""
+    options = dict(dropout_rate=0.1, dropout_rng=jax.random.key(0))
+    source = _dense_bias(head_dim, "bfloat16", "forward", **options)
+    assert "kStarts = true" in source
+    compiled = _program(source, pass_name="forward", head_dim=head_dim, **_H200)
+    assert not compiled.serialised, compiled
+    assert compiled.spilled <= 24, compiled
+
+
 @pytest.mark.parametrize("scale", [0.0, -0.125, 1e-30])
 def test_bias_is_not_divided_by_any_scale(scale):
     assert "kStarts = false" in _dense_bias(64, "bfloat16", scale=scale)
@@ -361,38 +372,87 @@ _LOADS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("load", "math", "head_dim", "architecture", "options"),
-    [
-        *(("bias", "kBFloat16", head_dim, "sm_90", {}) for head_dim in (64, 128, 256)),
-        *((load, "kBFloat16", 128, "sm_90", {}) for load in ("keys", "slopes", "table", "lookup")),
-        ("bias", "kFloat16", 128, "sm_80", {}),
-        ("bias", "kTF32", 128, "sm_90", {}),
-        ("bias", "kFloat32", 64, "sm_80", {}),
-        *(("bias", "kBFloat16", n, "sm_90", dict(dropout=1)) for n in (64, 128, 256)),
-        *(("bias", "kBFloat16", 128, "sm_90", dict(mask=f"RangeMask<{ids}>")) for ids in (0, 1)),
-        ("table", "kBFloat16", 128, "sm_90", dict(mask="RangeMask<true>", dropout=1)),
-    ],
-)
-def test_gradients_of_captures(load, math, head_dim, architecture, options):
+def _capture_gradient(load: str, dtype: str, **options) -> cuda.PrintedGradients:
     function, shape = _LOADS[load]
-    mask, dropout = options.get("mask", "BandMask"), options.get("dropout")
     with jax.numpy_dtype_promotion("standard"):
-        program, _ = _scores.trace(function, (jax.ShapeDtypeStruct(shape, "float32"),), "float32")
-    printed = _printer.print_gradients(
-        program, (0,), lengths=(64, 64), distance_is_difference=True, dropout=dropout
+        program, _ = _scores.trace(function, (jax.ShapeDtypeStruct(shape, dtype),), "float32")
+    return cuda.print_gradients(
+        program, (0,), lengths=(64, 64), distance_is_difference=True, **options
     )
+
+
+def _compiled_gradient(
+    printed: cuda.PrintedGradients, family: str, traits: str, mask: str, architecture: str
+) -> _config.CompiledKernel:
     source = f"""
         #include "common/program.cuh"
         #include "common/range_mask.cuh"
         {printed.source}
-        #include "sm80/capture_gradient_kernel.cuh"
+        #include "{family}/capture_gradient_kernel.cuh"
     """
-    choice = f"{_S80}CaptureGradientChoice<jaxflash::Math::{math}, {head_dim}>::Large"
-    name = f"{_S80}capture_gradient_kernel<{choice}, jaxflash::{mask}, jaxflash::Program, "
-    compiled = _compile(source, f"{name}jaxflash::Program::Load0>", architecture)
-    # 4 to 20 bytes, where all 255 registers are in use, 40 with the bits of dropout.
+    name = f"jaxflash::{family}::capture_gradient_kernel<{traits}, jaxflash::{mask}, "
+    return _compile(source, f"{name}jaxflash::Program, jaxflash::Program::Load0>", architecture)
+
+
+@pytest.mark.parametrize(
+    ("load", "math", "head_dim", "architecture", "options"),
+    [
+        *(("bias", "kBFloat16", head_dim, "sm_80", {}) for head_dim in (64, 128, 256)),
+        *((load, "kBFloat16", 128, "sm_80", {}) for load in ("keys", "slopes", "table", "lookup")),
+        ("bias", "kFloat16", 128, "sm_80", {}),
+        ("bias", "kTF32", 128, "sm_90", {}),
+        ("bias", "kFloat32", 64, "sm_80", {}),
+        *(("bias", "kBFloat16", n, "sm_80", dict(dropout=1)) for n in (64, 128, 256)),
+        *(("bias", "kBFloat16", 128, "sm_80", dict(mask=f"RangeMask<{ids}>")) for ids in (0, 1)),
+        ("table", "kBFloat16", 128, "sm_80", dict(mask="RangeMask<true>", dropout=1)),
+    ],
+)
+def test_gradients_of_captures(load, math, head_dim, architecture, options):
+    dropout = options.get("dropout")
+    compiled = _compiled_gradient(
+        _capture_gradient(load, "float32", dropout=dropout),
+        "sm80",
+        f"{_S80}CaptureGradientChoice<jaxflash::Math::{math}, {head_dim}>::Large",
+        options.get("mask", "BandMask"),
+        architecture,
+    )
+    # 4 to 24 bytes, where all 255 registers are in use, 40 with the bits of dropout.
     assert compiled.spilled <= (24 if dropout is None else 40), compiled
+
+
+@pytest.mark.parametrize(
+    ("load", "math", "head_dim", "keys", "options"),
+    [
+        *(("bias", "kBFloat16", head_dim, 128, {}) for head_dim in (64, 128, 256)),
+        *((load, "kFloat16", 128, 128, {}) for load in ("keys", "slopes", "table")),
+        ("lookup", "kFloat16", 128, 64, {}),
+        ("bias", "kBFloat16", 128, 64, dict(starts=())),
+        *(("bias", "kBFloat16", n, 128, dict(dropout=1)) for n in (64, 128, 256)),
+        *(("bias", "kBFloat16", 128, 128, dict(mask=f"RangeMask<{ids}>")) for ids in (0, 1)),
+        ("table", "kBFloat16", 128, 128, dict(mask="RangeMask<true>", dropout=1)),
+    ],
+)
+def test_gradients_of_captures_on_hopper(load, math, head_dim, keys, options):
+    paired = (0,) if load in ("bias", "keys") else ()
+    printed = _capture_gradient(
+        load,
+        "bfloat16" if paired else "float32",
+        dropout=options.get("dropout"),
+        paired=paired,
+        starts=options.get("starts", paired),
+    )
+    scatters = "true" if printed.loads[0].scatter else "false"
+    tile = f"{_S90}CaptureGradientTile<{keys}>"
+    compiled = _compiled_gradient(
+        printed,
+        "sm90",
+        f"{_S90}CaptureGradientTraits<jaxflash::Math::{math}, {head_dim}, {tile}, {scatters}>",
+        options.get("mask", "BandMask"),
+        "sm_90a",
+    )
+    assert not compiled.serialised
+    # More than 64 bytes, and another tile is tried.
+    assert compiled.spilled <= 64, compiled
 
 
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(96, 96), (192, 128), (192, 192)])

@@ -13,7 +13,34 @@
 
 namespace jaxflash {
 
-// A load as the host needs to know it; the kernel's `Load` (sm80/capture_gradient_kernel.cuh) has
+// A tile of logits in accumulator fragments of 16 rows x 8 columns: kRowWarps x kKeyWarps warps,
+// each with its part.
+template <int kRows_, int kKeys_, int kRowWarps_, int kKeyWarps_>
+struct FragmentTile {
+  static constexpr int kRows = kRows_;
+  static constexpr int kKeys = kKeys_;
+  static constexpr int kRowWarps = kRowWarps_;
+  static constexpr int kKeyWarps = kKeyWarps_;
+  static constexpr int kThreads = 32 * kRowWarps * kKeyWarps;
+  // Of a warp, in fragments.
+  static constexpr int kRowTiles = kRows / kRowWarps / 16;
+  static constexpr int kColBlocks = kKeys / kKeyWarps / 8;
+  static_assert(kRowTiles * kRowWarps * 16 == kRows && kColBlocks * kKeyWarps * 8 == kKeys &&
+                    kColBlocks % 2 == 0,
+                "whole fragments");
+
+  // 16 rows of a warp's part, where diagonals are summed; or sums of warps on their way to the
+  // block's.
+  static constexpr int kPitch = 8 * kColBlocks + 8;  // conflict-free for fragments and diagonals
+  static constexpr int kDiagonalFloats = 16 * kPitch;
+  static constexpr int staging_floats(bool scatters) {
+    return scatters                                ? kThreads / 32 * kDiagonalFloats
+           : kRows * kKeyWarps > kKeys * kRowWarps ? kRows * kKeyWarps
+                                                   : kKeys * kRowWarps;
+  }
+};
+
+// A load as the host needs to know it; the kernels' `Load` (common/capture_gradient_sums.cuh) has
 // the same constants.
 struct CaptureLoad {
   int32_t capture;

@@ -1,8 +1,9 @@
 // Dropout: which probabilities are kept. jaxflash/_dropout.py defines the same bits.
 //
-// The generator is Philox2x32-7 (Salmon et al. 2011). A call decides on four elements: two queries
-// 8 apart and two keys 8 apart. An accumulator fragment holds such elements in one thread, whether
-// its rows are queries or keys.
+// The generator is Philox2x32-7 (Salmon et al. 2011). A call decides on eight elements: two queries
+// 8 apart, and two neighbouring keys with those 8 after them. Where rows of an accumulator fragment
+// are queries, they are one thread's. Where rows are keys, they are those of two lanes, which draw
+// a half for each other.
 #pragma once
 
 #include "common/bytes.cuh"
@@ -17,50 +18,71 @@ struct PhiloxCounter {
 };
 
 inline constexpr uint32_t kPhiloxWeyl = 0x9e3779b9u;
+inline constexpr int kPhiloxRounds = 7;
 
-__device__ __forceinline__ PhiloxCounter philox2x32(PhiloxCounter x, uint32_t key) {
+template <int kRounds>
+__device__ __forceinline__ PhiloxCounter philox_rounds(PhiloxCounter x, uint32_t key) {
 #pragma unroll
-  for (int round = 0; round < 7; ++round) {
+  for (int round = 0; round < kRounds; ++round) {
     // Of a 64-bit product ptxas would add the upper word of the factors, which is 0.
     x = {__umulhi(0xd256d193u, x.c0) ^ x.c1 ^ key, 0xd256d193u * x.c0};
     key += kPhiloxWeyl;
   }
   return x;
 }
+__device__ __forceinline__ PhiloxCounter philox2x32(PhiloxCounter x, uint32_t key) {
+  return philox_rounds<kPhiloxRounds>(x, key);
+}
 
 // Of the fragment's elements of a thread, in columns of kColumns: a bit each. Element i is one of
-// two rows 8 apart, (i / 2) % 2, in the columns i / 4 * 8 + i % 2.
-template <bool kRowsAreQueries_, int kColumns_>
+// two rows 8 apart, (i / 2) % 2, in the columns i / 4 * 8 + i % 2. Dense bits take more
+// instructions and fewer registers.
+template <bool kRowsAreQueries_, int kColumns_, bool kDense>
 struct KeepBits {
   static constexpr bool kRowsAreQueries = kRowsAreQueries_;
   static constexpr int kColumns = kColumns_;
-  static constexpr int kSteps = kColumns / 8;  // of two calls in neighbouring columns, one key each
+  static constexpr int kBlocks = kColumns / 16;  // of columns, one call each
+  // How many blocks share a word.
+  static constexpr int kSharers = kDense ? 8 : 1;
+  static constexpr int kWords = (kBlocks + kSharers - 1) / kSharers;
   static_assert(kColumns % 16 == 0, "a call's elements are 8 columns apart");
-  uint32_t words[(kSteps + 7) / 8];
+  // Of even columns and of odd ones. Of a block four bytes, of two queries 8 apart and for each of
+  // two keys 8 apart, have the same bit: the upper one, or those below for further blocks.
+  uint32_t words[2][kWords];
 
-  // A step has four elements, a byte each: two neighbouring columns of the first query, two of the
-  // one 8 after it. It has the same bit of all four bytes; eight steps share a word.
-  __device__ __forceinline__ static constexpr int step(int i) {
-    const int lower = i / 2 % 2, right = i / 4 % 2;
-    return i / 8 * 2 + (kRowsAreQueries ? right : lower);
-  }
   __device__ __forceinline__ static constexpr int byte(int i) {
     const int lower = i / 2 % 2, right = i / 4 % 2;
-    return (kRowsAreQueries ? lower : right) * 2 + i % 2;
+    return kRowsAreQueries ? lower * 2 + right : right * 2 + lower;
+  }
+  // The block's bits, those of even or odd columns, as the upper ones of their bytes.
+  __device__ __forceinline__ uint32_t signs(int block, int odd) const {
+    return words[odd][block / kSharers] << block % kSharers;
   }
 
   __device__ __forceinline__ float of(int i, float x) const {
-    return (words[step(i) / 8] >> (byte(i) * 8 + step(i) % 8) & 1) != 0 ? x : 0.f;
+    const uint32_t word = words[i % 2][i / 8 / kSharers];
+    return (word >> (byte(i) * 8 + 7 - i / 8 % kSharers) & 1) != 0 ? x : 0.f;
   }
   // Of the elements i and i + 1, i even, packed into the halves of a word.
   __device__ __forceinline__ uint32_t of_pair(int i, uint32_t pair) const {
-    const uint32_t signs = words[step(i) / 8] << (7 - step(i) % 8);
-    return pair & (byte(i) == 0 ? permute_bytes<0x9988>(signs, signs)
-                                : permute_bytes<0xbbaa>(signs, signs));
+    const uint32_t even = signs(i / 8, 0), odd = signs(i / 8, 1);
+    switch (byte(i)) {
+      case 0:
+        return pair & permute_bytes<0xcc88>(even, odd);
+      case 1:
+        return pair & permute_bytes<0xdd99>(even, odd);
+      case 2:
+        return pair & permute_bytes<0xeeaa>(even, odd);
+      default:
+        return pair & permute_bytes<0xffbb>(even, odd);
+    }
   }
   __device__ __forceinline__ void keep_all() {
 #pragma unroll
-    for (uint32_t& word : words) word = ~0u;
+    for (auto& of_parity : words) {
+#pragma unroll
+      for (uint32_t& word : of_parity) word = ~0u;
+    }
   }
 };
 
@@ -79,61 +101,68 @@ class Dropout {
       : start_(philox2x32(
             philox2x32({static_cast<uint32_t>(h), static_cast<uint32_t>(b)}, __ldg(parameters)),
             __ldg(parameters + 1))),
-        thresholds_(__ldg(parameters + 2) * 0x10001u) {}
+        threshold_(__ldg(parameters + 2)) {}
 
   // `row` and `column` of the thread's first element, in fragments that start at multiples of 16.
-  template <bool kRowsAreQueries, int kColumns>
-  __device__ __forceinline__ void draw(KeepBits<kRowsAreQueries, kColumns>& bits, int row,
+  // Where rows are keys, for all lanes of a warp at once.
+  template <bool kRowsAreQueries, int kColumns, bool kDense>
+  __device__ __forceinline__ void draw(KeepBits<kRowsAreQueries, kColumns, kDense>& bits, int row,
                                        int column) const {
-    using Bits = KeepBits<kRowsAreQueries, kColumns>;
-    const uint32_t rows = place(row) + (kRowsAreQueries ? start_.c1 : start_.c0);
-    const uint32_t columns = place(column) + (kRowsAreQueries ? start_.c0 : start_.c1);
+    using Bits = KeepBits<kRowsAreQueries, kColumns, kDense>;
+    constexpr uint32_t kUpper = 0x80808080u;
+    // Each lane calls for its keys, or for those of its two neighbouring queries whose number is
+    // as odd as its key's. The counter is that of the first element.
+    const int odd_row = kRowsAreQueries ? 0 : row & 1;
+    const uint32_t query = start_.c0 + (kRowsAreQueries ? row : column + odd_row);
+    const uint32_t key = start_.c1 + (kRowsAreQueries ? column : row - odd_row);
 #pragma unroll
-    for (uint32_t& word : bits.words) word = 0;
+    for (int block = 0; block < Bits::kBlocks; ++block) {
+      const PhiloxCounter counter = {query + (kRowsAreQueries ? 0 : 16 * block),
+                                     key + (kRowsAreQueries ? 16 * block : 0)};
+      // The key of the last round is 0, which leaves its XOR an operand for the OR below.
+      const PhiloxCounter before = philox_rounds<kPhiloxRounds - 1>(counter, 0u - 6 * kPhiloxWeyl);
+      const PhiloxCounter x = philox_rounds<1>(before, 0);
+      // The threshold in 7 bits, rounded by 8 of the call: the upper byte, for four at once. There
+      // the upper bit survives where the other 7 are no less.
+      const uint32_t rounded = (threshold_ << 16) + (before.c0 >> 8);
+      const uint32_t threshold = permute_bytes<0x3333>(rounded, rounded);
+      const uint32_t kept[2] = {(x.c0 | kUpper) - threshold, (x.c1 | kUpper) - threshold};
 #pragma unroll
-    for (int step = 0; step < Bits::kSteps; step += 2) {
-      uint32_t kept[2][2];  // of a column and the next one, of a key and the one 8 after it
-#pragma unroll
-      for (int next = 0; next < 2; ++next) {
-        const uint32_t there = columns + step * 4 + next;
-        // The key of the last round is 0, which leaves its XOR an operand for the OR below.
-        const PhiloxCounter x = kRowsAreQueries ? philox2x32({there, rows}, 0u - 6 * kPhiloxWeyl)
-                                                : philox2x32({rows, there}, 0u - 6 * kPhiloxWeyl);
-        // Both halves at once: the upper bit survives where the other 15 are no less than the
-        // threshold.
-        kept[next][0] = (x.c0 | 0x80008000u) - thresholds_;
-        kept[next][1] = (x.c1 | 0x80008000u) - thresholds_;
-      }
-#pragma unroll
-      for (int high_key = 0; high_key < 2; ++high_key) {
-        const int place = step + high_key;
-        bits.words[place / 8] |=
-            permute_bytes<0xfbd9>(kept[0][high_key], kept[1][high_key]) & 0x01010101u << place % 8;
+      for (int odd = 0; odd < 2; ++odd) {
+        uint32_t& word = bits.words[odd][block / Bits::kSharers];
+        const int place = block % Bits::kSharers;
+        const uint32_t mask = kUpper >> place;
+        word = place == 0 ? kept[odd] : (word & ~mask) | (kept[odd] >> place & mask);
       }
     }
 #pragma unroll
-    for (uint32_t& word : bits.words) asm("" : "+r"(word));  // or the steps' words stay apart
+    for (int i = 0; i < Bits::kWords; ++i) {
+      uint32_t &even = bits.words[0][i], &odd = bits.words[1][i];
+      if (!kRowsAreQueries) {
+        // Here of even and odd keys, for a query; from the lane of the next key for the other one.
+        const uint32_t own = odd_row ? odd : even;
+        const uint32_t other = __shfl_xor_sync(~0u, odd_row ? even : odd, 4);
+        even = odd_row ? other : own;
+        odd = odd_row ? own : other;
+      }
+      asm("" : "+r"(even), "+r"(odd));  // or the blocks' words stay apart
+    }
   }
   __device__ __forceinline__ void draw(KeepAll&, int, int) const {}
 
   // Whether any is dropped: a rate close to 0 is none.
-  __device__ __forceinline__ bool drops() const { return thresholds_ != 0; }
+  __device__ __forceinline__ bool drops() const { return threshold_ != 0; }
   // The share of probabilities that are kept.
   __device__ __forceinline__ float share() const {
-    return 1.f - static_cast<float>(thresholds_ & 0xffffu) * 0x1p-15f;
+    return 1.f - static_cast<float>(threshold_) * 0x1p-15f;
   }
 
  private:
-  // A number of queries or keys without its bit of 8.
-  __device__ __forceinline__ static uint32_t place(int position) {
-    return position / 16u * 8 + position % 8u;
-  }
-
-  PhiloxCounter start_;  // c0 counts keys, c1 queries
-  uint32_t thresholds_;  // in both halves
+  PhiloxCounter start_;  // c0 counts queries, c1 keys
+  uint32_t threshold_;   // of 32768
 };
 
-template <bool kDrops, bool kRowsAreQueries, int kColumns>
-using Kept = Conditional<kDrops, KeepBits<kRowsAreQueries, kColumns>, KeepAll>;
+template <bool kDrops, bool kRowsAreQueries, int kColumns, bool kDense = !kRowsAreQueries>
+using Kept = Conditional<kDrops, KeepBits<kRowsAreQueries, kColumns, kDense>, KeepAll>;
 
 }  // namespace jaxflash

@@ -1,5 +1,5 @@
 // Words in global memory by which blocks, also those of different kernels, tell one another of what
-// they have written.
+// they have written, and adds to what others add to as well.
 #pragma once
 
 #include "common/integers.h"
@@ -19,6 +19,32 @@ __device__ __forceinline__ void store_release(uint32_t* address, uint32_t value)
 
 __device__ __forceinline__ void add_release(uint32_t* address, uint32_t value) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void red_add_f32(float* address, float value) {
+  asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(address), "f"(value) : "memory");
+}
+
+struct WholeBlock {
+  __device__ __forceinline__ static void sync() { __syncthreads(); }
+};
+
+// What a block adds between wait_for_turn and end_turn follows what turn - 1 adds and precedes what
+// turn + 1 does. Both are barriers of the team: threads of a block, thread 0 among them.
+template <class Team = WholeBlock>
+__device__ __forceinline__ void wait_for_turn(const uint32_t* counter, uint32_t turn) {
+  if (threadIdx.x == 0) {
+    while (load_acquire(counter) != turn) {
+    }
+  }
+  Team::sync();
+}
+
+template <class Team = WholeBlock>
+__device__ __forceinline__ void end_turn(uint32_t* counter, uint32_t turn) {
+  __threadfence();  // every thread's adds are performed before thread 0 tells the next block
+  Team::sync();
+  if (threadIdx.x == 0) store_release(counter, turn + 1);
 }
 
 }  // namespace jaxflash

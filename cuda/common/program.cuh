@@ -13,13 +13,23 @@
 //   bool kMasks                                    something is hidden, beside what the mask hides
 //   bool visible(head, row, column, q, kv, distance)   with kMasks: what is not; asked of tiles
 //                                                  that are not known to be visible as a whole
+//   bool kHasWords                                 a part of that, where threads have neighbouring
+//                                                  keys of a row, is in words of 32 keys each:
+//   const uint32_t* words(head, row)               a row's
+//   int words_end(head)                            as many
+//   uint32_t bit(kv)                               in which a key has this bit, the same for all
+//                                                  multiples of 32, 16 more for those of 16, and
+//                                                  the sum of what kv & 6 and all else make of it
+//   bool kAllInWords                               there is no other part:
+//   bool visible_beside(head, row, column, q, kv, distance)   which this is
 //   bool kDrops                                    the weights stage: probabilities are dropped
 //   bool kCapturesMove                             captures have tangents
 //   float capture_tangent(head, row, column, q, kv, distance, s)   with kCapturesMove: what those
 //                                                  make of the logit's tangent, in natural units
 //   bool kStarts                                   products may start from what is added to them:
 //   float start(head, row, column, q, kv, distance, neighbour)     that over the scale, where
-//   Neighbour* neighbours(head, row)               has `neighbour` for each key,
+//   Neighbour* neighbours(head, row)               has `neighbour` for each key, from the capture
+//   int kStartCapture                              of this number,
 //   int neighbours_end(head)                       as many
 //   bool kSharesLoads                              neighbouring elements take parts of one load
 //   Dropout dropout(captures, problem, batch, b, h)    with kDrops: those of which bits
@@ -83,6 +93,10 @@ __device__ __forceinline__ uint16_t load_half_word(const void* address) {
   uint16_t word;
   asm("ld.global.nc.u16 %0, [%1];" : "=h"(word) : "l"(address));
   return word;
+}
+// Where this stands, not behind a wait.
+__device__ __forceinline__ void load_word_here(const uint32_t* address, uint32_t& word) {
+  asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(word) : "l"(address));
 }
 __device__ __forceinline__ float load_capture(const float* data, int64_t i) {
   return __uint_as_float(load_word(data + i));

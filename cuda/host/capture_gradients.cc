@@ -3,11 +3,14 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <type_traits>
+#include <utility>
 
 #include "common/program_kernels.h"
 #include "common/status.h"
 #include "common/workspace.h"
 #include "sm80/capture_gradient_traits.h"
+#include "sm90/capture_gradient.h"
 
 namespace jaxflash {
 
@@ -53,107 +56,196 @@ bool use_traits(Math math, int head_dim, int shared_bytes, const Use& use) {
   return false;
 }
 
+// Calls use(Traits{}) for the traits of a tile of the Hopper kernel.
+template <class Tile, bool kScatters, Math kMath, class Use>
+void use_hopper(int head_dim, const Use& use) {
+  if (head_dim <= 64) {
+    use(sm90::CaptureGradientTraits<kMath, 64, Tile, kScatters>{});
+  } else if (head_dim <= 128) {
+    use(sm90::CaptureGradientTraits<kMath, 128, Tile, kScatters>{});
+  } else {
+    use(sm90::CaptureGradientTraits<kMath, 256, Tile, kScatters>{});
+  }
+}
+
+template <class Tile, class Use>
+void use_hopper(Math math, int head_dim, bool scatters, const Use& use) {
+  const auto of_math = [&](auto scattering) {
+    if (math == Math::kFloat16) {
+      use_hopper<Tile, decltype(scattering)::value, Math::kFloat16>(head_dim, use);
+    } else {
+      use_hopper<Tile, decltype(scattering)::value, Math::kBFloat16>(head_dim, use);
+    }
+  };
+  if (scatters) {
+    of_math(std::true_type{});
+  } else {
+    of_math(std::false_type{});
+  }
+}
+
+template <class Traits>
+CaptureGradients::Geometry geometry_of(std::string name, int shared_bytes, int blocks_per_sm) {
+  using Tile = typename Traits::Tile;
+  const TypeName tile = type_name<Tile>();
+  return {std::move(name),  std::string(tile.begin, tile.length),
+          Tile::kRows,      Tile::kKeys,
+          Traits::kThreads, shared_bytes,
+          blocks_per_sm};
+}
+
 }  // namespace
 
 CaptureGradients::CaptureGradients(const ProgramDescription& description)
     : source_(description.gradient_source),
       loads_(description.gradient_loads,
              description.gradient_loads + description.num_gradient_loads),
-      math_(description.math),
-      mask_(description.mask),
-      head_dim_(std::max(description.head_dim, description.value_dim)) {}
+      problem_{},
+      mask_(description.mask) {
+  problem_.math = description.math;
+  problem_.head_dim = description.head_dim;
+  problem_.value_dim = description.value_dim;
+  problem_.scale = description.scale;
+}
 
-Status CaptureGradients::geometry(const GpuTraits& gpu, Geometry* result) const {
-  const bool known = use_traits(math_, head_dim_, gpu.shared_bytes, [&](auto traits) {
+CaptureGradients::Family CaptureGradients::family(const GpuTraits& gpu) const {
+  const int head_dim = std::max(problem_.head_dim, problem_.value_dim);
+  const bool takes = gpu.arch == 90 && head_dim <= 256 && sm90::takes_sizes(problem_);
+  return takes ? Family::kHopper : Family::kPortable;
+}
+
+// The tiles of a family for a load, the best first.
+Status CaptureGradients::geometries(const GpuTraits& gpu, Family family, const CaptureLoad& load,
+                                    std::vector<Geometry>* result) const {
+  const int head_dim = std::max(problem_.head_dim, problem_.value_dim);
+  if (family == Family::kHopper) {
+    for_each_tile(sm90::CaptureGradientTiles{}, [&](int, auto tile) {
+      use_hopper<decltype(tile)>(problem_.math, head_dim, load.scatter, [&](auto traits) {
+        using Traits = decltype(traits);
+        const TypeName name = type_name<Traits>();
+        result->push_back(
+            geometry_of<Traits>(std::string(name.begin, name.length), Traits::kSharedBytes, 1));
+      });
+    });
+    return {};
+  }
+  const bool known = use_traits(problem_.math, head_dim, gpu.shared_bytes, [&](auto traits) {
     using Traits = decltype(traits);
-    using Tile = typename Traits::Tile;
-    const TypeName tile = type_name<Tile>();
-    result->tile.assign(tile.begin, tile.length);
-    result->name = "jaxflash::sm80::CaptureGradientTraits<static_cast<jaxflash::Math>(" +
-                   std::to_string(static_cast<int>(Traits::kMath)) + "), " +
-                   std::to_string(Traits::kHeadDim) + ", " + result->tile + ">";
-    result->rows = Tile::kRows;
-    result->keys = Tile::kKeys;
-    result->threads = Traits::kThreads;
-    result->shared_bytes = Traits::kSharedBytes;
-    result->blocks_per_sm = Tile::kBlocksPerSM;
+    const TypeName name = type_name<Traits>();
+    result->push_back(geometry_of<Traits>(std::string(name.begin, name.length),
+                                          Traits::kSharedBytes, Traits::Tile::kBlocksPerSM));
   });
   if (!known) return error_status("gradients of captures take head sizes up to 256");
-  if (result->shared_bytes > gpu.shared_bytes) {
+  if (result->back().shared_bytes > gpu.shared_bytes) {
     return error_status("gradients of captures need %d bytes of shared memory, the GPU has %d",
-                        result->shared_bytes, gpu.shared_bytes);
+                        result->back().shared_bytes, gpu.shared_bytes);
   }
   return {};
 }
 
-Status CaptureGradients::get(const GpuTraits& gpu, const Geometry& geometry, size_t load,
+Status CaptureGradients::get(const GpuTraits& gpu, Family family, size_t load, Geometry* geometry,
                              std::shared_ptr<RuntimeKernel>* kernel) const {
+  std::vector<Geometry> tiles;
+  if (Status status = geometries(gpu, family, loads_[load], &tiles); !status.ok()) return status;
+  const bool hopper = family == Family::kHopper;
+  const std::string name = hopper ? "sm90" : "sm80";
   KernelRequest request;
-  request.label = "sm80 capture gradient " + std::to_string(head_dim_);
-  request.tile = geometry.tile;
-  request.architecture = "sm_" + std::to_string(gpu.arch);
-  request.options.push_back("-DJAXFLASH_PORTABLE_ARCH=" + std::to_string(gpu.portable_arch));
-  if (math_ == Math::kFloat32) request.options.push_back("-DJAXFLASH_PRECISE_MATH");
+  request.label =
+      name + " capture gradient " + std::to_string(std::max(problem_.head_dim, problem_.value_dim));
+  request.architecture = "sm_" + std::to_string(gpu.arch) + (hopper ? "a" : "");
+  if (!hopper) {
+    request.options.push_back("-DJAXFLASH_PORTABLE_ARCH=" + std::to_string(gpu.portable_arch));
+  }
+  if (problem_.math == Math::kFloat32) request.options.push_back("-DJAXFLASH_PRECISE_MATH");
   request.source = "#include \"common/program.cuh\"\n#include \"common/range_mask.cuh\"\n" +
-                   source_ + "\n#include \"sm80/capture_gradient_kernel.cuh\"\n";
-  request.kernel = "jaxflash::sm80::capture_gradient_kernel<" + geometry.name + ", " +
-                   mask_name(mask_) + ", jaxflash::Program, jaxflash::Program::Load" +
-                   std::to_string(load) + ">";
-  return RuntimeKernel::get(request, kernel);
+                   source_ + "\n#include \"" + name + "/capture_gradient_kernel.cuh\"\n";
+  *kernel = nullptr;
+  for (Geometry& tile : tiles) {
+    request.tile = tile.tile;
+    request.kernel = "jaxflash::" + name + "::capture_gradient_kernel<" + tile.name + ", " +
+                     mask_name(mask_) + ", jaxflash::Program, jaxflash::Program::Load" +
+                     std::to_string(load) + ">";
+    std::shared_ptr<RuntimeKernel> compiled;
+    if (Status status = RuntimeKernel::get(request, &compiled); !status.ok()) return status;
+    if (*kernel == nullptr || compiled->costs().better_than((*kernel)->costs())) {
+      *kernel = std::move(compiled);
+      *geometry = std::move(tile);
+    }
+    if ((*kernel)->costs().harmless()) break;
+  }
+  return {};
 }
 
 Status CaptureGradients::compile(const GpuTraits& gpu) const {
-  Geometry tile;
-  if (Status status = geometry(gpu, &tile); !status.ok()) return status;
   for (size_t load = 0; load < loads_.size(); ++load) {
+    Geometry geometry;
     std::shared_ptr<RuntimeKernel> kernel;
-    if (Status status = get(gpu, tile, load, &kernel); !status.ok()) return status;
+    if (Status status = get(gpu, family(gpu), load, &geometry, &kernel); !status.ok()) {
+      return status;
+    }
   }
   return {};
 }
 
-Status CaptureGradients::load_new(int device, const GpuTraits& gpu, const Loaded** result) const {
-  auto loaded = std::make_unique<Loaded>();
-  loaded->device = device;
-  if (Status status = geometry(gpu, &loaded->geometry); !status.ok()) return status;
+Status CaptureGradients::add_device(int number, const GpuTraits& gpu, Device** result) const {
+  auto device = std::make_unique<Device>();
+  device->number = number;
+  device->gpu = gpu;
   if (Status status = cuda_status(
-          cudaDeviceGetAttribute(&loaded->multiprocessors, cudaDevAttrMultiProcessorCount, device),
+          cudaDeviceGetAttribute(&device->multiprocessors, cudaDevAttrMultiProcessorCount, number),
           "asking for the GPU");
       !status.ok()) {
     return status;
   }
-  for (size_t load = 0; load < loads_.size(); ++load) {
-    std::shared_ptr<RuntimeKernel> kernel;
-    Status status = get(gpu, loaded->geometry, load, &kernel);
-    const void* handle = nullptr;
-    if (status.ok()) status = kernel->load(device, loaded->geometry.shared_bytes, &handle);
-    if (!status.ok()) return status;
-    loaded->handles.push_back(handle);
-  }
-  *result = loaded.get();
-  loaded_.push_back(std::move(loaded));
+  *result = device.get();
+  devices_.push_back(std::move(device));
   return {};
 }
 
-Status CaptureGradients::launch(const Loaded& loaded, const BackwardParams& call,
+Status CaptureGradients::load(Device& device, Family family) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<LoadedLoad>& loads = device.loads[static_cast<int>(family)];
+  if (!loads.empty()) return {};
+  std::vector<LoadedLoad> loaded(loads_.size());
+  for (size_t load = 0; load < loads_.size(); ++load) {
+    std::shared_ptr<RuntimeKernel> kernel;
+    Geometry& geometry = loaded[load].geometry;
+    Status status = get(device.gpu, family, load, &geometry, &kernel);
+    if (status.ok()) {
+      status = kernel->load(device.number, geometry.shared_bytes, &loaded[load].handle);
+    }
+    if (!status.ok()) return status;
+  }
+  loads = std::move(loaded);
+  return {};
+}
+
+Status CaptureGradients::launch(Device& device, const BackwardParams& call,
                                 const CaptureGradientArray* arrays, CUstream_st* stream) const {
   BackwardParams params = call;
   const Problem& problem = params.problem;
   BackwardWorkspace workspace = backward_workspace(problem);
-  const Geometry& tile = loaded.geometry;
+  const bool no_rows = workspace.bytes == 0 || problem.q_len == 0 || problem.kv_len == 0;
+  Family family = this->family(device.gpu);
+  sm90::CaptureGradientMaps maps;
+  if (family == Family::kHopper && !no_rows && !sm90::map_capture_gradient(params, maps)) {
+    family = Family::kPortable;
+  }
+  if (Status status = load(device, family); !status.ok()) return status;
+  const std::vector<LoadedLoad>& loads = device.loads[static_cast<int>(family)];
   bool written[kMaxCaptures] = {};
   for (size_t i = 0; i < loads_.size(); ++i) {
     const CaptureLoad& load = loads_[i];
     const CaptureGradientArray& array = arrays[load.capture];
+    const Geometry& tile = loads[i].geometry;
     if (array.data == nullptr) return error_status("the gradient of a capture has no array");
     CaptureGradient plan =
         plan_capture_gradient(problem, params.captures, load, array, tile.rows, tile.keys,
-                              int64_t{loaded.multiprocessors} * tile.blocks_per_sm,
+                              int64_t{device.multiprocessors} * tile.blocks_per_sm,
                               written[load.capture], params.deterministic);
     written[load.capture] = true;
     const int64_t elements =
         capture_gradient_elements(problem, params.captures.of[load.capture], array, load.rank);
-    const bool no_rows = workspace.bytes == 0 || problem.q_len == 0 || problem.kv_len == 0;
     if (no_rows && plan.adds) continue;
     if (plan.zeros || no_rows) {
       if (Status status =
@@ -173,20 +265,34 @@ Status CaptureGradients::launch(const Loaded& loaded, const BackwardParams& call
         return status;
       }
     }
-    constexpr int64_t kMaxGrid = (int64_t{1} << 31) - 1;
     const int64_t blocks = plan.pieces() * plan.parts;
-    for (int64_t first = 0; first < blocks; first += kMaxGrid) {
-      void* arguments[] = {&params, &workspace, &plan, &first};
+    if (blocks == 0) continue;
+    const auto launch = [&](int64_t grid, void** arguments) {
       cudaLaunchConfig_t config{};
-      config.gridDim = dim3(static_cast<unsigned>(std::min(blocks - first, kMaxGrid)));
+      config.gridDim = dim3(static_cast<unsigned>(grid));
       config.blockDim = dim3(tile.threads);
       config.dynamicSmemBytes = tile.shared_bytes;
       config.stream = stream;
-      if (Status status = cuda_status(cudaLaunchKernelExC(&config, loaded.handles[i], arguments),
-                                      "launching the kernel for the gradient of a capture");
-          !status.ok()) {
-        return status;
+      return cuda_status(cudaLaunchKernelExC(&config, loads[i].handle, arguments),
+                         "launching the kernel for the gradient of a capture");
+    };
+    if (family == Family::kHopper) {
+      sm90::CaptureGradientArgs args{};
+      Status status = sm90::capture_gradient_args(params, maps, tile.rows, tile.keys, args);
+      args.plan = plan;
+      args.parts = blocks;
+      void* arguments[] = {&args};
+      if (status.ok()) {
+        status = launch(std::min<int64_t>(blocks, device.multiprocessors), arguments);
       }
+      if (!status.ok()) return status;
+      continue;
+    }
+    constexpr int64_t kMaxGrid = (int64_t{1} << 31) - 1;
+    for (int64_t first = 0; first < blocks; first += kMaxGrid) {
+      void* arguments[] = {&params, &workspace, &plan, &first};
+      Status status = launch(std::min(blocks - first, kMaxGrid), arguments);
+      if (!status.ok()) return status;
     }
   }
   return {};

@@ -18,8 +18,13 @@ class CaptureGradients {
  public:
   explicit CaptureGradients(const ProgramDescription& description);
 
-  // For a GPU; the code stays in the process.
+  // For a GPU, the kernels that calls run on unless strides forbid it; the code stays in the
+  // process.
   Status compile(const GpuTraits& gpu) const;
+
+  enum class Family { kPortable, kHopper };
+  // By sizes alone.
+  Family family(const GpuTraits& gpu) const;
 
   // A tile, by what host code needs of its traits.
   struct Geometry {
@@ -27,44 +32,51 @@ class CaptureGradients {
     std::string tile;
     int rows, keys, threads, shared_bytes, blocks_per_sm;
   };
-  struct Loaded {
-    int device;
+  struct LoadedLoad {
     Geometry geometry;
+    const void* handle;
+  };
+  // A GPU, with the kernels that have been loaded there.
+  struct Device {
+    int number;
+    GpuTraits gpu;
     int multiprocessors;
-    std::vector<const void*> handles;  // of the loads
+    std::vector<LoadedLoad> loads[2];  // by family; none before the first call of it
   };
 
-  // On the device, which must be the current one; `ask` is called where that is new.
+  // The current one; `ask` is called where it is new.
   template <class AskGpu>
-  Status load(int device, const AskGpu& ask, const Loaded** result) const {
+  Status device(int number, const AskGpu& ask, Device** result) const {
     const std::lock_guard<std::mutex> lock(mutex_);
-    for (const auto& loaded : loaded_) {
-      if (loaded->device == device) {
-        *result = loaded.get();
+    for (const auto& known : devices_) {
+      if (known->number == number) {
+        *result = known.get();
         return {};
       }
     }
     GpuTraits gpu;
     if (Status status = ask(&gpu); !status.ok()) return status;
-    return load_new(device, gpu, result);
+    return add_device(number, gpu, result);
   }
 
-  Status launch(const Loaded& loaded, const BackwardParams& params,
-                const CaptureGradientArray* arrays, CUstream_st* stream) const;
+  // On the current device, which is that.
+  Status load(Device& device, Family family) const;
+  Status launch(Device& device, const BackwardParams& params, const CaptureGradientArray* arrays,
+                CUstream_st* stream) const;
 
  private:
-  Status load_new(int device, const GpuTraits& gpu, const Loaded** result) const;
-  Status geometry(const GpuTraits& gpu, Geometry* result) const;
-  Status get(const GpuTraits& gpu, const Geometry& geometry, size_t load,
+  Status add_device(int number, const GpuTraits& gpu, Device** result) const;
+  Status geometries(const GpuTraits& gpu, Family family, const CaptureLoad& load,
+                    std::vector<Geometry>* result) const;
+  Status get(const GpuTraits& gpu, Family family, size_t load, Geometry* geometry,
              std::shared_ptr<RuntimeKernel>* kernel) const;
 
   std::string source_;
   std::vector<CaptureLoad> loads_;
-  Math math_;
+  Problem problem_;  // sizes, math and scale
   MaskKind mask_;
-  int head_dim_;              // the larger one
   mutable std::mutex mutex_;  // of what follows: where the kernels are
-  mutable std::vector<std::unique_ptr<Loaded>> loaded_;
+  mutable std::vector<std::unique_ptr<Device>> devices_;
 };
 
 }  // namespace jaxflash

@@ -15,6 +15,12 @@ struct KernelCosts {
   int registers = 0;        // that a thread is launched with
   int spilled = 0;          // bytes of a thread: of stores or of loads, whichever are more
   bool serialised = false;  // warpgroup instructions wait for one another: slow on Hopper
+
+  // Another tile costs more than these spills, measured at head size 64.
+  bool harmless() const { return !serialised && spilled <= 64; }
+  bool better_than(const KernelCosts& other) const {
+    return serialised != other.serialised ? other.serialised : spilled < other.spilled;
+  }
 };
 
 struct Compilation {

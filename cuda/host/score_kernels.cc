@@ -1,7 +1,5 @@
 #include "host/score_kernels.h"
 
-#include <tuple>
-
 #include "common/program_kernels.h"
 #include "common/status.h"
 
@@ -64,11 +62,6 @@ Status ScoreKernels::compile(const CompiledVariant& variant, const GpuTraits& gp
 
   if (variant.math == Math::kFloat32) request.options.push_back("-DJAXFLASH_PRECISE_MATH");
 
-  const auto badness = [](const KernelCosts& costs) {
-    return std::make_tuple(costs.serialised, costs.spilled);
-  };
-  // The next tile costs more than this, measured at head size 64.
-  constexpr int kHarmlessSpills = 64;
   const auto choose = [&](const char* name, const char* header) {
     request.kernel = with_mask(name, mask_);
     request.source = "#include \"common/program.cuh\"\n#include \"common/range_mask.cuh\"\n" +
@@ -80,12 +73,11 @@ Status ScoreKernels::compile(const CompiledVariant& variant, const GpuTraits& gp
     choose(tiles[i].name, tiles[i].header);
     std::shared_ptr<RuntimeKernel> compiled;
     if (Status status = RuntimeKernel::get(request, &compiled); !status.ok()) return status;
-    if (*kernel == nullptr || badness(compiled->costs()) < badness((*kernel)->costs())) {
+    if (*kernel == nullptr || compiled->costs().better_than((*kernel)->costs())) {
       *kernel = std::move(compiled);
       *tile = tiles[i];
     }
-    const KernelCosts& best = (*kernel)->costs();
-    if (!best.serialised && best.spilled <= kHarmlessSpills) break;
+    if ((*kernel)->costs().harmless()) break;
   }
   if (tile->merge_header == nullptr) return {};
   request.label += " merge";

@@ -1,4 +1,4 @@
-// The float32 accumulator of dq in global memory, and turns of the blocks that add to it.
+// The float32 accumulator of dq in global memory.
 #pragma once
 
 #include "common/integers.h"
@@ -52,21 +52,5 @@ struct DqFragmentOrder {
     }
   }
 };
-
-// A block's adds between wait_for_turn and end_turn follow those of turn - 1 and precede those of
-// turn + 1. Both are barriers of the block.
-__device__ __forceinline__ void wait_for_turn(const uint32_t* counter, uint32_t turn) {
-  if (threadIdx.x == 0) {
-    while (load_acquire(counter) != turn) {
-    }
-  }
-  __syncthreads();
-}
-
-__device__ __forceinline__ void end_turn(uint32_t* counter, uint32_t turn) {
-  __threadfence();  // every thread's adds are performed before thread 0 tells the next block
-  __syncthreads();
-  if (threadIdx.x == 0) store_release(counter, turn + 1);
-}
 
 }  // namespace jaxflash::sm80

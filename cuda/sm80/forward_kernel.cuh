@@ -6,6 +6,7 @@
 #include "common/mask.cuh"
 #include "common/softmax.cuh"
 #include "common/tensor.cuh"
+#include "common/thread.cuh"
 #include "problem.h"
 #include "sm80/query_work.cuh"
 #include "sm80/scores.cuh"

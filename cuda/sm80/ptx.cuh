@@ -10,26 +10,6 @@ __device__ __forceinline__ uint32_t smem_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// Volatile: what is computed from these after or inside a loop is computed there, and not kept in
-// registers that the loop's products need.
-__device__ __forceinline__ uint32_t laneid() {
-  uint32_t lane;
-  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
-  return lane;
-}
-
-__device__ __forceinline__ uint32_t tid_x() {
-  uint32_t thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return thread;
-}
-
-__device__ __forceinline__ uint32_t ctaid_x() {
-  uint32_t block;
-  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
-  return block;
-}
-
 // ---- Copies from global to shared memory ------------------------------------------------------
 
 // Copies `bytes` (0 or 16), fills the rest of the 16 with zeros. With 0 the source is not read.
@@ -118,19 +98,6 @@ __device__ __forceinline__ void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (
 
 // ---- Conversions ------------------------------------------------------------------------------
 
-// Two floats to a pair; `low` goes to the lower address.
-__device__ __forceinline__ uint32_t cvt_rn_f16x2(float low, float high) {
-  uint32_t pair;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-  return pair;
-}
-
-__device__ __forceinline__ uint32_t cvt_rn_bf16x2(float low, float high) {
-  uint32_t pair;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-  return pair;
-}
-
 __device__ __forceinline__ float cvt_f32_f16(uint16_t bits) {
   float value;
   asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
@@ -142,12 +109,6 @@ __device__ __forceinline__ uint32_t cvt_rna_tf32(float value) {
   uint32_t rounded;
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(value));
   return rounded;
-}
-
-// ---- Reductions to global memory --------------------------------------------------------------
-
-__device__ __forceinline__ void red_add_f32(float* gmem, float value) {
-  asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(gmem), "f"(value) : "memory");
 }
 
 }  // namespace jaxflash::sm80

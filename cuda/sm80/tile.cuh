@@ -18,18 +18,6 @@
 
 namespace jaxflash::sm80 {
 
-// Two values as a pair of the 16-bit type; `low` goes to the lower address.
-template <class Element>
-__device__ __forceinline__ uint32_t pack(float low, float high);
-template <>
-__device__ __forceinline__ uint32_t pack<Float16>(float low, float high) {
-  return cvt_rn_f16x2(low, high);
-}
-template <>
-__device__ __forceinline__ uint32_t pack<BFloat16>(float low, float high) {
-  return cvt_rn_bf16x2(low, high);
-}
-
 template <class Type>
 struct ElementTraits {
   using Element = Type;

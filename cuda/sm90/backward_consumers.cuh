@@ -159,6 +159,15 @@ __device__ __forceinline__ Interval rows_that_see(const Mask& mask, int row, int
   return {rows.begin - row, rows.end - row};
 }
 
+// Whether some row of the sequence sees the thread's two keys; `first_key`: of its warpgroup.
+template <class Mask>
+__device__ __forceinline__ void find_seen(bool (&seen)[2], const Mask& mask, int first_key) {
+  const Interval keys = mask.seen_keys();
+  const int key = first_key + Fragment::row(late_thread());
+  seen[0] = key >= keys.begin && key < keys.end;
+  seen[1] = key + 8 >= keys.begin && key + 8 < keys.end;
+}
+
 // Stages 64 keys of dk or dv, or 64 rows of dq; 0 for rows of the thread that are not `seen`.
 template <class Traits, int kColumns>
 __device__ __forceinline__ void stage(uint8_t* tile, const float (&acc)[kColumns / 2], float scale,

@@ -41,6 +41,25 @@ struct PairConsumers {
   }
   static constexpr int kHandedBytes = 128 * 16;
 
+  // Stores ds of a step, for this block and the other one.
+  __device__ __forceinline__ static void send_ds(SharedMemory& smem,
+                                                 const ConsumerSteps<Traits>& steps, int odd,
+                                                 const uint32_t (&packed)[kRows / 4]) {
+    smem.ds_empty[odd].wait(steps.odd_phase() ^ 1);
+    store_transposed<kRows>(shared_address(smem.ds[odd]), packed);
+    fence_proxy_async();
+    named_barrier_sync(kDsStored, 128);
+    if (threadIdx.x == kMessenger) exchange_ds(smem, odd);
+    __syncwarp();
+  }
+
+  __device__ __forceinline__ static void hand_over_p(const SharedMemory& smem,
+                                                     const float (&p)[kRows / 2]) {
+    const uint32_t target = handed_p(smem);
+#pragma unroll
+    for (int i = 0; i < kRows / 8; ++i) store_shared_f32x4(target + i * kHandedBytes, p + 4 * i);
+  }
+
   // In the order of the fragments, for the warp that adds them.
   template <int kGroup>
   __device__ __forceinline__ static void stage_dq(const SharedMemory& smem, int odd,
@@ -121,10 +140,8 @@ struct PairConsumers {
       // Stages dv in v's place, dk in k's.
       const auto stage_sum = [&] {
         hold(sum);
-        const Interval seen_keys = block.mask.seen_keys();
-        const int key = first_key + Fragment::row(late_thread());
-        const bool seen[2] = {key >= seen_keys.begin && key < seen_keys.end,
-                              key + 8 >= seen_keys.begin && key + 8 < seen_keys.end};
+        bool seen[2];
+        find_seen(seen, block.mask, first_key);
         stage<Traits, kDim>(kValues ? smem.v[0] : smem.k[0], sum,
                             kValues ? 1.f : args.problem.scale, seen);
         fence_proxy_async();
@@ -196,28 +213,11 @@ struct PairConsumers {
         wgmma_wait<1>();
         hold(x);
         if constexpr (kValues) {
-          if constexpr (Score::kWeightsAreProbabilities) {
-            score.weigh(x, values, from, block, common_rows, row, first_key);
-          } else {
-            score.template weigh<kMath>(x, packed, kept, values, from, block, common_rows, row,
-                                        first_key);
-          }
-          uint32_t all = 0;
-#pragma unroll
-          for (int i = 0; i < kRows / 4; ++i) {
-            if (Score::kWeightsAreProbabilities) {
-              packed[i] = kept.of_pair(2 * i, pack<kMath>(x[2 * i], x[2 * i + 1]));
-            }
-            all ^= packed[i];
-          }
-          pin(all);
+          pin(weigh_and_pack<kMath, true>(score, x, packed, kept, values, from, block, common_rows,
+                                          row, first_key));
           // dq that lay in p's buffer has left, unless there was none in the last step.
           if (done != 1) named_barrier_sync(kDqEmpty, 128 + 32);
-          const uint32_t target = handed_p(smem);
-#pragma unroll
-          for (int i = 0; i < kRows / 8; ++i) {
-            store_shared_f32x4(target + i * kHandedBytes, x + 4 * i);
-          }
+          hand_over_p(smem, x);
           named_barrier_arrive(kPFull, Traits::kConsumerThreads);
           steps.release_q();
           steps.wait_dout();
@@ -239,12 +239,7 @@ struct PairConsumers {
           }
           const int odd = steps.odd();
           steps.release_dout();
-          smem.ds_empty[odd].wait(steps.odd_phase() ^ 1);
-          store_transposed<kRows>(shared_address(smem.ds[odd]), packed);
-          fence_proxy_async();
-          named_barrier_sync(kDsStored, 128);
-          if (threadIdx.x == kMessenger) exchange_ds(smem, odd);
-          __syncwarp();
+          send_ds(smem, steps, odd, packed);
           steps.wait_q();
           issue_gradient<Traits, kDim>(sum, packed, columns_b + steps.q_offset());
         }

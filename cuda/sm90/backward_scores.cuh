@@ -271,4 +271,34 @@ class ProgramLogits {
   float log2_share_;
 };
 
+// Scores s become the weights of dp. The probabilities p for dv are packed here, or where kEarly is
+// false left to the caller, in s. Returns what depends on all of them.
+template <Math kMath, bool kEarly, class Score, int kElements, class Kept, class Block>
+__device__ __forceinline__ uint32_t weigh_and_pack(const Score& score, float (&s)[kElements],
+                                                   uint32_t (&p)[kElements / 2], const Kept& kept,
+                                                   const ColumnValues& first_lse, const float* lse,
+                                                   const Block& block, const Interval& common_rows,
+                                                   int row, int key) {
+  uint32_t all = 0;
+  if constexpr (Score::kWeightsAreProbabilities) {
+    score.weigh(s, first_lse, lse, block, common_rows, row, key);
+  } else {
+    static_assert(kEarly, "p is packed before s becomes its weights");
+    score.template weigh<kMath>(s, p, kept, first_lse, lse, block, common_rows, row, key);
+  }
+  if (kEarly) {
+#pragma unroll
+    for (int i = 0; i < kElements / 2; ++i) {
+      if (Score::kWeightsAreProbabilities) {
+        p[i] = kept.of_pair(2 * i, pack<kMath>(s[2 * i], s[2 * i + 1]));
+      }
+      all ^= p[i];
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) all ^= __float_as_uint(s[i]);
+  }
+  return all;
+}
+
 }  // namespace jaxflash::sm90

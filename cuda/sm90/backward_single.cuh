@@ -46,6 +46,35 @@ struct SingleConsumers {
     named_barrier_arrive(kDqFull + group, 128 + 32);
   }
 
+  // The warpgroup's keys see none of the rows: its ds is 0. What remains is its half of dq, to
+  // which the other keys contribute.
+  template <class Wait>
+  __device__ __forceinline__ static void idle_step(const BackwardArgs& args, SharedMemory& smem,
+                                                   ConsumerSteps<Traits>& steps,
+                                                   const Wait& wait_for_ds_buffer, int key_stage,
+                                                   uint32_t ds_panel, uint64_t dq_ds, uint64_t dq_k,
+                                                   int group, uint32_t (&ds)[kRows / 4],
+                                                   float (&dq)[32]) {
+    steps.wait_dout();
+    wait_for_ds_buffer();
+#pragma unroll
+    for (uint32_t& pair : ds) pair = 0;
+    store_transposed<kRows>(ds_panel + steps.odd() * Traits::kScoreBytes, ds);
+    fence_proxy_async();
+    named_barrier_sync(kConsumers, Traits::kConsumerThreads);
+    steps.release_q();
+    steps.release_dout();
+    discard(dq);
+    issue_dq(dq, dq_ds + steps.odd() * descriptor_step(Traits::kScoreBytes), dq_k);
+    wgmma_wait<0>();
+    hold(dq);
+    if (steps.last()) {
+      arrive_warp(smem.v_empty[key_stage]);
+      arrive_warp(smem.k_empty[key_stage]);
+    }
+    hand_over_dq(args, smem, dq, group);
+  }
+
   __device__ __forceinline__ static void consume(const BackwardArgs& args, SharedMemory& smem,
                                                  int group) {
     const int thread = threadIdx.x & 127;
@@ -128,26 +157,8 @@ struct SingleConsumers {
         if constexpr (!Score::kStarts) prepare(row, head);
         steps.wait_q();
         if (kIdleSteps && (row + kRows <= own_rows.begin || row >= own_rows.end)) {
-          // The warpgroup's keys see none of these rows: its ds is 0. What remains is its half of
-          // dq, to which the other keys contribute.
-          steps.wait_dout();
-          wait_for_ds_buffer();
-#pragma unroll
-          for (uint32_t& pair : ds) pair = 0;
-          store_transposed<kRows>(ds_panel + steps.odd() * Traits::kScoreBytes, ds);
-          fence_proxy_async();
-          named_barrier_sync(kConsumers, Traits::kConsumerThreads);
-          steps.release_q();
-          steps.release_dout();
-          discard(dq);
-          issue_dq(dq, dq_ds + steps.odd() * descriptor_step(Traits::kScoreBytes), dq_k);
-          wgmma_wait<0>();
-          hold(dq);
-          if (steps.last()) {
-            arrive_warp(smem.v_empty[keys.stage]);
-            arrive_warp(smem.k_empty[keys.stage]);
-          }
-          hand_over_dq(args, smem, dq, group);
+          idle_step(args, smem, steps, wait_for_ds_buffer, keys.stage, ds_panel, dq_ds, dq_k, group,
+                    ds, dq);
           prepare_next();
           block.advance(row, head);
           continue;
@@ -179,26 +190,8 @@ struct SingleConsumers {
         if constexpr (Score::kDrops) score.draw(kept, row, own_key);
         wgmma_wait<1>();
         hold(s);
-        uint32_t all = 0;
-        if constexpr (Score::kWeightsAreProbabilities) {
-          score.weigh(s, first_lse, lse, block, common_rows, row, own_key);
-        } else {
-          static_assert(kEarlyPack, "p is packed before s becomes its weights");
-          score.template weigh<kMath>(s, p, kept, first_lse, lse, block, common_rows, row, own_key);
-        }
-        if (kEarlyPack) {
-#pragma unroll
-          for (int i = 0; i < kRows / 4; ++i) {
-            if (Score::kWeightsAreProbabilities) {
-              p[i] = kept.of_pair(2 * i, pack<kMath>(s[2 * i], s[2 * i + 1]));
-            }
-            all ^= p[i];
-          }
-        } else {
-#pragma unroll
-          for (int i = 0; i < kRows / 2; ++i) all ^= __float_as_uint(s[i]);
-        }
-        pin(all);
+        pin(weigh_and_pack<kMath, kEarlyPack>(score, s, p, kept, first_lse, lse, block, common_rows,
+                                              row, own_key));
         wgmma_wait<0>();
         hold(dp);
         const float* const delta = &smem.delta[steps.dout_stage()][column];
@@ -243,10 +236,8 @@ struct SingleConsumers {
         arrive_warp(smem.k_empty[keys.stage]);
       }
       keys.advance();
-      const Interval seen_keys = block.mask.seen_keys();
-      const int key = own_key + Fragment::row(late_thread());
-      const bool seen[2] = {key >= seen_keys.begin && key < seen_keys.end,
-                            key + 8 >= seen_keys.begin && key + 8 < seen_keys.end};
+      bool seen[2];
+      find_seen(seen, block.mask, own_key);
       // dv replaces ds once both warpgroups are through with it (and dv of the tile before has
       // left, where this one has no rows), and dk replaces dq once that has left.
       named_barrier_sync(kConsumers, Traits::kConsumerThreads);

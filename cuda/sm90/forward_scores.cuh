@@ -15,6 +15,28 @@
 
 namespace jaxflash::sm90 {
 
+// What is shown of a tile of kKeys keys to the thread's two rows, inside the intervals of a mask:
+// what words of a program say, and what elements are tested for.
+template <bool kHasWords, int kKeys>
+struct ShownWords {};
+template <int kKeys>
+struct ShownWords<true, kKeys> {
+  static_assert(kKeys % 16 == 0);
+  // Tiles that are no multiple of 32 keys may begin in the middle of a word.
+  static constexpr bool kAligned = kKeys % 32 == 0;
+  static constexpr int kCount = (kKeys + (kAligned ? 0 : 16) + 31) / 32;
+  uint32_t words[2][kCount];
+};
+template <bool kHasBits, int kKeys>
+struct ShownBits {};
+template <int kKeys>
+struct ShownBits<true, kKeys> {
+  static_assert(kKeys <= 128);
+  uint32_t bits[2] = {};  // one for each of the thread's columns
+};
+template <bool kHasWords, bool kHasBits, int kKeys>
+struct Shown : ShownWords<kHasWords, kKeys>, ShownBits<kHasBits, kKeys> {};
+
 // A factor, which the exponential absorbs.
 class ScaledScores {
  public:
@@ -23,6 +45,8 @@ class ScaledScores {
   static constexpr bool kHasSink = false;
   static constexpr bool kMasks = false;
   static constexpr bool kDrops = false;
+  template <class Mask, int kKeys>
+  using Shown = sm90::Shown<false, false, kKeys>;
 
   __device__ __forceinline__ explicit ScaledScores(const ForwardArgs& args)
       : scale_log2_(args.scale_log2) {}
@@ -32,8 +56,6 @@ class ScaledScores {
                                              int /*head*/, const RowPositions&) {}
   __device__ __forceinline__ void begin_keys(int /*key*/) {}
   __device__ __forceinline__ void draw(KeepAll&, int /*key*/) const {}
-  __device__ __forceinline__ bool visible(int /*i*/) const { return true; }
-
   __device__ __forceinline__ float factor() const { return scale_log2_; }
   __device__ __forceinline__ float relative(int /*i*/, float s, float offset) const {
     return fmaf(s, scale_log2_, offset);
@@ -42,23 +64,6 @@ class ScaledScores {
  private:
   float scale_log2_;  // positive
 };
-
-// What a policy's program does not show becomes -inf: within the exponential, or ahead of it.
-template <class Scores>
-struct TestedScores {
-  const Scores& scores;
-
-  __device__ __forceinline__ float relative(int i, float s, float offset) const {
-    return scores.visible(i) ? scores.relative(i, s, offset) : -INFINITY;
-  }
-};
-template <class Scores, int kElements>
-__device__ __forceinline__ void hide(float (&s)[kElements], const Scores& scores) {
-  if constexpr (Scores::kMasks) {
-#pragma unroll
-    for (int i = 0; i < kElements; ++i) s[i] = scores.visible(i) ? s[i] : -INFINITY;
-  }
-}
 
 // A program of common/program.cuh. The rows of a unit are of one head or, with kManyHeads, each of
 // its own.
@@ -70,6 +75,9 @@ class ProgramScores {
   static constexpr bool kHasSink = Program::kHasSink;
   static constexpr bool kMasks = Program::kMasks;
   static constexpr bool kDrops = Program::kDrops;
+  static constexpr bool kTests = kMasks && !Program::kAllInWords;
+  template <class Mask, int kKeys>
+  using Shown = sm90::Shown<Program::kHasWords, kTests || Mask::kTestsElements, kKeys>;
 
   // Of the forward or the tangent kernel.
   template <class Args>
@@ -88,11 +96,16 @@ class ProgramScores {
       heads_[i] = Program::head(args.captures, args.problem, batch, b, h);
       if constexpr (kDrops) dropout_ = Program::dropout(args.captures, args.problem, batch, b, h);
     }
-    for (int r = 0; r < 2; ++r) {
-      rows_[r] = Program::row(head_of(r), rows.of[r]);
-      row_[r] = rows.of[r];
-    }
-    diagonal_ = args.problem.band.bottom_right ? mask.kv_len() - mask.q_len() : 0;
+    begin_rows(args.problem, mask, rows);
+  }
+  // The same, of a head and what it drops.
+  template <class Mask>
+  __device__ __forceinline__ void begin_rows(const Problem& problem, const Mask& mask,
+                                             const typename Program::Head& head,
+                                             const Dropout& dropout, const RowPositions& rows) {
+    heads_[0] = head;
+    if constexpr (kDrops) dropout_ = dropout;
+    begin_rows(problem, mask, rows);
   }
 
   // `key`: of the thread's first element.
@@ -133,8 +146,11 @@ class ProgramScores {
     } else {
       load([last = end - 2 - key](int offset) { return min(offset, last); });
     }
-    // Those of the next tile, which lies before this one, come to the L2 meanwhile: of each row a
-    // quarter for each of its four threads.
+  }
+  // Those of the next tile, which lies before this one, come to the L2 meanwhile: of each row a
+  // quarter for each of its four threads.
+  template <int kElements>
+  __device__ __forceinline__ void prefetch_start(int tile_key, int column) const {
     constexpr int kBytes = 2 * kElements * sizeof(typename Program::Neighbour);
     constexpr int kSteps = (kBytes + 255) / 256;  // of four sectors' pairs
     constexpr int kPart = 2 * kElements / (4 * kSteps);
@@ -187,14 +203,74 @@ class ProgramScores {
       }
     }
   }
-  // Whether the program shows element i.
-  __device__ __forceinline__ bool visible(int i) const {
-    if constexpr (!kMasks) {
-      return true;
-    } else {
-      return element(
-          i, [&](const auto& head, const auto& row, const auto& column, int q, int kv,
-                 float distance) { return Program::visible(head, row, column, q, kv, distance); });
+  // What is shown of the tile from `tile_key` on: belongs beside products, like draw(), because
+  // words take as long to come. Nothing waits for them here.
+  template <bool kHasBits, int kKeys, class Mask>
+  __device__ __forceinline__ void look(sm90::Shown<Program::kHasWords, kHasBits, kKeys>& shown,
+                                       const Mask& mask, int tile_key, int column) {
+    if constexpr (Program::kHasWords) {
+      const int last = Program::words_end(head_of(0)) - 1;
+#pragma unroll
+      for (int i = 0; i < shown.kCount; ++i) {
+        const int word = min(tile_key / 32 + i, last);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          load_word_here(Program::words(head_of(r), rows_[r]) + word, shown.words[r][i]);
+        }
+      }
+    }
+    if constexpr (kHasBits) {
+      begin_keys(tile_key + column);
+      shown.bits[0] = shown.bits[1] = 0;
+#pragma unroll
+      for (int i = 0; i < kKeys / 2; ++i) {
+        const bool visible = element(i, [&](const auto& head, const auto& row, const auto& column,
+                                            int q, int kv, float distance) {
+          bool visible = true;
+          if constexpr (Mask::kTestsElements) visible = mask.same_id(q, kv);
+          if constexpr (kTests && Program::kHasWords) {
+            visible &= Program::visible_beside(head, row, column, q, kv, distance);
+          } else if constexpr (kTests) {
+            visible &= Program::visible(head, row, column, q, kv, distance);
+          }
+          return visible;
+        });
+        if (visible) shown.bits[Fragment::lower(i)] |= bit_of(i);
+      }
+    }
+  }
+  // What it does not show becomes -inf.
+  template <int kElements, bool kHasBits>
+  __device__ __forceinline__ void hide(
+      float (&s)[kElements],
+      const sm90::Shown<Program::kHasWords, kHasBits, 2 * kElements>& shown) const {
+    if constexpr (Program::kHasWords) {
+      // The thread's bits to places that the compiler knows.
+      using Words = ShownWords<true, 2 * kElements>;
+      constexpr bool kAligned = Words::kAligned;
+      const uint32_t shift = Program::bit(key_ & 6) + (kAligned ? 0 : key_ & 16);
+      constexpr int kUsed = (2 * kElements + 31) / 32;
+      uint32_t own[2][kUsed];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+#pragma unroll
+        for (int i = 0; i < kUsed; ++i) {
+          const bool alone = kAligned || i + 1 == Words::kCount;
+          own[r][i] = __funnelshift_r(shown.words[r][i], alone ? 0 : shown.words[r][i + 1], shift);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kElements; ++i) {
+        const int column = Fragment::column_of(i);
+        const uint32_t bit = 1u << Program::bit(column % 32);
+        s[i] = (own[Fragment::lower(i)][column / 32] & bit) != 0 ? s[i] : -INFINITY;
+      }
+    }
+    if constexpr (kHasBits) {
+#pragma unroll
+      for (int i = 0; i < kElements; ++i) {
+        s[i] = (shown.bits[Fragment::lower(i)] & bit_of(i)) != 0 ? s[i] : -INFINITY;
+      }
     }
   }
   // As rewrite(), and the tangents t of products become those of logits, over tangent_scale().
@@ -225,20 +301,6 @@ class ProgramScores {
   }
   __device__ __forceinline__ float sink(int r) const { return Program::sink(head_of(r)); }
 
-  // The same of any row, where nothing has begun.
-  __device__ __forceinline__ static float sink_of(const ForwardArgs& args, int batch, int head) {
-    const int b = batch_number(args.captures, args.problem, batch);
-    const int h = head_number(args.captures, head);
-    return Program::sink(Program::head(args.captures, args.problem, batch, b, h));
-  }
-
- private:
-  static constexpr int kHeads = kManyHeads ? 2 : 1;
-  static_assert(!(kManyHeads && kDrops), "bits are drawn for one head");
-
-  __device__ __forceinline__ const typename Program::Head& head_of(int r) const {
-    return heads_[kManyHeads ? r : 0];
-  }
   // Calls of(head, row, column, q, kv, distance) for element i.
   template <class Of>
   __device__ __forceinline__ auto element(int i, const Of& of) const {
@@ -251,6 +313,34 @@ class ProgramScores {
       key = ((key_ & -16) + column / 16 * 16) | (key_ & 6) | column % 16;
     }
     return of(head, rows_[r], Program::column(head, key), row_[r], key, distance_[r] - column);
+  }
+  // The same of any row, where nothing has begun.
+  __device__ __forceinline__ static float sink_of(const ForwardArgs& args, int batch, int head) {
+    const int b = batch_number(args.captures, args.problem, batch);
+    const int h = head_number(args.captures, head);
+    return Program::sink(Program::head(args.captures, args.problem, batch, b, h));
+  }
+
+ private:
+  template <class Mask>
+  __device__ __forceinline__ void begin_rows(const Problem& problem, const Mask& mask,
+                                             const RowPositions& rows) {
+    for (int r = 0; r < 2; ++r) {
+      rows_[r] = Program::row(head_of(r), rows.of[r]);
+      row_[r] = rows.of[r];
+    }
+    diagonal_ = problem.band.bottom_right ? mask.kv_len() - mask.q_len() : 0;
+  }
+
+  static constexpr int kHeads = kManyHeads ? 2 : 1;
+  static_assert(!(kManyHeads && kDrops), "bits are drawn for one head");
+
+  __device__ __forceinline__ const typename Program::Head& head_of(int r) const {
+    return heads_[kManyHeads ? r : 0];
+  }
+  // Of element i, among those of its row.
+  __device__ __forceinline__ static constexpr uint32_t bit_of(int i) {
+    return 1u << (i / 4 * 2 + i % 2);
   }
   __device__ __forceinline__ float logit(int i, float s) const {
     return element(

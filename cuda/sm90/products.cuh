@@ -1,17 +1,14 @@
 // Products of a warpgroup's 64 rows that more than one kernel needs.
 #pragma once
 
+#include "common/thread.cuh"
 #include "sm90/wgmma.cuh"
 
 namespace jaxflash::sm90 {
 
 // The thread's index in its warpgroup, in a way that the compiler cannot compute ahead: what is
 // derived from it outside of the main loop holds no register there.
-__device__ __forceinline__ int late_thread() {
-  int thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return thread & 127;
-}
+__device__ __forceinline__ int late_thread() { return static_cast<int>(tid_x() & 127); }
 
 // The last kSteps steps of 16 columns of the 64 rows that a warpgroup multiplies time and again.
 // Products of 64 x 64 read 128 bytes a clock if both operands are in shared memory, which is all

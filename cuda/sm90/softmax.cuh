@@ -35,18 +35,37 @@ struct Logits {
   }
 };
 
-// Hides what the thread's rows do not see. Only tiles at the edge of the mask come here, most of
-// them cut on one side alone: a comparison and a select for an element, with the warp in step.
-template <int kElements, class Mask>
-__device__ __forceinline__ void apply_mask(float (&s)[kElements], const Mask& mask,
-                                           RowPositions rows, int key) {
-  constexpr int kColumns = 2 * kElements;
-  Interval visible[2];  // relative to the thread's first column
+// What the thread's rows see of a tile, relative to the thread's first column, which is `key`.
+template <class Mask>
+__device__ __forceinline__ void find_visible(Interval (&visible)[2], const Mask& mask,
+                                             RowPositions rows, int key) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const Interval keys = mask.keys_of_row(rows.of[r]);
     visible[r] = {keys.begin - key, keys.end - key};
   }
+}
+
+// Whether the mask hides something of kColumns columns from a row of the warp.
+template <int kColumns, class Mask>
+__device__ __forceinline__ bool cuts(const Mask& mask, RowPositions rows, int key) {
+  Interval visible[2];
+  find_visible(visible, mask, rows, key);
+  bool inside = true;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) inside &= visible[r].begin <= 0 && visible[r].end >= kColumns;
+  return !__all_sync(~0u, inside);
+}
+
+// Hides what lies outside the intervals that the thread's rows see. Only tiles at the edge of the
+// mask come here, most of them cut on one side alone: a comparison and a select for an element,
+// with the warp in step.
+template <int kElements, class Mask>
+__device__ __forceinline__ void apply_mask(float (&s)[kElements], const Mask& mask,
+                                           RowPositions rows, int key) {
+  constexpr int kColumns = 2 * kElements;
+  Interval visible[2];
+  find_visible(visible, mask, rows, key);
   if (__any_sync(~0u, visible[0].end < kColumns || visible[1].end < kColumns)) {
 #pragma unroll
     for (int i = 0; i < kElements; ++i) {
@@ -57,14 +76,6 @@ __device__ __forceinline__ void apply_mask(float (&s)[kElements], const Mask& ma
 #pragma unroll
     for (int i = 0; i < kElements; ++i) {
       if (Fragment::column_of(i) < visible[Fragment::lower(i)].begin) s[i] = -INFINITY;
-    }
-  }
-  if constexpr (Mask::kTestsElements) {
-#pragma unroll
-    for (int i = 0; i < kElements; ++i) {
-      if (!mask.same_id(rows.of[Fragment::lower(i)], key + Fragment::column_of(i))) {
-        s[i] = -INFINITY;
-      }
     }
   }
 }

@@ -24,20 +24,10 @@ struct TangentMaps {
 };
 
 inline bool map_tangent(const TangentParams& params, TangentMaps& maps) {
-  const Problem& problem = params.problem;
-  const Tensor* const tensors[6] = {&params.q,  &params.tq, &params.k,
-                                    &params.tk, &params.v,  &params.tv};
-  int64_t strides[6][kBatchDims];
-  if (!merge_batch_axes(problem, tensors, maps.batch, strides)) return false;
-  for (int i = 0; i < 6; ++i) {
-    const bool of_query = i < 2, of_value = i >= 4;
-    maps.operands[i] =
-        map_tensor(*tensors[i], of_value ? problem.value_dim : problem.head_dim,
-                   of_query ? problem.q_len : problem.kv_len,
-                   of_query ? problem.q_heads : problem.kv_heads, maps.batch, strides[i]);
-    if (!mappable(maps.operands[i])) return false;
-  }
-  return true;
+  const Operand operands[6] = {{&params.q, true, false},  {&params.tq, true, false},
+                               {&params.k, false, false}, {&params.tk, false, false},
+                               {&params.v, false, true},  {&params.tv, false, true}};
+  return map_operands(params.problem, operands, maps.batch, maps.operands);
 }
 
 // Rows of out are read and those of its tangent written 16 bytes at a time.
@@ -104,20 +94,12 @@ Status tangent_program(const TangentParams& params, const LoadedKernel& kernel,
     if (problem.kv_len == 0) {  // never read, but a map cannot be empty
       for (int i = 2; i < 6; ++i) maps.operands[i] = maps.operands[0];
     }
-    if (encode_tiled() == nullptr) {
-      return error_status("the CUDA driver has no cuTensorMapEncodeTiled: update it");
-    }
     TangentArgs args{};
     MappedOperand* const operands[6] = {&args.q, &args.tq, &args.k, &args.tk, &args.v, &args.tv};
     for (int i = 0; i < 6; ++i) {
-      const MappedTensor& tensor = maps.operands[i];
-      const CUresult encoded = encode(operands[i]->map, tensor, kMath, i < 2 ? 64 : Tile::kKeys);
-      if (encoded != CUDA_SUCCESS) {
-        return error_status("cuTensorMapEncodeTiled failed with CUresult %d",
-                            static_cast<int>(encoded));
-      }
-      for (int axis = 0; axis < kBatchDims; ++axis) {
-        operands[i]->batch_step[axis] = tensor.batch_step[axis];
+      const int box_length = i < 2 ? 64 : Tile::kKeys;
+      if (Status status = encode(*operands[i], maps.operands[i], kMath, box_length); !status.ok()) {
+        return status;
       }
     }
     args.head_tiles = (problem.q_len + Traits::kTileRows - 1) / Traits::kTileRows;

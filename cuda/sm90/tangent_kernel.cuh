@@ -247,7 +247,11 @@ struct TangentConsumers {
       if constexpr (Scores::kRewrites) scores.rewrite(s, t, problem.scale);
       if (cut) {
         apply_mask(s, work.mask, positions, key);
-        hide(s, scores);
+        if constexpr (Scores::kMasks || Mask::kTestsElements) {
+          typename Scores::template Shown<Mask, kKeys> shown;
+          scores.look(shown, work.mask, tile * kKeys, Fragment::column(thread));
+          scores.hide(s, shown);
+        }
         // What is hidden may have any tangent.
 #pragma unroll
         for (int i = 0; i < kKeys / 2; ++i) t[i] = s[i] == -INFINITY ? 0.f : t[i];

@@ -9,13 +9,6 @@
 
 namespace jaxflash::sm90 {
 
-// An operand as TMA sees it. An index along each batch axis of the map is multiplied with its
-// `step`: 0 broadcasts.
-struct MappedOperand {
-  TensorMap map;
-  int32_t batch_step[2];
-};
-
 struct TangentArgs {
   MappedOperand q, tq;  // boxes of 64 rows x 64 columns
   MappedOperand k, tk;  // boxes of kKeys x 64

@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "attention.h"
+#include "common/status.h"
 #include "sm90/tensor_map_bytes.h"
 
 namespace jaxflash::sm90 {
@@ -85,6 +86,32 @@ inline bool mappable(const MappedTensor& tensor) {
   return true;
 }
 
+// An array of a call, by which of its lengths and sizes are those of queries and of values.
+struct Operand {
+  const Tensor* tensor;
+  bool of_rows;    // not of keys
+  bool of_values;  // value_dim, not head_dim
+};
+
+// Maps over the batch axes merged across all operands; false where TMA does not take them.
+template <int kOperands>
+inline bool map_operands(const Problem& problem, const Operand (&operands)[kOperands],
+                         BatchAxes& batch, MappedTensor (&mapped)[kOperands]) {
+  const Tensor* tensors[kOperands];
+  for (int i = 0; i < kOperands; ++i) tensors[i] = operands[i].tensor;
+  int64_t strides[kOperands][kBatchDims];
+  if (!merge_batch_axes(problem, tensors, batch, strides)) return false;
+  for (int i = 0; i < kOperands; ++i) {
+    const Operand& operand = operands[i];
+    mapped[i] =
+        map_tensor(*operand.tensor, operand.of_values ? problem.value_dim : problem.head_dim,
+                   operand.of_rows ? problem.q_len : problem.kv_len,
+                   operand.of_rows ? problem.q_heads : problem.kv_heads, batch, strides[i]);
+    if (!mappable(mapped[i])) return false;
+  }
+  return true;
+}
+
 // Whether the kernels of both passes take head sizes and a scale like these, whatever the lengths
 // and strides are.
 inline bool takes_sizes(const Problem& problem) {
@@ -132,6 +159,22 @@ inline CUresult encode(TensorMap& map, const MappedTensor& tensor, Math math, in
       5, tensor.data, extents, strides, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
       CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+}
+
+inline Status encode(MappedOperand& operand, const MappedTensor& tensor, Math math,
+                     int box_length) {
+  if (encode_tiled() == nullptr) {
+    return error_status("the CUDA driver has no cuTensorMapEncodeTiled: update it");
+  }
+  const CUresult encoded = encode(operand.map, tensor, math, box_length);
+  if (encoded != CUDA_SUCCESS) {
+    return error_status("cuTensorMapEncodeTiled failed with CUresult %d",
+                        static_cast<int>(encoded));
+  }
+  for (int axis = 0; axis < kBatchDims; ++axis) {
+    operand.batch_step[axis] = tensor.batch_step[axis];
+  }
+  return {};
 }
 
 }  // namespace jaxflash::sm90

@@ -10,4 +10,11 @@ struct alignas(64) TensorMap {
   uint64_t opaque[16];
 };
 
+// An operand as TMA sees it. An index along each batch axis of the map is multiplied with its
+// `step`: 0 broadcasts.
+struct MappedOperand {
+  TensorMap map;
+  int32_t batch_step[2];
+};
+
 }  // namespace jaxflash::sm90

@@ -257,6 +257,18 @@ struct TangentTiles<256, 256> {
   using Tiles = ProgramTiles<TangentTile<256, 256, 2, 32, 2, 1, 0>>;
 };
 
+// --- gradients of captures ----------------------------------------------------------------------
+
+// Two warpgroups of 64 rows, 128 x kKeys elements of the logits. Both products of a tile read all
+// four operands: the larger it is, the less comes from the L2. 128 keys take 192 registers for
+// accumulators; programs with no room for them have 64.
+template <int kKeys_>
+struct CaptureGradientTile {
+  static constexpr int kRows = 128;
+  static constexpr int kKeys = kKeys_;
+};
+using CaptureGradientTiles = ProgramTiles<CaptureGradientTile<128>, CaptureGradientTile<64>>;
+
 // --- backward -----------------------------------------------------------------------------------
 
 // Who works on a tile of keys. Scores have keys as rows either way (s^T = K Q^T), so that p^T and

@@ -2,181 +2,22 @@
 
 The value of the program and its derivative become one graph of scalar expressions (`builder`,
 `graph`), log2(e) of the result among their coefficients, and the graph becomes text (`writer`).
+Here is what can be printed; `cuda` prints, imported with the first call that has a program.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Collection, Sequence
-
-from jaxflash._printer.builder import (
-    CAPTURE_DTYPES,
-    LOG2_E,
-    MAX_CAPTURE_RANK,
-    MAX_CAPTURES,
-    Builder,
-    NotPrintable,
-)
-from jaxflash._printer.gradients import Load, LoadRoots
-from jaxflash._printer.graph import Graph, Node
-from jaxflash._printer.starts import start_of
-from jaxflash._printer.writer import Roots, Writer
-from jaxflash._scores import Program
-
-__all__ = [
-    "CAPTURE_DTYPES",
-    "MAX_CAPTURES",
-    "MAX_CAPTURE_RANK",
-    "Load",
-    "NotPrintable",
-    "Printed",
-    "PrintedGradients",
-    "print_cuda",
-    "print_gradients",
-]
+MAX_CAPTURES, MAX_CAPTURE_RANK = 8, 6
+# As Python names what a capture or a sink holds, and as the kernels store it.
+CAPTURE_DTYPES = {
+    "float32": "float",
+    "bfloat16": "BFloat16",
+    "float16": "Float16",
+    "int32": "int32_t",
+    "uint32": "uint32_t",
+    "bool": "bool",
+}
 
 
-@dataclasses.dataclass(frozen=True)
-class Printed:
-    """A program for the kernels.
-
-    Attributes:
-        source: the C++ struct.
-        unit_slope: the logit is the score plus what does not depend on it.
-        exact_length: number of rows and columns up to which differences of their numbers are
-            computed exactly, or None without a limit.
-    """
-
-    source: str
-    unit_slope: bool
-    exact_length: int | None
-
-
-def print_cuda(
-    program: Program,
-    predicates: Sequence[Program] = (),
-    *,
-    distance_is_difference: bool,
-    sink_dtype: str | None = None,
-    drops: bool = False,
-    paired: Collection[int] = (),
-    starts: Collection[int] = (),
-    moving: Sequence[int] = (),
-) -> Printed:
-    """The struct `jaxflash::Program` for a score program.
-
-    Args:
-        program: of float32 scores.
-        predicates: of bools, which all have to show an element. Their captures follow those of the
-            program.
-        distance_is_difference: whether `distance` is q - kv in this call.
-        sink_dtype: of the sink's logits (heads), the capture after those; or None.
-        drops: whether the last capture is `_dropout.kernel_parameters`.
-        paired: captures whose last axis has an even number of elements, one for each key, in a pass
-            whose threads have neighbouring keys of a row.
-        starts: captures of such rows that are all loaded before the products, if these can start
-            from what the logit adds to them, over the scale: that is neither 0 nor so small that
-            quotients overflow.
-        moving: captures of the program whose tangents are the captures after those of the
-            predicates.
-
-    Raises:
-        NotPrintable: the text says why, naming the equation.
-    """
-    graph = Graph(distance_is_difference)
-    logit, slope = Builder(graph).build(program)
-    slope = graph.shown(slope, logit)
-    sink = None
-    visible, captures = _visible(graph, program, predicates)
-    tangent = graph.constant(0.0)
-    for capture in moving:
-        dtype = str(program.capture_types[capture].dtype)
-        for index, partial in Builder(graph).build_partials(program, capture)[1].items():
-            moved = graph.multiply(graph.shown(partial, logit), graph.load(captures, dtype, index))
-            tangent = graph.add(tangent, moved)
-        captures += 1
-    if sink_dtype is not None:
-        head = graph.input("h", "int32", 0)
-        sink = graph.load(captures, sink_dtype, (head,))
-        captures += 1
-        sink = graph.scaled(sink, LOG2_E)
-    natural, logit = logit, graph.scaled(logit, LOG2_E)
-    addend = graph.without_score(logit) if slope is graph.constant(1.0) else None
-    start = None
-    if starts and addend is not None:
-        added = graph.without_score(natural)
-        start = None if added is None else start_of(graph, added, starts)
-    capture_tangent = tangent if moving else None
-    writer = Writer(
-        graph, Roots(logit, slope, addend, visible, sink, capture_tangent, start, paired=paired)
-    )
-    return Printed(
-        writer.struct(captures if drops else None),
-        unit_slope=addend is not None,
-        exact_length=1 << 24 if graph.subtracts_positions else None,
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class PrintedGradients:
-    """A program with what the gradients of some captures take.
-
-    Attributes:
-        source: the C++ struct, with a struct `Load0`, `Load1` ... for each load.
-        loads: one kernel each, in this order; those of one capture are neighbours. A capture that
-            the logit does not depend on has none.
-    """
-
-    source: str
-    loads: tuple[Load, ...]
-
-
-def print_gradients(
-    program: Program,
-    captures: Sequence[int],
-    predicates: Sequence[Program] = (),
-    *,
-    lengths: tuple,
-    distance_is_difference: bool,
-    dropout: int | None = None,
-) -> PrintedGradients:
-    """The struct `jaxflash::Program` with a struct for each load of some captures.
-
-    Args:
-        program: of float32 scores.
-        captures: numbers of captures of the program, of floats.
-        predicates: as for `print_cuda`.
-        lengths: of queries and of keys.
-        distance_is_difference: as for `print_cuda`.
-        dropout: the number of `_dropout.kernel_parameters` among the captures, or None.
-
-    Raises:
-        NotPrintable: the text says why, naming the equation.
-    """
-    graph = Graph(distance_is_difference)
-    loads: list[LoadRoots] = []
-    logit = graph.constant(0.0)
-    for capture in captures:
-        logit, partials = Builder(graph).build_partials(program, capture)
-        array = program.capture_types[capture]
-        partials = {i: graph.shown(x, logit) for i, x in partials.items()}
-        partials = {i: x for i, x in partials.items() if x is not graph.constant(0.0)}
-        loads += [
-            LoadRoots.of(capture, array, index, partial, lengths, alone=len(partials) == 1)
-            for index, partial in partials.items()
-        ]
-    visible, _ = _visible(graph, program, predicates)
-    roots = Roots(graph.scaled(logit, LOG2_E), visible=visible, loads=tuple(loads))
-    return PrintedGradients(Writer(graph, roots).struct(dropout), tuple(x.load for x in loads))
-
-
-def _visible(
-    graph: Graph, program: Program, predicates: Sequence[Program]
-) -> tuple[Node | None, int]:
-    """(what all predicates show, the number of captures of all)."""
-    visible, captures = None, len(program.capture_types)
-    for predicate in predicates:
-        shown = Builder(graph).build_predicate(predicate, captures)
-        visible = shown if visible is None else graph.logical("and", visible, shown)
-        captures += len(predicate.capture_types)
-    return visible, captures
+class NotPrintable(Exception):
+    """Why a program cannot run in a kernel."""

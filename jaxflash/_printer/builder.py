@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from jaxflash._printer.formats import COMPUTED, INTEGER_FORMATS, STORED, WITH_SUFFIX
+from jaxflash._printer import CAPTURE_DTYPES, MAX_CAPTURE_RANK, NotPrintable
+from jaxflash._printer.formats import COMPUTED, INTEGER_FORMATS, WITH_SUFFIX
 from jaxflash._printer.graph import (
     COLUMN,
     COMPARE,
@@ -26,19 +27,12 @@ from jaxflash._scores import Program, Result, View, is_literal
 if TYPE_CHECKING:
     from jax.extend import core
 
-MAX_CAPTURES, MAX_CAPTURE_RANK = 8, 6
-CAPTURE_DTYPES = tuple(STORED)
-
 LOG2_E = math.log2(math.e)
 _LN_2 = math.log(2.0)
 _INTEGERS = ("int32", "uint32")
 # Each is one entry of `FLOAT_FORMATS`.
 _SAME = ("exp2", "tanh", "erf_inv", "pow", "atan2", *WITH_SUFFIX)
 _PASSED_ON = ("stop_gradient", "copy", "copy_p", "pvary", "reshard", "optimization_barrier")
-
-
-class NotPrintable(Exception):
-    """Why a program cannot run in a kernel."""
 
 
 class Builder:

@@ -2,15 +2,7 @@
 
 from __future__ import annotations
 
-# As the kernels store a capture, and as they compute with it.
-STORED = {
-    "float32": "float",
-    "bfloat16": "BFloat16",
-    "float16": "Float16",
-    "int32": "int32_t",
-    "uint32": "uint32_t",
-    "bool": "bool",
-}
+# As the kernels compute with what they store.
 COMPUTED = {"float32": "float", "int32": "int", "uint32": "uint32_t", "bool": "bool"}
 
 # Primitives on floats that are one function of CUDA, the same name with an f.

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jaxflash._printer.formats import STORED
+from jaxflash._printer import CAPTURE_DTYPES
 from jaxflash._printer.graph import ELEMENT, Node, linear
 
 # Elements of the gradient that blocks own side by side, each of which looks for its heads.
@@ -84,7 +84,7 @@ class LoadRoots:
     @property
     def result(self) -> str:
         """C++ type of the gradient's elements."""
-        return STORED[self.dtype] if self.load.narrow else "float"
+        return CAPTURE_DTYPES[self.dtype] if self.load.narrow else "float"
 
 
 def _at_most(size: Any, limit: Any) -> bool:

@@ -93,9 +93,12 @@ class Graph:
         if x.op == y.op == "constant":
             return self.constant(COMPARE[op](x.value, y.value), "bool")
         zero = y.op == "constant" and y.value == 0
-        nonnegative = x.dtype == "uint32" or (x.dtype == "int32" and _range(x)[0] >= 0)
+        nonnegative = x.dtype == "uint32" or (x.dtype == "int32" and is_nonnegative(x))
         if zero and op in ("lt", "ge") and nonnegative:
             return self.constant(op == "ge", "bool")
+        if x.op == "select" and all(a.op == "constant" for a in (*x.args[1:], y)):
+            condition, *branches = x.args
+            return self.select(condition, *(self.compare(op, a, y) for a in branches))
         if x.dtype == "bool":
             different = self.logical("xor", x, y)
             if op in ("eq", "ne"):
@@ -114,6 +117,8 @@ class Graph:
                 return self.negation(b) if a.value else b
         if x is y:
             return x if op != "xor" else self.constant(False, "bool")
+        if op == "and" and (_excludes(x, y) or _excludes(y, x)):
+            return self.constant(False, "bool")
         return self.node(op, (x, y), "bool")
 
     def negation(self, x: Node) -> Node:
@@ -424,13 +429,28 @@ def _range(x: Node) -> tuple[int, int]:
     elif x.op == "select":
         result = min(low, other_low), max(high, other_high)
     elif x.op in ("div", "rem") and low >= 0 and other_low > 0:
-        result = 0, high if x.op == "div" else min(high, other_high - 1)
+        result = 0, high // other_low if x.op == "div" else min(high, other_high - 1)
     elif x.op == "and" and other_low >= 0:
         result = 0, other_high
     else:
         result = _INT32_RANGE
     inside = _INT32_RANGE[0] <= result[0] and result[1] <= _INT32_RANGE[1]
     return result if inside else _INT32_RANGE
+
+
+def is_nonnegative(x: Node) -> bool:
+    """Of an int32."""
+    return _range(x)[0] >= 0
+
+
+def _excludes(x: Node, y: Node) -> bool:
+    """Whether a number of 0 or more is not positive by `x`, and has a rest by `y`: where floor
+    division of positions rounds down."""
+    if x.op != "not" or x.args[0].op != "gt" or y.op != "ne" or y.args[0].op != "rem":
+        return False
+    (number, bound), (divided, _), rest = x.args[0].args, y.args[0].args, y.args[1]
+    zeros = all(a.op == "constant" and a.value == 0 for a in (bound, rest))
+    return zeros and number is divided and number.dtype == "int32" and is_nonnegative(number)
 
 
 def wraps(x: Node) -> bool:

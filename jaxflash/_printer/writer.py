@@ -12,13 +12,13 @@ from collections.abc import Collection
 
 import numpy as np
 
+from jaxflash._printer import CAPTURE_DTYPES
 from jaxflash._printer.formats import (
     ADDRESS_FORMATS,
     BOOL_FORMATS,
     COMPUTED,
     FLOAT_FORMATS,
     INTEGER_FORMATS,
-    STORED,
     UNSIGNED_FORMATS,
 )
 from jaxflash._printer.gradients import LoadRoots
@@ -30,6 +30,7 @@ from jaxflash._printer.graph import (
     Graph,
     Node,
     is_finite,
+    is_nonnegative,
     wraps,
 )
 from jaxflash._printer.starts import Start, is_of_neighbours
@@ -66,6 +67,11 @@ _SIGNATURES = {
     "neighbours_end": "int neighbours_end(const Head& head)",
     "visible": "bool visible(const Head& head, const Row& row, const Column& column, int q, int kv,"
     " float distance)",
+    "words": "const uint32_t* words(const Head& head, const Row& row)",
+    "words_end": "int words_end(const Head& head)",
+    "bit": "uint32_t bit(int kv)",
+    "visible_beside": "bool visible_beside(const Head& head, const Row& row, const Column& column,"
+    " int q, int kv, float distance)",
     "sink": "float sink(const Head& head)",
     "slice": "int64_t slice(const Head& head)",
     "index": "int64_t index(const Head& head, const Row& row, const Column& column, int q, int kv,"
@@ -78,9 +84,26 @@ _SIGNATURES = {
     " int b, int h)",
 }
 
+_WORDS = ("words", "words_end", "bit", "visible_beside")
+
 
 def _place(x: Node) -> str:
     return {0: "head", ROW: "row", COLUMN: "column"}.get(x.deps, "element")
+
+
+@dataclasses.dataclass(frozen=True)
+class Words:
+    """What of visibility lies in words of 32 keys each.
+
+    Attributes:
+        load: of a key's word.
+        bit: its bit there, which depends on the key alone.
+        beside: what has to hold, too, if anything has.
+    """
+
+    load: Node
+    bit: Node
+    beside: Node | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +115,7 @@ class Roots:
         slope: d logit / d score, where the score's gradient is wanted.
         addend: what the logit adds to the score, with a slope of 1 alone.
         visible: what is not hidden, where something may be.
+        words: the same in two parts, where one is of words.
         sink: where there is one.
         capture_tangent: what tangents of captures add to that of the logit, in natural units.
         start: what products may start from.
@@ -103,6 +127,7 @@ class Roots:
     slope: Node | None = None
     addend: Node | None = None
     visible: Node | None = None
+    words: Words | None = None
     sink: Node | None = None
     capture_tangent: Node | None = None
     start: Start | None = None
@@ -134,15 +159,28 @@ class Writer:
             x = roots.start.neighbours
             address, _ = self._address(x, paired=True)
             end = self._extent(x.value[0], len(x.args) - 1)
-            self._start = self._lowered(roots.start.value), address, end, STORED[x.value[1]]
+            self._start = self._lowered(roots.start.value), address, end, x.value
+        self._words = None
+        if roots.words is not None:
+            x = roots.words.load
+            address, index = self._address(x, paired=False)
+            if x.args[-1].op == "constant":  # A row has one word, and the index is that of the row.
+                address = graph.node("shift", (address, index), address.dtype)
+            end = self._extent(x.value[0], len(x.args) - 1)
+            bit, beside = self._lowered(roots.words.bit), roots.words.beside
+            self._words = address, end, bit, *(() if beside is None else (self._lowered(beside),))
         self._members: dict[str, list[Node]] = {place: [] for place in _PLACES}
         seen: set[Node] = set()
+        places = {self._sink: "end"}
+        if self._words is not None:
+            places[self._words[2]] = "column"
         for root in (
             self._logit, self._slope, self._addend, self._visible, self._sink,
             self._capture_tangent, *(() if self._start is None else self._start[:3]),
+            *(() if self._words is None else self._words),
         ):  # fmt: skip
             if root is not None:
-                self._need(root, "end" if root is self._sink else "element")
+                self._need(root, places.get(root, "element"))
                 self._visit(root, seen)
         self._loads = [(x, self._offset(x), self._lowered(x.partial)) for x in roots.loads]
         for load, offset, partial in self._loads:
@@ -160,6 +198,8 @@ class Writer:
             ("kAdds", self._adds),
             ("kHasSink", sink is not None),
             ("kMasks", self._visible is not None),
+            ("kHasWords", self._words is not None),
+            ("kAllInWords", self._words is not None and len(self._words) < len(_WORDS)),
             ("kDrops", dropout is not None),
             ("kSharesLoads", self._shares_loads()),
             ("kCapturesMove", self._capture_tangent is not None),
@@ -194,8 +234,9 @@ class Writer:
                 f"*slope = {slope};",
             )
         if self._start is not None:
-            start, address, end, stored = self._start
-            lines.append(f"  using Neighbour = {stored};")
+            start, address, end, (capture, dtype) = self._start
+            lines.append(f"  static constexpr int kStartCapture = {capture};")
+            lines.append(f"  using Neighbour = {CAPTURE_DTYPES[dtype]};")
             for name, root in (("start", start), ("neighbours", address), ("neighbours_end", end)):
                 lines += self._function(name, "element", [root], self._text(root, "element"))
         if self._capture_tangent is not None:
@@ -204,6 +245,10 @@ class Writer:
         if self._visible is not None:
             visible = self._text(self._visible, "element")
             lines += self._function("visible", "element", [self._visible], visible)
+        if self._words is not None:
+            for name, root in zip(_WORDS, self._words, strict=False):
+                place = "column" if name == "bit" else "element"
+                lines += self._function(name, place, [root], self._text(root, place))
         if sink is not None:
             lines += self._function("sink", "end", [], self._text(sink, "end"))
         if dropout is not None:
@@ -333,7 +378,10 @@ class Writer:
         if x.dtype == "uint32" and op in UNSIGNED_FORMATS:
             return UNSIGNED_FORMATS[op].format(*args)
         if op in ("div", "rem") and x.args[1].op == "constant" and x.args[1].value not in (0, -1):
-            return f"{args[0]} {'/' if op == 'div' else '%'} {args[1]}"
+            sign = "/" if op == "div" else "%"
+            if is_nonnegative(x.args[0]) and x.args[1].value > 0:  # fewer instructions than signed
+                return f"static_cast<int>(static_cast<uint32_t>({args[0]}) {sign} {args[1]}u)"
+            return f"{args[0]} {sign} {args[1]}"
         if op in ("add", "sub") and not wraps(x):
             return f"{args[0]} {'+' if op == 'add' else '-'} {args[1]}"
         return INTEGER_FORMATS[op].format(*args)
@@ -453,7 +501,7 @@ class Writer:
         the row knows; the index is what is left, of pairs if `paired`."""
         node = self._graph.node
         capture, dtype = x.value
-        stored = STORED[dtype]
+        stored = CAPTURE_DTYPES[dtype]
         pointer = f"const {stored}*"
         address = node("capture_data", (), pointer, (capture, stored))
         offsets: dict[str, Node] = {}

@@ -1,0 +1,114 @@
+// What a consumer warpgroup of the forward kernel has in common with others: buffers, and turns.
+#pragma once
+
+#include "sm90/forward_traits.cuh"
+
+namespace jaxflash::sm90 {
+
+// The place of a consumer warpgroup in the rings of Q, K and V, and its turn. A buffer that it has
+// waited for is there until it releases it. The rings of K and V are variables of the caller.
+template <class Traits>
+class ConsumerBuffers {
+  using Tile = typename Traits::Tile;
+  using SharedMemory = typename Traits::SharedMemory;
+  using KeyRing = Ring<Tile::kStages>;
+
+ public:
+  __device__ __forceinline__ ConsumerBuffers(SharedMemory& smem, int group, int lane,
+                                             KeyRing& k_ring, KeyRing& v_ring)
+      : smem_(smem),
+        group_(group),
+        lane_(lane),
+        q_base_(wgmma_descriptor(shared_address(smem.q[0][group]), 16, 1024)),
+        k_base_(wgmma_descriptor(shared_address(smem.k[0]), 16, 1024)),
+        v_base_(wgmma_descriptor(shared_address(smem.v[0]), Traits::kKeyPanelBytes, 1024)),
+        v_ring_(v_ring),
+        k_ring_(k_ring) {}
+
+  __device__ __forceinline__ void wait_q() const {
+    smem_.q_full[q_ring_.stage][group_].wait(q_ring_.phase);
+  }
+  __device__ __forceinline__ void wait_k() const {
+    smem_.k_full[k_ring_.stage].wait(k_ring_.phase);
+  }
+  __device__ __forceinline__ void wait_v() const {
+    smem_.v_full[v_ring_.stage].wait(v_ring_.phase);
+  }
+  // Whether the tiles of K and V after the present ones are there. Asked beside a product, because
+  // a wait takes its 60 clocks even where there is nothing to wait for: 1 to 2 % with kValues.
+  __device__ __forceinline__ bool next_landed() const {
+    const auto next_k = k_ring_.next();
+    const auto next_v = v_ring_.next();
+    return smem_.k_full[next_k.stage].completed(next_k.phase) &&
+           smem_.v_full[next_v.stage].completed(next_v.phase);
+  }
+
+  // The buffers as operands.
+  __device__ __forceinline__ uint64_t q() const {
+    return q_base_ + q_ring_.stage * descriptor_step(Traits::kWarpGroups * Traits::kQBytes);
+  }
+  __device__ __forceinline__ uint64_t k() const {
+    return k_base_ + k_ring_.stage * descriptor_step(Traits::kKBytes);
+  }
+  __device__ __forceinline__ uint64_t v() const {
+    return v_base_ + v_ring_.stage * descriptor_step(Traits::kVBytes);
+  }
+
+  // One arrival a warp: a warp's wait covers its own part of a product only.
+  __device__ __forceinline__ void release_k() {
+    if (lane_ == 0) smem_.k_empty[k_ring_.stage].arrive();
+    k_ring_.advance();
+  }
+  __device__ __forceinline__ void release_v() {
+    if (lane_ == 0) smem_.v_empty[v_ring_.stage].arrive();
+    v_ring_.advance();
+  }
+  // Directly stored output leaves Q's buffer alone: it is empty after the last scores.
+  __device__ __forceinline__ void release_q() const {
+    if (Traits::kDirect && lane_ == 0) smem_.q_empty[q_ring_.stage][group_].arrive();
+  }
+  __device__ __forceinline__ void advance_q() { q_ring_.advance(); }
+
+  // Where output is staged, that is in Q's place, and what announces it.
+  __device__ __forceinline__ uint8_t* staged_output() const {
+    return smem_.q[q_ring_.stage][group_];
+  }
+  __device__ __forceinline__ Barrier& output_full() const {
+    return smem_.o_full[q_ring_.stage][group_];
+  }
+
+  // The warpgroups issue their products in turn, one turn for every tile of the block: left alone
+  // they fall into step, and the matrix units idle while all of them work on a softmax.
+  __device__ __forceinline__ void take_turn() const {
+    if constexpr (Tile::kTurns) named_barrier_sync(kFirstTurn + group_, 256);
+  }
+  __device__ __forceinline__ void pass_turn() const {
+    if constexpr (Tile::kTurns) {
+      const int next = group_ + 1 == Traits::kWarpGroups ? 0 : group_ + 1;
+      named_barrier_arrive(kFirstTurn + next, 256);
+    }
+  }
+
+  // Past a tile of keys that other warpgroups of the block need and this one does not.
+  __device__ __forceinline__ void skip_keys() {
+    wait_k();
+    release_k();
+    wait_v();
+    release_v();
+    take_turn();
+    pass_turn();
+  }
+
+ private:
+  SharedMemory& smem_;
+  int group_;
+  int lane_;
+  uint64_t q_base_;
+  uint64_t k_base_;
+  uint64_t v_base_;
+  KeyRing& v_ring_;
+  KeyRing& k_ring_;
+  Ring<Tile::kQStages> q_ring_;
+};
+
+}  // namespace jaxflash::sm90

@@ -1,0 +1,212 @@
+// From a tile of keys to probabilities, in the registers of a consumer warpgroup.
+#pragma once
+
+#include "common/mask.cuh"
+#include "sm90/forward_scores.cuh"
+#include "sm90/forward_traits.cuh"
+#include "sm90/softmax.cuh"
+#include "sm90/wgmma.cuh"
+
+namespace jaxflash::sm90 {
+
+// The thread's two rows of a unit.
+class UnitRows {
+ public:
+  __device__ __forceinline__ UnitRows(const ForwardArgs& args, const int& thread)
+      : args_(args), thread_(thread) {}
+
+  __device__ __forceinline__ int row(int r) const { return Fragment::row(thread_) + 8 * r; }
+  // Along the sequence.
+  template <class Unit>
+  __device__ __forceinline__ int position(const Unit& unit, int r) const {
+    return unit.position + args_.unit.position(row(r));
+  }
+  template <class Unit>
+  __device__ __forceinline__ RowPositions positions(const Unit& unit) const {
+    return {position(unit, 0), position(unit, 1)};
+  }
+
+ private:
+  const ForwardArgs& args_;
+  const int& thread_;
+};
+
+// s = Q K^T of a tile of keys, and what the product starts from.
+template <class Traits, class Scores>
+class ScoreProduct {
+  using Tile = typename Traits::Tile;
+  static constexpr int kKeys = Tile::kKeys;
+
+ public:
+  __device__ __forceinline__ ScoreProduct(Scores& scores, float (&s)[kKeys / 2], int thread)
+      : scores_(scores), s_(s), thread_(thread) {}
+
+  // What the products of a tile start from: loaded ahead of waits, computed behind them. Into the
+  // turn ptxas cannot move what a store depends on.
+  __device__ __forceinline__ void load_start(int tile) {
+    if constexpr (Scores::kStarts) {
+      const int column = Fragment::column(thread_);
+      scores_.load_start(s_, tile * kKeys, column);
+      scores_.template prefetch_start<kKeys / 2>(tile * kKeys, column);
+    }
+  }
+  __device__ __forceinline__ void start(int tile, uint32_t pin) {
+    if constexpr (Scores::kStarts) {
+      scores_.begin_keys(tile * kKeys + Fragment::column(thread_));
+      scores_.start(s_);
+      float all[2] = {0.f, 0.f};
+#pragma unroll
+      for (int i = 0; i < kKeys / 2; i += 2) {
+        all[Fragment::lower(i)] = fmaf(s_[i], s_[i + 1], all[Fragment::lower(i)]);
+      }
+      store_shared_volatile(pin, all[0] + all[1]);
+    }
+  }
+
+  // s = Q K^T of one tile, or s += Q K^T where scores start, in flight on return.
+  __device__ __forceinline__ void issue(uint64_t q, uint64_t k) {
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < Tile::kHeadDim / 16; ++step) {
+      const int panel = step / 4;
+      const int inside = step % 4 * 32;  // bytes of 16 columns
+      Wgmma<kKeys>::template ss<Traits::kMath, 0, 0>(
+          s_, q + descriptor_step(panel * Traits::kQPanelBytes + inside),
+          k + descriptor_step(panel * Traits::kKeyPanelBytes + inside),
+          Scores::kStarts || step != 0);
+    }
+    wgmma_commit();
+  }
+
+  // Once it has been waited for.
+  __device__ __forceinline__ void hold() { sm90::hold(s_); }
+
+ private:
+  Scores& scores_;
+  float (&s_)[kKeys / 2];
+  int thread_;
+};
+
+// The probabilities of a unit's rows: from scores s of the present tile, which become p for the
+// product with V.
+template <class Traits, class Scores>
+class Probabilities {
+  using Tile = typename Traits::Tile;
+  using Plan = typename Traits::Plan;
+  using Unit = typename Plan::Unit;
+  static constexpr int kKeys = Tile::kKeys;
+  // Whether elements inside a mask's intervals are tested.
+  static constexpr bool kLooks = Scores::kMasks || Traits::Mask::kTestsElements;
+  // Whether the plan knows tiles without such elements.
+  static constexpr bool kKnown = !Scores::kMasks || Traits::Mask::kKnowsProgram;
+  static constexpr bool kSpeculates = Tile::kOverlap == Overlap::kNone;
+
+ public:
+  using Softmax = OnlineSoftmax<kKeys / 2, Traits::kMath>;
+  using Kept = jaxflash::Kept<Scores::kDrops, true, kKeys, Scores::kStarts>;
+  using Shown = typename Scores::template Shown<typename Traits::Mask, kKeys>;
+
+  __device__ __forceinline__ Probabilities(Scores& scores, const UnitRows& rows, const Plan& plan,
+                                           const Unit& unit, int thread, const int& tile,
+                                           float (&s)[kKeys / 2], uint32_t (&p)[kKeys / 4],
+                                           Kept& kept, Shown& shown)
+      : scores_(scores),
+        rows_(rows),
+        plan_(plan),
+        unit_(unit),
+        thread_(thread),
+        tile_(tile),
+        s_(s),
+        p_(p),
+        kept_(kept),
+        shown_(shown),
+        full_(kKnown ? unit.full : Interval{0, 0}) {}
+
+  // Of a tile whose products are under way, what needs no scores.
+  __device__ __forceinline__ void prepare() {
+    const int key = tile_ * kKeys + Fragment::column(thread_);
+    scores_.draw(kept_, key);
+    if constexpr (kLooks) {
+      if (!cut()) return;
+      scores_.look(shown_, plan_.mask, tile_ * kKeys, Fragment::column(thread_));
+      const RowPositions positions = rows_.positions(unit_);
+      edge_ = cuts<kKeys>(plan_.mask, positions, key);
+    }
+  }
+
+  // s becomes probabilities; true when o has to be rescaled.
+  __device__ __forceinline__ bool normalize(Softmax& softmax) {
+    // What lambdas capture in place of `this`: see ForwardConsumers::consume.
+    auto& s = s_;
+    auto& p = p_;
+    auto& kept = kept_;
+    const int key = tile_ * kKeys + Fragment::column(thread_);
+    scores_.begin_keys(key);
+    // Packed at once, unless P V is still reading the p of the tile before: then s becomes p.
+    const auto emit = [&](int i, float (&e)[kKeys / 2]) {
+      if (!kSpeculates) {
+        s[i] = e[i];
+      } else if (i % 2 == 1) {
+        p[i / 2] = kept.of_pair(i - 1, pack<Traits::kMath>(e[i - 1], e[i]));
+      }
+    };
+    const auto held = [&](const auto& logits) {
+      return kSpeculates && softmax.settled() && softmax.exponentials_if_held(s, logits, emit);
+    };
+    // A reference that moves only once something has outgrown it would be looked at in vain, tile
+    // after tile, by rows whose many probabilities are just below that.
+    constexpr float kSlack = kSpeculates ? 0.f : 8.f;
+    const auto advance = [&](const auto& logits) {
+      const bool rescale = softmax.advance(s, logits.factor(), kSlack);
+      softmax.exponentials(s, logits, emit);
+      return rescale;
+    };
+    const RowPositions positions = rows_.positions(unit_);
+    if constexpr (Scores::kRewrites && !Scores::kStarts) {
+      // A logit of -inf would not stay so: what is masked is masked after the rewriting.
+      if (!cut() && held(scores_)) return false;
+      scores_.rewrite(s);
+      hide(positions, key);
+      return advance(Logits{});
+    } else {
+      hide(positions, key);
+      if (held(scores_)) return false;
+      return advance(scores_);
+    }
+  }
+
+  // Those that normalize() has left in s become p.
+  __device__ __forceinline__ void pack_tile() {
+#pragma unroll
+    for (int i = 0; i < kKeys / 4; ++i) {
+      p_[i] = kept_.of_pair(2 * i, pack<Traits::kMath>(s_[2 * i], s_[2 * i + 1]));
+    }
+  }
+  // p, the operand of the product with V.
+  __device__ __forceinline__ const uint32_t (&packed() const)[kKeys / 4] { return p_; }
+
+ private:
+  // Whether a row may not see all of the tile.
+  __device__ __forceinline__ bool cut() const { return tile_ < full_.begin || tile_ >= full_.end; }
+  __device__ __forceinline__ void hide(const RowPositions& positions, int key) {
+    if (cut()) {
+      if constexpr (kLooks) scores_.hide(s_, shown_);
+      if (edge_) apply_mask(s_, plan_.mask, positions, key);
+    }
+  }
+
+  Scores& scores_;
+  const UnitRows& rows_;
+  const Plan& plan_;
+  const Unit& unit_;
+  int thread_;
+  const int& tile_;
+  float (&s_)[kKeys / 2];
+  uint32_t (&p_)[kKeys / 4];
+  Kept& kept_;
+  Shown& shown_;
+  Interval full_;     // tiles of which every row sees every key
+  bool edge_ = true;  // the tile is not inside the mask's intervals
+};
+
+}  // namespace jaxflash::sm90

@@ -1,0 +1,193 @@
+"""From a score program to the struct that the kernels are compiled with."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+
+from jaxflash._printer.builder import LOG2_E, Builder
+from jaxflash._printer.gradients import Load, LoadRoots
+from jaxflash._printer.graph import Graph, Node
+from jaxflash._printer.starts import Start, start_of
+from jaxflash._printer.writer import Roots, Words, Writer
+from jaxflash._scores import Program
+
+
+@dataclasses.dataclass(frozen=True)
+class Printed:
+    """A program for the kernels.
+
+    Attributes:
+        source: the C++ struct.
+        unit_slope: the logit is the score plus what does not depend on it.
+        exact_length: number of rows and columns up to which differences of their numbers are
+            computed exactly, or None without a limit.
+    """
+
+    source: str
+    unit_slope: bool
+    exact_length: int | None
+
+
+def print_program(
+    program: Program,
+    predicates: Sequence[Program] = (),
+    *,
+    distance_is_difference: bool,
+    sink_dtype: str | None = None,
+    drops: bool = False,
+    paired: Collection[int] = (),
+    starts: Collection[int] = (),
+    moving: Sequence[int] = (),
+    words: bool = False,
+) -> Printed:
+    """The struct `jaxflash::Program` for a score program.
+
+    Args:
+        program: of float32 scores.
+        predicates: of bools, which all have to show an element. Their captures follow those of the
+            program.
+        distance_is_difference: whether `distance` is q - kv in this call.
+        sink_dtype: of the sink's logits (heads), the capture after those; or None.
+        drops: whether the last capture is `_dropout.kernel_parameters`.
+        paired: captures whose last axis has an even number of elements, one for each key, in a pass
+            whose threads have neighbouring keys of a row.
+        starts: captures of such rows that are all loaded before the products, if these can start
+            from what the logit adds to them, over the scale: that is neither 0 nor so small that
+            quotients overflow.
+        moving: captures of the program whose tangents are the captures after those of the
+            predicates.
+        words: whether the first predicate is a `_scores.dense_predicate` of words of keys.
+
+    Raises:
+        NotPrintable: the text says why, naming the equation.
+    """
+    graph = Graph(distance_is_difference)
+    logit, slope = Builder(graph).build(program)
+    slope = graph.shown(slope, logit)
+    sink = None
+    visible, captures = _visible(graph, predicates, len(program.capture_types))
+    in_words = _words(graph, predicates, len(program.capture_types)) if words else None
+    tangent = graph.constant(0.0)
+    for capture in moving:
+        dtype = str(program.capture_types[capture].dtype)
+        for index, partial in Builder(graph).build_partials(program, capture)[1].items():
+            moved = graph.multiply(graph.shown(partial, logit), graph.load(captures, dtype, index))
+            tangent = graph.add(tangent, moved)
+        captures += 1
+    if sink_dtype is not None:
+        head = graph.input("h", "int32", 0)
+        sink = graph.load(captures, sink_dtype, (head,))
+        captures += 1
+        sink = graph.scaled(sink, LOG2_E)
+    addend, start = _added(graph, logit, slope, starts)
+    logit = graph.scaled(logit, LOG2_E)
+    capture_tangent = tangent if moving else None
+    roots = Roots(
+        logit, slope, addend, visible, in_words, sink, capture_tangent, start, paired=paired
+    )
+    writer = Writer(graph, roots)
+    return Printed(
+        writer.struct(captures if drops else None),
+        unit_slope=addend is not None,
+        exact_length=1 << 24 if graph.subtracts_positions else None,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class PrintedGradients:
+    """A program with what the gradients of some captures take.
+
+    Attributes:
+        source: the C++ struct, with a struct `Load0`, `Load1` ... for each load.
+        loads: one kernel each, in this order; those of one capture are neighbours. A capture that
+            the logit does not depend on has none.
+    """
+
+    source: str
+    loads: tuple[Load, ...]
+
+
+def print_gradients(
+    program: Program,
+    captures: Sequence[int],
+    predicates: Sequence[Program] = (),
+    *,
+    lengths: tuple,
+    distance_is_difference: bool,
+    dropout: int | None = None,
+    paired: Collection[int] = (),
+    starts: Collection[int] = (),
+) -> PrintedGradients:
+    """The struct `jaxflash::Program` with a struct for each load of some captures.
+
+    Args:
+        program: of float32 scores.
+        captures: numbers of captures of the program, of floats.
+        predicates: as for `print_program`.
+        lengths: of queries and of keys.
+        distance_is_difference: as for `print_program`.
+        dropout: the number of `_dropout.kernel_parameters` among the captures, or None.
+        paired: as for `print_program`.
+        starts: as for `print_program`.
+
+    Raises:
+        NotPrintable: the text says why, naming the equation.
+    """
+    graph = Graph(distance_is_difference)
+    loads: list[LoadRoots] = []
+    logit, slope = Builder(graph).build(program)
+    for capture in captures:
+        logit, partials = Builder(graph).build_partials(program, capture)
+        array = program.capture_types[capture]
+        partials = {i: graph.shown(x, logit) for i, x in partials.items()}
+        partials = {i: x for i, x in partials.items() if x is not graph.constant(0.0)}
+        loads += [
+            LoadRoots.of(capture, array, index, partial, lengths, alone=len(partials) == 1)
+            for index, partial in partials.items()
+        ]
+    visible, _ = _visible(graph, predicates, len(program.capture_types))
+    addend, start = _added(graph, logit, slope, starts)
+    roots = Roots(
+        graph.scaled(logit, LOG2_E),
+        slope,
+        addend,
+        visible,
+        start=start,
+        loads=tuple(loads),
+        paired=paired,
+    )
+    return PrintedGradients(Writer(graph, roots).struct(dropout), tuple(x.load for x in loads))
+
+
+def _added(
+    graph: Graph, logit: Node, slope: Node, starts: Collection[int]
+) -> tuple[Node | None, Start | None]:
+    """(what a logit adds to the score, in log 2, what products start from), or None for each."""
+    if slope is not graph.constant(1.0):
+        return None, None
+    addend = graph.without_score(graph.scaled(logit, LOG2_E))
+    added = graph.without_score(logit) if starts and addend is not None else None
+    return addend, None if added is None else start_of(graph, added, starts)
+
+
+def _visible(graph: Graph, predicates: Sequence[Program], captures: int) -> tuple[Node | None, int]:
+    """(what all predicates show, the number of captures when theirs follow so many)."""
+    visible = None
+    for predicate in predicates:
+        shown = Builder(graph).build_predicate(predicate, captures)
+        visible = shown if visible is None else graph.logical("and", visible, shown)
+        captures += len(predicate.capture_types)
+    return visible, captures
+
+
+def _words(graph: Graph, predicates: Sequence[Program], captures: int) -> Words:
+    """As `_visible`, in two parts, of predicates of which the first asks for a bit of a word."""
+    first, *others = predicates
+    shown = Builder(graph).build_predicate(first, captures)
+    # ((load >> bit) >> further) & 1 != 0
+    shifted, further = shown.args[0].args[0].args
+    load, bit = shifted.args
+    assert (load.op, load.dtype) == ("load", "uint32")
+    beside, _ = _visible(graph, others, captures + len(first.capture_types))
+    return Words(load, graph.integer("add", bit, further), beside)
