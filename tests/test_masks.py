@@ -33,7 +33,7 @@ from jaxprs import equations
 from mask_values import MASK_VALUES
 from score_mods import Sizes
 
-pytestmark = pytest.mark.usefixtures("accurate_products")
+pytestmark = pytest.mark.usefixtures("accurate_products", "quick_compilation")
 _B, _T, _S, _N, _K, _H = 2, 12, 20, 4, 2, 8
 _SHAPE = (_B, _N, _T, _S)
 

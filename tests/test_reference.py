@@ -17,7 +17,7 @@ from jaxflash import _dropout
 
 _reference = jaxflash.reference.dot_product_attention
 
-pytestmark = pytest.mark.usefixtures("accurate_products")
+pytestmark = pytest.mark.usefixtures("accurate_products", "quick_compilation")
 
 
 def _name(case):

@@ -249,10 +249,14 @@ def test_takes_what_jax_nn_takes(name):
 
 def test_takes_lists_and_numpy():
     query = np.ones((T, N, H), np.float32)
-    out = jaxflash.dot_product_attention(query, query, query, implementation="xla")
-    assert isinstance(out, jax.Array)
-    lists = jaxflash.dot_product_attention(query.tolist(), query.tolist(), query.tolist())
-    np.testing.assert_array_equal(out, lists)
+    attend = functools.partial(jaxflash.dot_product_attention, implementation="xla")
+    for given in (query, query.tolist()):  # of floats: with 64-bit types, those
+        out = attend(given, given, given)
+        assert isinstance(out, jax.Array)
+        array = jnp.asarray(given)
+        expected = attend(array, array, array)
+        assert out.dtype == expected.dtype
+        np.testing.assert_array_equal(out, expected)
 
 
 # ---- The choice of the implementation -----------------------------------------------------------
