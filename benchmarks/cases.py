@@ -56,6 +56,7 @@ class Case:
     mask: Literal["random", "causal", "padding", "prefix"] | None = None
     segments: int | None = None  # documents of one length in each sequence
     packed: tuple[int, ...] | None = None  # lengths of sequences in one axis of tokens
+    page_size: int | None = None  # keys and values lie in pages of so many, anywhere in a pool
     logits_soft_cap: float | None = None
     sink: bool = False
     alibi: bool = False
@@ -75,6 +76,12 @@ class Case:
     hvp: Bar | None = None
 
     @property
+    def function(self) -> str:
+        if self.page_size is not None:
+            return "paged_attention"
+        return "dot_product_attention" if self.packed is None else "varlen_attention"
+
+    @property
     def operand_shapes(self) -> dict[str, tuple[int, ...]]:
         """By name, of what has a gradient."""
         return {**self.qkv_shapes, **(self.capture_shapes if self.capture_gradient else {})}
@@ -83,11 +90,19 @@ class Case:
     def qkv_shapes(self) -> dict[str, tuple[int, ...]]:
         lead = () if self.batch is None else (self.batch,)
         keys = (*lead, self.kv_len or self.q_len, self.kv_heads or self.q_heads)
+        suffix = ""
+        if self.page_size is not None:
+            keys = (math.prod(self.page_table_shape), self.page_size, keys[-1])
+            suffix = "_pages"
         return {
             "query": (*lead, self.q_len, self.q_heads, self.head_dim),
-            "key": (*keys, self.head_dim),
-            "value": (*keys, self.value_dim or self.head_dim),
+            f"key{suffix}": (*keys, self.head_dim),
+            f"value{suffix}": (*keys, self.value_dim or self.head_dim),
         }
+
+    @property
+    def page_table_shape(self) -> tuple[int, int]:
+        return (self.batch or 1, (self.kv_len or self.q_len) // (self.page_size or 1))
 
     @property
     def capture_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -124,8 +139,9 @@ class Case:
     @property
     def plain(self) -> bool:
         """Whether the kernels compiled ahead of time take it."""
-        changes = (self.mask, self.segments, self.packed, self.logits_soft_cap, self.bias)
-        return not any((*changes, self.sink, self.alibi, self.dropout_rate, self.relative))
+        layouts = (self.segments, self.packed, self.page_size)
+        changes = (self.mask, self.logits_soft_cap, self.bias, self.sink, self.alibi, self.relative)
+        return not any((*layouts, *changes, self.dropout_rate))
 
     @property
     def compiled_at_run_time(self) -> bool:
@@ -200,6 +216,7 @@ class Case:
             kv_lengths=lengths,
             segments=self.segments and min(self.segments, 4),
             packed=packed,
+            page_size=self.page_size and 16,
             platform=platform,
         )
 
@@ -323,6 +340,23 @@ DECODE = (
     _decode("8-8192-4-queries", 8, 8192, 32, 8, 128, _bar(0.267, 0.085), q_len=4),
     _decode("1-65536-64-queries", 1, 65536, 32, 8, 128, _bar(0.999, 0.18), q_len=64),
     _decode("ragged-64", 64, 32768, 32, 8, 128, None, kv_lengths=_RAGGED),
+)
+
+
+def _paged(page_size: int, contiguous: Case) -> Case:
+    """The same cache in pages, which may take 1.25 times as long where they are small."""
+    bar = Bar(1 / (1.25 if page_size == 16 else 1.08), contiguous.name)
+    name = f"paged/{contiguous.name.removeprefix('decode/')}-{page_size}"
+    return dataclasses.replace(
+        contiguous, name=name, page_size=page_size, by_default=False, forward=bar
+    )
+
+
+PAGED = tuple(
+    _paged(page_size, case)
+    for case in DECODE
+    if case.name.removeprefix("decode/") in ("1-131072", "16-8192", "8-8192-4-queries", "ragged-64")
+    for page_size in (16, 64, 256)
 )
 
 
@@ -461,7 +495,9 @@ DERIVATIVES = (
     _feature("derivative/cap-causal", logits_soft_cap=30.0, **_TANGENTS, **_CAUSAL),
 )  # fmt: skip
 
-CASES = (*GRID, *SHAPES, *DECODE, *SIZES, *DETERMINISTIC, *SCORES, *MASKS, *DERIVATIVES, *CPU)
+CASES = (
+    *GRID, *SHAPES, *DECODE, *PAGED, *SIZES, *DETERMINISTIC, *SCORES, *MASKS, *DERIVATIVES, *CPU
+)  # fmt: skip
 BY_NAME = {case.name: case for case in CASES}
 
 # Bytes a second that a copy reaches, by device: what the share of a cache's bytes is taken of.

@@ -3,7 +3,7 @@
     python -m benchmarks.run                           # the grid, other shapes, host, memory
     python -m benchmarks.run --cases 'grid/128-*' --passes forward --quick
     python -m benchmarks.run --cases 'deterministic/*' --passes backward
-    python -m benchmarks.run --cases 'score/*' 'mask/*' 'decode/*' 'derivative/*' --quick
+    python -m benchmarks.run --cases 'score/*' 'mask/*' 'paged/*' 'derivative/*' --quick
     python -m benchmarks.run --cases 'grid/128-8192*' --passes gradient --profile
     python -m benchmarks.run --platform cpu            # the blockwise path against jax.nn
     python -m benchmarks.run --platform cpu --tiny     # that rows run and are right; no times

@@ -23,6 +23,7 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 import inspect
+import math
 import os
 import sys
 import time
@@ -73,10 +74,9 @@ class Contender(NamedTuple):
 def attention(peer: str, case: Case) -> Callable[[Arrays, Arrays], jax.Array]:
     """The peer's op as a function of the differentiable operands and the other arrays."""
     module, how = (jaxflash.reference, {}) if peer == _DEFINITION else PEERS[peer]
-    name = "dot_product_attention" if case.packed is None else "varlen_attention"
-    if not hasattr(module, name):
-        raise NotImplementedError(f"{module.__name__} has no {name}")
-    function = getattr(module, name)
+    if not hasattr(module, case.function):
+        raise NotImplementedError(f"{module.__name__} has no {case.function}")
+    function = getattr(module, case.function)
 
     def op(operands: Arrays, others: Arrays) -> jax.Array:
         arguments = {**_arguments(case, operands, others), **how}
@@ -118,7 +118,7 @@ def draw(case: Case, number: int | jax.Array) -> InputSet:
     """Of random normal numbers, but for masks, lengths and the like."""
     shapes = {**case.qkv_shapes, **case.capture_shapes, "out": case.out_shape}
     # rbg compiles in no time, which neither the default nor a split does.
-    *keys, mask_key = (
+    *keys, other_key = (
         jax.random.wrap_key_data(jnp.array([number, i, 0, 0], jnp.uint32), impl="rbg")
         for i in range(len(shapes) + 1)
     )
@@ -129,8 +129,13 @@ def draw(case: Case, number: int | jax.Array) -> InputSet:
     dout = arrays.pop("out")
     operands = {name: arrays.pop(name) for name in case.operand_shapes}
     lengths = None if case.kv_lengths is None else jnp.array(case.kv_lengths, jnp.int32)
-    if case.mask is not None:
-        arrays["mask"] = _mask(case, mask_key, lengths)
+    if case.page_size is not None:
+        table = jax.random.permutation(other_key, math.prod(case.page_table_shape))
+        arrays["page_table"] = table.astype(jnp.int32).reshape(case.page_table_shape)
+        full = jnp.full(case.batch or 1, case.kv_len, jnp.int32)
+        arrays["lengths"] = full if lengths is None else lengths
+    elif case.mask is not None:
+        arrays["mask"] = _mask(case, other_key, lengths)
     elif lengths is not None:
         arrays["key_value_seq_lengths"] = lengths
     if case.segments is not None:
@@ -291,7 +296,7 @@ def first_line(error: Exception) -> str:
 
 def why_not(peer: str, case: Case) -> str | None:
     """A reason not to try, known beforehand."""
-    if peer == "jaxflash" and case.packed is None:
+    if peer == "jaxflash" and case.function == "dot_product_attention":
         reasons = []
 
         def ask(inputs: InputSet):

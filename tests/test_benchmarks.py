@@ -21,7 +21,8 @@ timing = importlib.import_module("benchmarks.timing")
 # Each kind of operand once.
 _ROWS = (
     "score/dropout-causal", "score/bias-BN1S-gradient", "score/relative-gradient", "mask/padding",
-    "mask/prefix", "mask/segments", "mask/packed-causal", "decode/ragged-64", "derivative/64",
+    "mask/prefix", "mask/segments", "mask/packed-causal", "decode/ragged-64", "paged/ragged-64-64",
+    "derivative/64",
 )  # fmt: skip
 
 
