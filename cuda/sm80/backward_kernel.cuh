@@ -118,7 +118,7 @@ __device__ __forceinline__ void differentiate(float (&s)[kKeyTiles][kBlocks][4],
                                               int row, int key, bool full) {
   const int first_row = row + lane_index() % 4 * 2, first_key = key + lane_index() / 4;
   scores.begin_tile(first_row, first_key);
-  // Probabilities make up for the dropped ones, as in sm90/backward_scores.cuh.
+  // Probabilities make up for the dropped ones, as in sm90/backward/scores.cuh.
   float share = 1.f, log2_share = 0.f;
   Kept<Scores::kDrops, false, 8 * kBlocks> kept[kKeyTiles];
   if constexpr (Scores::kDrops) {

@@ -14,7 +14,7 @@
 #include "common/status.h"
 #include "common/workspace.h"
 #include "sm90/backward_kernel.cuh"
-#include "sm90/tensor_map.h"
+#include "sm90/hardware/tensor_map.h"
 #include "sm90/tile_config.h"
 
 namespace jaxflash::sm90 {

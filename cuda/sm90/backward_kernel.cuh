@@ -5,8 +5,8 @@
 // Two blocks can share a tile as a cluster: each has half of the keys, and computes half of the
 // columns of dq.
 //
-//   warpgroups 0 and 1    consumers: the products (backward_single.cuh, backward_pair.cuh)
-//   last warpgroup        producers (backward_producers.cuh): warp 0 draws tiles and loads rows;
+//   warpgroups 0 and 1    consumers: the products (backward/single.cuh, backward/pair.cuh)
+//   last warpgroup        producers (backward/producers.cuh): warp 0 draws tiles and loads rows;
 //                         warp 2 loads k and v and stores dk and dv; warp 1 adds dq, in a block by
 //                         itself that of one consumer warpgroup, and warp 3 that of the other
 //
@@ -16,9 +16,9 @@
 #pragma once
 
 #include "common/dependency.cuh"
-#include "sm90/backward_pair.cuh"
-#include "sm90/backward_producers.cuh"
-#include "sm90/backward_single.cuh"
+#include "sm90/backward/pair.cuh"
+#include "sm90/backward/producers.cuh"
+#include "sm90/backward/single.cuh"
 
 namespace jaxflash::sm90 {
 

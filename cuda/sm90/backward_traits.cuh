@@ -6,9 +6,9 @@
 #include "common/divisor.h"
 #include "common/workspace.h"
 #include "problem.h"
-#include "sm90/backward_schedule.cuh"
-#include "sm90/pipeline.cuh"
-#include "sm90/ptx.cuh"
+#include "sm90/backward/schedule.cuh"
+#include "sm90/hardware/pipeline.cuh"
+#include "sm90/hardware/ptx.cuh"
 #include "sm90/tile_config.h"
 
 namespace jaxflash::sm90 {

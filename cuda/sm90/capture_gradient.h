@@ -7,7 +7,7 @@
 #include "common/status.h"
 #include "common/workspace.h"
 #include "sm90/capture_gradient_traits.h"
-#include "sm90/tensor_map.h"
+#include "sm90/hardware/tensor_map.h"
 
 namespace jaxflash::sm90 {
 

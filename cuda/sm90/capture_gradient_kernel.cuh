@@ -11,11 +11,11 @@
 #include "common/capture_gradient_sums.cuh"
 #include "common/mask.cuh"
 #include "sm90/capture_gradient_traits.h"
-#include "sm90/forward_scores.cuh"
-#include "sm90/pipeline.cuh"
+#include "sm90/hardware/pipeline.cuh"
+#include "sm90/hardware/wgmma.cuh"
 #include "sm90/products.cuh"
+#include "sm90/scores.cuh"
 #include "sm90/softmax.cuh"
-#include "sm90/wgmma.cuh"
 
 namespace jaxflash::sm90 {
 

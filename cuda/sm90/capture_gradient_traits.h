@@ -5,7 +5,7 @@
 #include "common/divisor.h"
 #include "common/integers.h"
 #include "problem.h"
-#include "sm90/tensor_map_bytes.h"
+#include "sm90/hardware/tensor_map_bytes.h"
 #include "sm90/tile_config.h"
 
 namespace jaxflash::sm90 {

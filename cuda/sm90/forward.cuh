@@ -10,9 +10,9 @@
 #include "common/launch.h"
 #include "common/program_kernels.h"
 #include "common/status.h"
+#include "sm90/forward/merge_kernel.cuh"
 #include "sm90/forward_kernel.cuh"
-#include "sm90/forward_merge.cuh"
-#include "sm90/tensor_map.h"
+#include "sm90/hardware/tensor_map.h"
 #include "sm90/tile_config.h"
 
 namespace jaxflash::sm90 {
@@ -272,8 +272,8 @@ int paged_program_kernels(const ProgramTraits& program,
     constexpr char kScores[] = "jaxflash::sm90::ProgramScores<jaxflash::Program, true>";
     list.add<Tile>(number, "sm90/forward_kernel.cuh", Traits::kSharedBytes,
                    "jaxflash::sm90::forward_kernel<%.*s, %s>", name.length, name.begin, kScores);
-    list.merge_with("sm90/forward_merge.cuh", "jaxflash::sm90::merge_kernel<%.*s, %s>", name.length,
-                    name.begin, kScores);
+    list.merge_with("sm90/forward/merge_kernel.cuh", "jaxflash::sm90::merge_kernel<%.*s, %s>",
+                    name.length, name.begin, kScores);
   });
   return list.count();
 }

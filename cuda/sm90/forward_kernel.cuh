@@ -1,8 +1,8 @@
 // The forward kernel. A block walks over tiles of query rows; for each, K and V stream through
 // rings of shared-memory buffers.
 //
-//   warpgroups 0 ... kWarpGroups - 1   consumers (forward_consumers.cuh): a unit of 64 rows each
-//   last warpgroup, one warp each      producers (forward_producers.cuh): plans and loads Q, loads
+//   warpgroups 0 ... kWarpGroups - 1   consumers (forward/consumers.cuh): a unit of 64 rows each
+//   last warpgroup, one warp each      producers (forward/producers.cuh): plans and loads Q, loads
 //                                      K, loads V, stores the output
 //
 // The planning warp announces tiles ahead of time, so that the others only read what they need. A
@@ -13,12 +13,12 @@
 // straight from registers, so that the next Q streams in as soon as the last scores are there.
 //
 // Where tiles of queries are few, blocks share their keys (KeyShares): a block may then have a part
-// of a tile only, which it leaves in a workspace for merge_kernel (forward_merge.cuh).
+// of a tile only, which it leaves in a workspace for merge_kernel (forward/merge_kernel.cuh).
 #pragma once
 
 #include "common/dependency.cuh"
-#include "sm90/forward_consumers.cuh"
-#include "sm90/forward_producers.cuh"
+#include "sm90/forward/consumers.cuh"
+#include "sm90/forward/producers.cuh"
 
 namespace jaxflash::sm90 {
 

@@ -4,9 +4,9 @@
 #include "common/divisor.h"
 #include "common/workspace.h"
 #include "problem.h"
-#include "sm90/pipeline.cuh"
-#include "sm90/ptx.cuh"
-#include "sm90/scheduler.cuh"
+#include "sm90/forward/scheduler.cuh"
+#include "sm90/hardware/pipeline.cuh"
+#include "sm90/hardware/ptx.cuh"
 #include "sm90/tile_config.h"
 
 namespace jaxflash::sm90 {

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "common/thread.cuh"
-#include "sm90/wgmma.cuh"
+#include "sm90/hardware/wgmma.cuh"
 
 namespace jaxflash::sm90 {
 

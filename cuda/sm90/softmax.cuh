@@ -3,7 +3,7 @@
 
 #include "common/approx.cuh"
 #include "common/mask.cuh"
-#include "sm90/ptx.cuh"
+#include "sm90/hardware/ptx.cuh"
 
 namespace jaxflash::sm90 {
 

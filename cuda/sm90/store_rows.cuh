@@ -1,7 +1,7 @@
 // Output that leaves a warpgroup without shared memory.
 #pragma once
 
-#include "sm90/ptx.cuh"
+#include "sm90/hardware/ptx.cuh"
 
 namespace jaxflash::sm90 {
 

@@ -10,8 +10,8 @@
 #include "common/program_kernels.h"
 #include "common/status.h"
 #include "common/workspace.h"
+#include "sm90/hardware/tensor_map.h"
 #include "sm90/tangent_traits.h"
-#include "sm90/tensor_map.h"
 
 namespace jaxflash::sm90 {
 

@@ -11,14 +11,14 @@
 #include "common/mask.cuh"
 #include "common/tangent_reference.h"
 #include "common/tensor.cuh"
-#include "sm90/forward_scores.cuh"
-#include "sm90/pipeline.cuh"
+#include "sm90/hardware/pipeline.cuh"
+#include "sm90/hardware/wgmma.cuh"
 #include "sm90/products.cuh"
+#include "sm90/scores.cuh"
 #include "sm90/softmax.cuh"
 #include "sm90/store_rows.cuh"
 #include "sm90/tangent_traits.h"
 #include "sm90/unseen_keys.cuh"
-#include "sm90/wgmma.cuh"
 
 namespace jaxflash::sm90 {
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "common/mask.cuh"
-#include "sm90/ptx.cuh"
+#include "sm90/hardware/ptx.cuh"
 
 namespace jaxflash::sm90 {
 

@@ -1,8 +1,8 @@
 // The consumers of a pair of blocks that share a tile of keys.
 #pragma once
 
-#include "sm90/backward_consumers.cuh"
-#include "sm90/backward_scores.cuh"
+#include "sm90/backward/consumers.cuh"
+#include "sm90/backward/scores.cuh"
 
 namespace jaxflash::sm90 {
 

@@ -3,8 +3,8 @@
 #pragma once
 
 #include "common/mask.cuh"
+#include "sm90/forward/key_source.cuh"
 #include "sm90/forward_traits.cuh"
-#include "sm90/key_source.cuh"
 #include "sm90/unseen_keys.cuh"
 
 namespace jaxflash::sm90 {

@@ -7,8 +7,8 @@
 #pragma once
 
 #include "common/dependency.cuh"
-#include "sm90/forward_scores.cuh"
 #include "sm90/forward_traits.cuh"
+#include "sm90/scores.cuh"
 
 namespace jaxflash::sm90 {
 

@@ -1,9 +1,9 @@
 // The consumers of the forward kernel: a warpgroup each for a unit of rows, products and softmax.
 #pragma once
 
-#include "sm90/forward_buffers.cuh"
-#include "sm90/forward_output.cuh"
-#include "sm90/forward_probabilities.cuh"
+#include "sm90/forward/buffers.cuh"
+#include "sm90/forward/output.cuh"
+#include "sm90/forward/probabilities.cuh"
 
 namespace jaxflash::sm90 {
 

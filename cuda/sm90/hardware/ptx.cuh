@@ -4,7 +4,7 @@
 
 #include "common/element.cuh"
 #include "problem.h"
-#include "sm90/tensor_map_bytes.h"
+#include "sm90/hardware/tensor_map_bytes.h"
 
 namespace jaxflash::sm90 {
 

@@ -2,10 +2,10 @@
 #pragma once
 
 #include "common/mask.cuh"
-#include "sm90/forward_scores.cuh"
 #include "sm90/forward_traits.cuh"
+#include "sm90/hardware/wgmma.cuh"
+#include "sm90/scores.cuh"
 #include "sm90/softmax.cuh"
-#include "sm90/wgmma.cuh"
 
 namespace jaxflash::sm90 {
 

@@ -8,7 +8,7 @@
 #pragma once
 
 #include "common/program.cuh"
-#include "sm90/backward_consumers.cuh"
+#include "sm90/backward/consumers.cuh"
 
 namespace jaxflash::sm90 {
 
@@ -78,7 +78,7 @@ constexpr bool starts_from_pairs() {
   }
 }
 
-// A program of common/program.cuh. Where it starts products, see forward_scores.cuh, neighbours of
+// A program of common/program.cuh. Where it starts products, see sm90/scores.cuh, neighbours of
 // a row are loaded together a step ahead, and transposed.
 template <class Program>
 class ProgramLogits {

@@ -1,7 +1,7 @@
 // How the roles of a block hand tiles to one another.
 #pragma once
 
-#include "sm90/ptx.cuh"
+#include "sm90/hardware/ptx.cuh"
 
 namespace jaxflash::sm90 {
 

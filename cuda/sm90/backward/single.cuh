@@ -1,8 +1,8 @@
 // The consumers of a block that has a tile of keys to itself.
 #pragma once
 
-#include "sm90/backward_consumers.cuh"
-#include "sm90/backward_scores.cuh"
+#include "sm90/backward/consumers.cuh"
+#include "sm90/backward/scores.cuh"
 
 namespace jaxflash::sm90 {
 

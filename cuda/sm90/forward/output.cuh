@@ -1,7 +1,7 @@
 // The output of a unit's rows in the forward kernel: its accumulators, and how it leaves them.
 #pragma once
 
-#include "sm90/forward_probabilities.cuh"
+#include "sm90/forward/probabilities.cuh"
 #include "sm90/store_rows.cuh"
 
 namespace jaxflash::sm90 {

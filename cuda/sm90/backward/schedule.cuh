@@ -4,7 +4,7 @@
 
 #include "common/divisor.h"
 #include "common/mask.cuh"
-#include "sm90/pipeline.cuh"
+#include "sm90/hardware/pipeline.cuh"
 
 namespace jaxflash::sm90 {
 

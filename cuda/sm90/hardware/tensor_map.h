@@ -9,7 +9,7 @@
 
 #include "attention.h"
 #include "common/status.h"
-#include "sm90/tensor_map_bytes.h"
+#include "sm90/hardware/tensor_map_bytes.h"
 
 namespace jaxflash::sm90 {
 

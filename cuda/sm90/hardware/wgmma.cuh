@@ -6,7 +6,7 @@
 // overwrites d. The caller issues wgmma_fence before and wgmma_commit and wgmma_wait after.
 #pragma once
 
-#include "sm90/ptx.cuh"
+#include "sm90/hardware/ptx.cuh"
 
 // clang-format off
 namespace jaxflash::sm90 {
