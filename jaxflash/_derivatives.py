@@ -337,6 +337,25 @@ class _Forward(_primitive.Op):
         }
         return list(_tangents(self, primals, results, moving))
 
+    def transpose(self, cotangents, args):
+        """Of `jax.linear_transpose` by the value, in which out is linear and lse constant."""
+        operands = dict(zip(self.given, args, strict=True))
+        linear = [name for name, x in operands.items() if x is None]
+        if linear != ["value"]:
+            raise NotImplementedError(
+                f"attention is linear in value alone, and was transposed by {', '.join(linear)}"
+            )
+        results: list[Any] = [None] * len(args)
+        dout, _ = cotangents
+        if dout is not None:
+            key = operands["key"]
+            shape = (*key.shape[:-1], dout.shape[-1])
+            operands["value"] = _blockwise.filled(0, key, shape, key.dtype)
+            saved = [*operands.values(), *_primitive.bind(self, *operands.values())]
+            gradient = _Gradient(self.spec, self.path, self.given, ("value",))
+            (results[self.given.index("value")],) = _primitive.bind(gradient, *saved, dout)
+        return results
+
     def _differentiable(self, primals):
         return Operands.of_named(dict(zip(self.given, primals, strict=True))).differentiable()
 

@@ -72,6 +72,7 @@ TRANSFORMS = (
     ("`grad`, `value_and_grad`, `vjp`, `jacrev`", "yes"),
     ("`checkpoint`, by names too", "yes"),
     ("`jvp`, `linearize`, `jacfwd`", "yes"),
+    ("`jax.linear_transpose` by the value", "yes"),
     (
         "`jvp` of `grad` (Hessian-vector products), `grad` of `grad`, `hessian`",
         "tangents, first gradients",

@@ -314,6 +314,20 @@ def _tangents_of_one_operand(attend):
     return run
 
 
+def _transposed(attend):
+    def run(qkv, tangents):
+        query, key, value = qkv
+
+        def of_value(value, dout):
+            return jax.linear_transpose(lambda x: attend(query, key, x), value)(dout)
+
+        dout = tangents[0]
+        mapped = jax.vmap(of_value)(jnp.stack([value, 2 * value]), jnp.stack([dout, -dout]))
+        return mapped, jax.jvp(functools.partial(of_value, value), (dout,), (query,))
+
+    return run
+
+
 def _layers(attend, wrap):
     def run(query, key, value):
         def layer(x, scale):
@@ -361,6 +375,7 @@ def _in_a_branch(attend):
 _ON_QKV = {
     "tangents of one operand": _tangents_of_one_operand,
     "linearize": _linearized,
+    "linear_transpose": _transposed,
     "MeanFlow": _mean_flow,
     "grad of jvp": lambda attend: jax.grad(_scalar_loss_of_jvp(attend), (0, 1)),
     "cond": _in_a_branch,
@@ -384,6 +399,13 @@ def test_transform_lowers_for_the_kernels(transform):
     traced = jax.jit(transform(attend)).trace(_qkv(B), _qkv(B, seed=1))
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert _ffi.FORWARD_TARGET in text
+
+
+def test_transposed_by_what_it_is_not_linear_in():
+    query, key, value = _qkv(B)
+    transposed = jax.linear_transpose(lambda x: _any_path(x, key, value), query)
+    with pytest.raises(NotImplementedError, match=r"linear in value alone.* by query\n"):
+        transposed(query)
 
 
 def test_eager(attend):
