@@ -301,7 +301,8 @@ _COMBINED = (
     MaskValue(
         "array-or-band",
         lambda batch, array: (
-            ~(masks.dense(array) | masks.window(3, 0)) | ~~masks.causal("bottom_right")
+            ~(masks.dense(_shaped(array, batch)) | masks.window(3, 0))
+            | ~~masks.causal("bottom_right")
         ),
         lambda i, array: (
             ~(array[i.b, 0, i.q, i.kv] | ((i.kv >= i.q - 3) & (i.kv <= i.q)))
