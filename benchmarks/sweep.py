@@ -99,14 +99,15 @@ def grid(group: str, lengths: list[int]) -> list[str]:
 
 def wgmma_of_all_sizes(cuda: Path) -> str:
     """wgmma.cuh as the library has it, but for every size that a tile may want to try."""
-    script = runpy.run_path(str(cuda / "sm90" / "generate_wgmma.py"))
+    script = runpy.run_path(str(cuda / "sm90" / "hardware" / "generate_wgmma.py"))
     return script["HEADER"] + "".join(map(script["struct"], range(8, 257, 8))) + script["FOOTER"]
 
 
 def build(group: str, name: str, tile: str, cuda: Path, folder: Path) -> str | None:
     """Compiles one candidate; returns what ptxas complained of, if anything."""
-    (folder / "sm90").mkdir(parents=True, exist_ok=True)
-    (folder / "sm90" / "wgmma.cuh").write_text(wgmma_of_all_sizes(cuda))
+    hardware = folder / "sm90" / "hardware"
+    hardware.mkdir(parents=True, exist_ok=True)
+    (hardware / "wgmma.cuh").write_text(wgmma_of_all_sizes(cuda))
     (folder / "candidate.h").write_text(
         f"#define SWEEP_FORWARD {int(group.startswith('forward/'))}\n#define SWEEP_TILE {tile}\n"
     )
