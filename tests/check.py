@@ -475,10 +475,10 @@ def _bound(name: str, truth, plain, natural, floor: float) -> Bound:
             + unit / 8 * size(truth_size)
         )
 
-    # As if three dithers were all as far off as the worst of them.
-    worst_norm = math.sqrt(len(DITHERS)) * max(map(norm, error))
+    # Of all dithers together; of more than the usual ones, as if there were as many as those.
+    error_norm = norm(error) * math.sqrt(len(DITHERS) / len(plain))
     bound = Bound(
-        truth, allowed(largest, largest(error)), allowed(norm, worst_norm), largest(error)
+        truth, allowed(largest, largest(error)), allowed(norm, error_norm), largest(error)
     )
     assert np.isfinite([bound.largest, bound.norm]).all(), f"{name}: no finite bound on the error"
     return bound
