@@ -56,7 +56,7 @@ def _races(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck", "synccheck"])
-def test_is_clean(tool):
+def test_is_clean(tool, tmp_path):
     """Only our kernels are looked at: what XLA leaves allocated at exit is its own affair."""
     # initcheck does not see what TMA stores, so that all of an output seems to lack its values, nor
     # what XLA's kernels store, such as the numbers of heads that a score program gets.
@@ -68,14 +68,19 @@ def test_is_clean(tool):
     ]  # fmt: skip
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, cwd=pathlib.Path(__file__).parent,
-        # Every array gets an allocation of its own, with bounds that memcheck knows.
-        env={**os.environ, "XLA_PYTHON_CLIENT_ALLOCATOR": "platform"},
+        env={
+            **os.environ,
+            # Every array gets an allocation of its own, with bounds that memcheck knows.
+            "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
+            # Kernels that are compiled at run time know the names of their functions.
+            "JAXFLASH_KEEP_SOURCES": str(tmp_path),
+        },
     )  # fmt: skip
     text = done.stdout + done.stderr
     # What the tool and the cases say, without what XLA says when a kernel was stopped.
     said = [line for line in text.splitlines() if line.startswith(("=========", "ran "))]
     report = "\n".join(said[:100])
-    assert done.returncode == 0, report
+    assert done.returncode == 0, f"{report}\n{text[-4000:]}"
     assert all(f"ran {name}" in text for name in names), report
     assert "SUMMARY" in text, text[-2000:]
     if tool == "racecheck":

@@ -96,10 +96,14 @@ double seconds_since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
-void keep_source(const KernelRequest& request, const std::vector<std::string>& options,
-                 const std::string& key) {
+// Where sources of kernels are kept, or null.
+const char* folder_for_sources() {
   const char* const folder = std::getenv("JAXFLASH_KEEP_SOURCES");
-  if (folder == nullptr || folder[0] == '\0') return;
+  return folder == nullptr || folder[0] == '\0' ? nullptr : folder;
+}
+
+void keep_source(const char* folder, const KernelRequest& request,
+                 const std::vector<std::string>& options, const std::string& key) {
   std::string text = "// NVRTC";
   for (const std::string& option : options) text += " " + option;
   text += "\n// " + request.kernel + "\n" + request.source;
@@ -137,6 +141,9 @@ Status RuntimeKernel::get(const KernelRequest& request, std::shared_ptr<RuntimeK
   std::vector<std::string> options(std::begin(kOptions), std::end(kOptions));
   options.push_back("-arch=" + request.architecture);
   options.insert(options.end(), request.options.begin(), request.options.end());
+  const char* const folder = folder_for_sources();
+  // Who keeps sources looks into kernels: tools name functions and lines then. Same instructions.
+  if (folder != nullptr) options.push_back("-lineinfo");
   Sha256 hash;
   hash.add(request.source).add(request.kernel).add(headers->digest);
   hash.add(std::to_string(nvrtc->major()) + "." + std::to_string(nvrtc->minor()));
@@ -153,7 +160,7 @@ Status RuntimeKernel::get(const KernelRequest& request, std::shared_ptr<RuntimeK
   }
   const std::lock_guard<std::mutex> lock(kernel->mutex_);
   if (!kernel->ready_) {
-    keep_source(request, options, key);
+    if (folder != nullptr) keep_source(folder, request, options, key);
     const auto start = std::chrono::steady_clock::now();
     const bool from_disk = read_cached(key, &kernel->compilation_);
     if (!from_disk) {
