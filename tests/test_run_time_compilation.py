@@ -264,7 +264,7 @@ def test_masks_of_programs_on_hopper(name, head_dim, mask, pass_name):
     assert not compiled.serialised, compiled
     # Tangents at 256 have one tile, whose registers hold no predicate; that of the backward pass at
     # 128 does not hold two and segments.
-    bounds = {("tangent", 256): 216, ("backward", 128): 136}
+    bounds = {("tangent", 256): 96, ("backward", 128): 136}
     assert compiled.spilled <= bounds.get((pass_name, head_dim), 64), compiled
 
 
@@ -332,6 +332,7 @@ def test_bias_is_not_divided_by_any_scale(scale):
         ("SOFT_CAP", 128, 2, _H200),
         ("DROPOUT", 128, 0, _H200),
         ("SCALE", 256, 0, _H200),
+        ("SOFT_CAP", 256, 0, _H200),
         ("SINK", 256, 1, _H200),
         ("SCALE", 128, 0, _A100),
         ("SOFT_CAP", 256, 1, _RTX_4090),
@@ -343,8 +344,8 @@ def test_tangents(program, head_dim, mask, gpu):
     family = "sm90" if gpu is _H200 else "sm80"
     assert compiled.name == f"{family} tangent bfloat16 {head_dim}"
     assert not compiled.serialised, compiled
-    # At 256 the output and a tile of scores fill the registers: 0 by NVRTC 13.0, 168 by 13.5.
-    assert compiled.spilled <= (64 if head_dim < 256 else 168), compiled
+    # At 256 the output and a tile of scores fill the registers.
+    assert compiled.spilled <= (64 if head_dim < 256 else 96), compiled
 
 
 @pytest.mark.parametrize("pass_", ["forward", "backward"])

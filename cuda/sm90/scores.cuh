@@ -76,6 +76,8 @@ class ProgramScores {
   static constexpr bool kMasks = Program::kMasks;
   static constexpr bool kDrops = Program::kDrops;
   static constexpr bool kTests = kMasks && !Program::kAllInWords;
+  // Tangents of products are those of logits.
+  static constexpr bool kKeepsTangents = Program::kUnitSlope && !Program::kCapturesMove;
   template <class Mask, int kKeys>
   using Shown = sm90::Shown<Program::kHasWords, kTests || Mask::kTestsElements, kKeys>;
 

@@ -95,10 +95,12 @@ Status tangent_program(const TangentParams& params, const LoadedKernel& kernel,
       for (int i = 2; i < 6; ++i) maps.operands[i] = maps.operands[0];
     }
     TangentArgs args{};
-    MappedOperand* const operands[6] = {&args.q, &args.tq, &args.k, &args.tk, &args.v, &args.tv};
+    MappedOperand* const operands[6] = {&args.q[0], &args.q[1], &args.k[0],
+                                        &args.k[1], &args.v[0], &args.v[1]};
+    constexpr int kBoxLengths[3] = {64, Tile::kKeys, Traits::kPieceKeys};
     for (int i = 0; i < 6; ++i) {
-      const int box_length = i < 2 ? 64 : Tile::kKeys;
-      if (Status status = encode(*operands[i], maps.operands[i], kMath, box_length); !status.ok()) {
+      if (Status status = encode(*operands[i], maps.operands[i], kMath, kBoxLengths[i / 2]);
+          !status.ok()) {
         return status;
       }
     }

@@ -1,11 +1,12 @@
 // The tangent kernel: sm80/tangent_kernel.cuh has the formulas. A block computes one tile of query
-// rows; k, v and their tangents stream through rings of shared-memory buffers.
+// rows; k, v and their tangents stream through one ring of stages, a piece of a tile in each.
 //
 //   warpgroups 0 ... kWarpGroups - 1   consumers: 64 rows each
-//   last warpgroup, a warp each        loads q and k, and v; the others idle
+//   last warpgroup, a warp each        loads q, k and v, and their tangents; the others idle
 //
-// A step of a consumer issues the products of a tile's weights with v and tv beside those for the
-// next tile's scores, and waits for all of them; meanwhile the others work on their weights.
+// A step of a consumer issues the products of a tile's weights with v and tv, behind them those for
+// the next tile's scores, and waits for all of them; meanwhile the others work on their weights.
+// The weights lie where t will: s begins while they are still read, t once they are not.
 #pragma once
 
 #include "common/mask.cuh"
@@ -25,44 +26,49 @@ namespace jaxflash::sm90 {
 template <class Traits>
 struct TangentSharedMemory {
   using Tile = typename Traits::Tile;
-  alignas(1024) uint8_t q[Traits::kWarpGroups][Traits::kQBytes];
-  uint8_t tq[Traits::kWarpGroups][Traits::kQBytes];
-  uint8_t k[Tile::kKeyStages][Traits::kKBytes];
-  uint8_t tk[Tile::kKeyStages][Traits::kKBytes];
-  uint8_t v[Tile::kValueStages][Traits::kVBytes];
-  uint8_t tv[Tile::kValueStages][Traits::kVBytes];
+  // [2]: and of the tangent.
+  alignas(1024) uint8_t q[2][Traits::kWarpGroups][Traits::kQBytes];
+  uint8_t stages[Tile::kStages][2][Traits::kPieceBytes];  // of k or v
+  float pin[Traits::kWarpGroups * 128];
   Barrier q_full[Traits::kWarpGroups];
-  Barrier k_full[Tile::kKeyStages];
-  Barrier k_empty[Tile::kKeyStages];  // every consumer warp is through with it
-  Barrier v_full[Tile::kValueStages];
-  Barrier v_empty[Tile::kValueStages];
-  Barrier v_landed;  // a tile of values that the loader edits before it announces it
+  Barrier full[Tile::kStages];
+  Barrier empty[Tile::kStages];  // every consumer warp is through with it
+  Barrier v_landed[2];           // values that a loader edits before it announces them
+};
+
+// The rows of a block.
+template <class Traits>
+struct TangentRows {
+  int batch;  // flat index over the batch axes
+  int head;
+  int first_row;
+
+  __device__ __forceinline__ TangentRows(const TangentArgs& args, uint32_t block) {
+    const int batch_head = args.by_head_tiles.quotient(block);
+    const int index = args.by_head_tiles.remainder(block);
+    const int tile = args.last_is_longest ? args.head_tiles - 1 - index : index;
+    batch = args.by_q_heads.quotient(batch_head);
+    head = args.by_q_heads.remainder(batch_head);
+    first_row = tile * Traits::kTileRows;
+  }
 };
 
 // What a block works on.
 template <class Traits, class Mask>
-struct TangentWork {
+struct TangentWork : TangentRows<Traits> {
   static constexpr int kKeys = Traits::Tile::kKeys;
-  int batch, inner, outer;  // the flat index over the batch axes, and those of the maps
-  int head, kv_head;
-  int first_row;
+  int inner, outer;  // the batch, along the axes of the maps
+  int kv_head;
   Mask mask;
   Visits<Mask::kHasGaps> tiles;  // of keys
 
   __device__ __forceinline__ static TangentWork of(const TangentArgs& args) {
-    const uint32_t block = blockIdx.x;
-    const int batch_head = args.by_head_tiles.quotient(block);
-    const int index = args.by_head_tiles.remainder(block);
-    const int tile = args.last_is_longest ? args.head_tiles - 1 - index : index;
-    const int batch = args.by_q_heads.quotient(batch_head);
-    const int head = args.by_q_heads.remainder(batch_head);
-    TangentWork work{batch,
-                     static_cast<int>(args.by_inner_batch.remainder(batch)),
-                     static_cast<int>(args.by_inner_batch.quotient(batch)),
-                     head,
-                     static_cast<int>(args.by_group.quotient(head)),
-                     tile * Traits::kTileRows,
-                     Mask(args.problem, batch),
+    const TangentRows<Traits> own(args, blockIdx.x);
+    TangentWork work{own,
+                     static_cast<int>(args.by_inner_batch.remainder(own.batch)),
+                     static_cast<int>(args.by_inner_batch.quotient(own.batch)),
+                     static_cast<int>(args.by_group.quotient(own.head)),
+                     Mask(args.problem, own.batch),
                      {}};
     const Interval rows = {work.first_row, work.first_row + Traits::kTileRows};
     work.tiles = {covering_tiles<kKeys>(work.mask.keys(rows)),
@@ -71,80 +77,76 @@ struct TangentWork {
   }
 };
 
+// A warp that loads q, k and v, or their tangents.
 template <class Traits, class Mask>
-struct TangentProducers {
+struct TangentLoader {
   using Tile = typename Traits::Tile;
   using Work = TangentWork<Traits, Mask>;
   using SharedMemory = TangentSharedMemory<Traits>;
   static constexpr int kKeys = Tile::kKeys;
+  static constexpr int kPieceKeys = Traits::kPieceKeys;
 
+  // Boxes of kRows rows from (`column`, `row`) on, side by side. One thread.
+  template <int kRows, int kPanels>
   __device__ __forceinline__ static void load(const MappedOperand& operand, uint8_t* target,
-                                              int panels, int panel_bytes, const Barrier& full,
-                                              const Work& work, int first, int head) {
-#pragma unroll 1
-    for (int panel = 0; panel < panels; ++panel) {
-      tensor_load(shared_address(target + panel * panel_bytes), &operand.map, full.address(),
-                  panel * 64, first, head, work.inner * operand.batch_step[0],
+                                              Barrier& landed, const Work& work, int column,
+                                              int row, int head) {
+    constexpr int kPanelBytes = kRows * Traits::kPanelRowBytes;
+    landed.arrive_expecting(kPanels * kPanelBytes);
+#pragma unroll
+    for (int panel = 0; panel < kPanels; ++panel) {
+      tensor_load(shared_address(target + panel * kPanelBytes), &operand.map, landed.address(),
+                  column + panel * 64, row, head, work.inner * operand.batch_step[0],
                   work.outer * operand.batch_step[1]);
     }
   }
 
-  // One thread.
-  __device__ __forceinline__ static void load_keys(const TangentArgs& args, SharedMemory& smem,
-                                                   const Work& work) {
-    if (work.tiles.begin >= work.tiles.end) return;
-#pragma unroll 1
-    for (int group = 0; group < Traits::kWarpGroups; ++group) {
-      Barrier& full = smem.q_full[group];
-      const int row = work.first_row + group * 64;
-      full.arrive_expecting(2 * Traits::kQBytes);
-      load(args.q, smem.q[group], Traits::kPanels, Traits::kQPanelBytes, full, work, row,
-           work.head);
-      load(args.tq, smem.tq[group], Traits::kPanels, Traits::kQPanelBytes, full, work, row,
-           work.head);
-    }
-    Ring<Tile::kKeyStages> ring;
-    for (int tile = work.tiles.end - 1; tile >= work.tiles.begin;
-         tile = work.tiles.before(tile), ring.advance()) {
-      Barrier& full = smem.k_full[ring.stage];
-      smem.k_empty[ring.stage].wait(ring.phase ^ 1);
-      full.arrive_expecting(2 * Traits::kKBytes);
-      load(args.k, smem.k[ring.stage], Traits::kPanels, Traits::kKeyPanelBytes, full, work,
-           tile * kKeys, work.kv_head);
-      load(args.tk, smem.tk[ring.stage], Traits::kPanels, Traits::kKeyPanelBytes, full, work,
-           tile * kKeys, work.kv_head);
-    }
-  }
-
-  // The whole warp: see ForwardProducers::load_v.
-  __device__ __forceinline__ static void load_values(const TangentArgs& args, SharedMemory& smem,
-                                                     const Work& work) {
+  // In the order in which consumers want them: of each tile the keys, then the values. `i`: 0, or 1
+  // for tangents.
+  __device__ __forceinline__ static void load_all(const TangentArgs& args, SharedMemory& smem,
+                                                  const Work& work, int i) {
     const int lane = threadIdx.x % 32;
     const Interval seen = work.mask.seen_keys();
-    Ring<Tile::kValueStages> ring;
+    Ring<Tile::kStages> ring;
     uint32_t landed_phase = 0;
-    for (int tile = work.tiles.end - 1; tile >= work.tiles.begin;
-         tile = work.tiles.before(tile), ring.advance()) {
-      const int first_key = tile * kKeys;
-      const bool cut = holds_unseen_keys<kKeys>(first_key, seen, args.problem.kv_len);
-      Barrier& landed = cut ? smem.v_landed : smem.v_full[ring.stage];
-      smem.v_empty[ring.stage].wait(ring.phase ^ 1);
-      if (lane == 0) {
-        landed.arrive_expecting(2 * Traits::kVBytes);
-        load(args.v, smem.v[ring.stage], Traits::kValuePanels, Traits::kKeyPanelBytes, landed, work,
-             first_key, work.kv_head);
-        load(args.tv, smem.tv[ring.stage], Traits::kValuePanels, Traits::kKeyPanelBytes, landed,
-             work, first_key, work.kv_head);
+    for (int tile = work.tiles.end - 1; tile >= work.tiles.begin; tile = work.tiles.before(tile)) {
+      const bool first = tile == work.tiles.end - 1;
+#pragma unroll 1
+      for (int piece = 0; piece < Tile::kPieces; ++piece, ring.advance()) {
+        smem.empty[ring.stage].wait(ring.phase ^ 1);
+        if (lane == 0) {
+          load<kKeys, Traits::kPiecePanels>(
+              args.k[i], smem.stages[ring.stage][i], smem.full[ring.stage], work,
+              piece * Traits::kPieceColumns, tile * kKeys, work.kv_head);
+#pragma unroll 1
+          for (int group = 0; first && piece == 0 && group < Traits::kWarpGroups; ++group) {
+            load<64, Traits::kPanels>(args.q[i], smem.q[i][group], smem.q_full[group], work, 0,
+                                      work.first_row + group * 64, work.head);
+          }
+        }
+        __syncwarp();
       }
-      __syncwarp();
-      if (!cut) continue;
-      landed.wait(landed_phase);
-      landed_phase ^= 1;
-      clear_unseen_keys<kKeys, Traits::kVBytes>(smem.v[ring.stage], first_key, seen, lane);
-      clear_unseen_keys<kKeys, Traits::kVBytes>(smem.tv[ring.stage], first_key, seen, lane);
-      fence_proxy_async();
-      __syncwarp();
-      if (lane == 0) smem.v_full[ring.stage].arrive();
+#pragma unroll 1
+      for (int piece = 0; piece < Tile::kPieces; ++piece, ring.advance()) {
+        const int first_key = tile * kKeys + piece * kPieceKeys;
+        uint8_t* const stage = smem.stages[ring.stage][i];
+        Barrier& full = smem.full[ring.stage];
+        // See ForwardProducers::load_v.
+        const bool cut = holds_unseen_keys<kPieceKeys>(first_key, seen, args.problem.kv_len);
+        smem.empty[ring.stage].wait(ring.phase ^ 1);
+        if (lane == 0) {
+          load<kPieceKeys, Traits::kValuePanels>(args.v[i], stage, cut ? smem.v_landed[i] : full,
+                                                 work, 0, first_key, work.kv_head);
+        }
+        __syncwarp();
+        if (!cut) continue;
+        smem.v_landed[i].wait(landed_phase);
+        landed_phase ^= 1;
+        clear_unseen_keys<kPieceKeys, Traits::kPieceBytes>(stage, first_key, seen, lane);
+        fence_proxy_async();
+        __syncwarp();
+        if (lane == 0) full.arrive();
+      }
     }
   }
 };
@@ -158,30 +160,14 @@ struct TangentConsumers {
   static constexpr Math kMath = Traits::kMath;
   using Held = HeldOperand<Tile::kHeldSteps>;
 
-  // s = Q K^T and t = Q tK^T + tQ K^T of one tile, in flight on return.
-  __device__ __forceinline__ static void issue_scores(float (&s)[kKeys / 2], float (&t)[kKeys / 2],
-                                                      const Held& held, uint64_t q, uint64_t tq,
-                                                      uint64_t k, uint64_t tk) {
-    constexpr int kColumns = Tile::kHeadDim;
-    constexpr int kA = Traits::kQPanelBytes, kB = Traits::kKeyPanelBytes;
-    sm90::issue_scores<kMath, kColumns, kA, kB, kKeys>(s, q, k, held);
-    sm90::issue_scores<kMath, kColumns, kA, kB, kKeys>(t, q, tk, held);
-    sm90::issue_scores<kMath, kColumns, kA, kB, kKeys, 0, true>(t, tq, k);
-  }
+  static constexpr int kQPieceBytes = Traits::kPiecePanels * Traits::kQPanelBytes;
 
-  static constexpr int kScoreGroups = 3;  // of the above, as wgmma_wait counts
-
-  // o += weights V, in flight on return.
-  __device__ __forceinline__ static void issue_values(float (&o)[Tile::kValueDim / 2],
-                                                      const uint32_t (&weights)[kKeys / 4],
-                                                      uint64_t v) {
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < kKeys / 16; ++step) {
-      Wgmma<Tile::kValueDim>::template rs<kMath, 1>(
-          o, weights + 4 * step, v + descriptor_step(step * 16 * Traits::kPanelRowBytes), 1);
-    }
-    wgmma_commit();
+  // x = A B^T over the columns of a piece; in flight on return. kAdds: x += A B^T.
+  template <bool kAdds, int kHeld = 0>
+  __device__ __forceinline__ static void issue_scores(float (&x)[kKeys / 2], uint64_t a, uint64_t b,
+                                                      const HeldOperand<kHeld>& held = {}) {
+    sm90::issue_scores<kMath, Traits::kPieceColumns, Traits::kQPanelBytes, Traits::kKeyPanelBytes,
+                       kKeys, kHeld, kAdds>(x, a, b, held);
   }
 
   __device__ __forceinline__ static float sum_of_row(float x) {
@@ -194,14 +180,11 @@ struct TangentConsumers {
     const Problem& problem = args.problem;
     const int thread = threadIdx.x % 128;
     const int lane = thread % 32;
-    const uint64_t q = wgmma_descriptor(shared_address(smem.q[group]), 16, 1024);
-    const uint64_t tq = wgmma_descriptor(shared_address(smem.tq[group]), 16, 1024);
-    const uint64_t k_base = wgmma_descriptor(shared_address(smem.k[0]), 16, 1024);
-    const uint64_t tk_base = wgmma_descriptor(shared_address(smem.tk[0]), 16, 1024);
+    const uint64_t q = wgmma_descriptor(shared_address(smem.q[0][group]), 16, 1024);
+    const uint64_t tq = wgmma_descriptor(shared_address(smem.q[1][group]), 16, 1024);
+    const uint64_t k_base = wgmma_descriptor(shared_address(smem.stages), 16, 1024);
     const uint64_t v_base =
-        wgmma_descriptor(shared_address(smem.v[0]), Traits::kKeyPanelBytes, 1024);
-    const uint64_t tv_base =
-        wgmma_descriptor(shared_address(smem.tv[0]), Traits::kKeyPanelBytes, 1024);
+        wgmma_descriptor(shared_address(smem.stages), Traits::kValuePanelBytes, 1024);
 
     const int group_row = work.first_row + group * 64;
     const Interval rows = {group_row, group_row + 64};
@@ -238,30 +221,53 @@ struct TangentConsumers {
     for (float& value : o) value = 0.f;
     Kept<Scores::kDrops, true, kKeys> kept;
 
-    // s and t become weights of tv and v.
-    const auto weigh = [&](int tile) {
-      const int key = tile * kKeys + Fragment::column(thread);
-      const bool cut = tile < full.begin || tile >= full.end;
-      scores.begin_keys(key);
-      scores.draw(kept, key);
-      if constexpr (Scores::kRewrites) scores.rewrite(s, t, problem.scale);
-      if (cut) {
-        apply_mask(s, work.mask, positions, key);
+    int tile = work.tiles.end - 1;
+    const auto cut = [&] { return tile < full.begin || tile >= full.end; };
+    // s becomes probabilities.
+    const auto exponentiate = [&] {
+      if constexpr (Scores::kRewrites && Scores::kKeepsTangents) scores.rewrite(s);
+      if (cut()) {
+        // Late, or the compiler keeps what the rows see in registers that it does not have.
+        const int column = Fragment::column(late_thread());
+        const int late_row = group_row + Fragment::row(late_thread());
+        apply_mask(s, work.mask, {{late_row, late_row + 8}}, tile * kKeys + column);
         if constexpr (Scores::kMasks || Mask::kTestsElements) {
           typename Scores::template Shown<Mask, kKeys> shown;
-          scores.look(shown, work.mask, tile * kKeys, Fragment::column(thread));
+          scores.look(shown, work.mask, tile * kKeys, column);
           scores.hide(s, shown);
         }
-        // What is hidden may have any tangent.
-#pragma unroll
-        for (int i = 0; i < kKeys / 2; ++i) t[i] = s[i] == -INFINITY ? 0.f : t[i];
       }
       const float factor = Scores::kRewrites ? 1.f : args.scale_log2;
-      const float scale = scores.tangent_scale(problem.scale);
 #pragma unroll
       for (int i = 0; i < kKeys / 2; ++i) {
         s[i] = exp2_approx(fmaf(s[i], factor, -lse_log2[Fragment::lower(i)]));
       }
+    };
+    // What can be done with s while t is on its way.
+    const auto begin_weights = [&] {
+      const int key = tile * kKeys + Fragment::column(thread);
+      scores.begin_keys(key);
+      scores.draw(kept, key);
+      if constexpr (Scores::kKeepsTangents) {
+        exponentiate();
+        // ptxas would move the wait for t above the exponentials; a store of what depends on all of
+        // them cannot follow it.
+        uint32_t bits = 0;
+#pragma unroll
+        for (const float probability : s) bits |= __float_as_uint(probability);
+        store_shared_volatile(shared_address(smem.pin) + 4 * tid_x(), __uint_as_float(bits));
+      }
+    };
+    const auto end_weights = [&] {
+      if constexpr (!Scores::kKeepsTangents) {
+        scores.rewrite(s, t, problem.scale);
+        exponentiate();
+      }
+      if (cut()) {  // what is hidden may have any tangent
+#pragma unroll
+        for (int i = 0; i < kKeys / 2; ++i) t[i] = s[i] == 0.f ? 0.f : t[i];
+      }
+      const float scale = scores.tangent_scale(problem.scale);
       if (!settled) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -279,8 +285,12 @@ struct TangentConsumers {
         }
         settled = __all_sync(~0u, has_reference[0] && has_reference[1]);
       }
+    };
+    // Those of 16 keys, to 16 bits.
+    const auto pack_weights = [&](int step) {
+      const float scale = scores.tangent_scale(problem.scale);
 #pragma unroll
-      for (int i = 0; i < kKeys / 2; i += 2) {
+      for (int i = 8 * step; i < 8 * step + 8; i += 2) {
         const int r = Fragment::lower(i);
         float weight[2];
 #pragma unroll
@@ -294,82 +304,135 @@ struct TangentConsumers {
       }
     };
 
-    Ring<Tile::kKeyStages> k_ring;
-    Ring<Tile::kValueStages> v_ring;
-    const auto release_keys = [&] {
-      if (lane == 0) smem.k_empty[k_ring.stage].arrive();
-      k_ring.advance();
+    Ring<Tile::kStages> next;    // stage to wait for
+    Ring<Tile::kStages> oldest;  // to be released
+    const auto wait_stage = [&] {
+      smem.full[next.stage].wait(next.phase);
+      const uint64_t offset = next.stage * descriptor_step(2 * Traits::kPieceBytes);
+      next.advance();
+      return offset;
     };
-    const auto release_values = [&] {
-      if (lane == 0) smem.v_empty[v_ring.stage].arrive();
-      v_ring.advance();
+    const auto release_stage = [&] {
+      if (lane == 0) smem.empty[oldest.stage].arrive();
+      oldest.advance();
     };
-    const auto wait_keys = [&] { smem.k_full[k_ring.stage].wait(k_ring.phase); };
-    const auto wait_values = [&] { smem.v_full[v_ring.stage].wait(v_ring.phase); };
-    int tile = work.tiles.end - 1;
-    const auto skip_to = [&](int end) {  // tiles that other warpgroups see
-      for (; tile >= end; tile = work.tiles.before(tile)) {
-        wait_keys();
-        release_keys();
-        wait_values();
-        release_values();
+    // The warpgroups begin their steps in turn, as in the forward kernel.
+    const auto late_group = [] { return static_cast<int>(tid_x() / 128); };
+    const auto take_turn = [&] {
+      if constexpr (Tile::kTurns) named_barrier_sync(kFirstTurn + late_group(), 256);
+    };
+    const auto pass_turn = [&] {
+      if constexpr (Tile::kTurns) {
+        named_barrier_arrive(kFirstTurn + (late_group() + 1) % Traits::kWarpGroups, 256);
       }
     };
     Held held;
-    const auto issue_next_scores = [&] {
-      const uint64_t offset = k_ring.stage * descriptor_step(Traits::kKBytes);
+    // s = Q K^T and t = Q tK^T + tQ K^T.
+    const auto score = [&](bool behind_values) {
+      pass_turn();
       // Or the compiler keeps the descriptors of all steps, in registers that it does not have.
       uint64_t own_q = q, own_tq = tq;
       asm volatile("" : "+l"(own_q), "+l"(own_tq));
-      issue_scores(s, t, held, own_q, own_tq, k_base + offset, tk_base + offset);
+#pragma unroll
+      for (int piece = 0; piece < Tile::kPieces; ++piece) {
+        const uint64_t k = k_base + wait_stage();
+        const uint64_t tk = k + descriptor_step(Traits::kPieceBytes);
+        if (piece == 0) {
+          issue_scores<false>(s, own_q, k, held);
+        } else {
+          issue_scores<true>(s, own_q, k, held);
+        }
+        if (piece > 0 || behind_values) {
+          wgmma_wait<1>();
+          release_stage();
+        }
+        if (piece == 0) {
+          issue_scores<false>(t, own_q, tk, held);
+        } else {
+          issue_scores<true>(t, own_q, tk, held);
+        }
+        issue_scores<true>(t, own_tq, k);
+        own_q += descriptor_step(kQPieceBytes);
+        own_tq += descriptor_step(kQPieceBytes);
+      }
+      wgmma_wait<2>();  // the last two make t
+      hold(s);
+      begin_weights();
+      wgmma_wait<0>();
+      hold(t);
+      hold(o);
+      release_stage();
+      end_weights();
     };
-    const auto issue_both_values = [&] {
-      const uint64_t offset = v_ring.stage * descriptor_step(Traits::kVBytes);
-      issue_values(o, weights, v_base + offset);
-      issue_values(o, p, tv_base + offset);
+    // o += weights V + P tV, in flight on return. Weights are packed beside the products of others.
+    const auto add_values = [&] {
+      using Product = Wgmma<Tile::kValueDim>;
+#pragma unroll
+      for (int piece = 0; piece < Tile::kPieces; ++piece) {
+        const uint64_t v = v_base + wait_stage();
+        constexpr int kSteps = Traits::kPieceKeys / 16;
+#pragma unroll
+        for (int i = 0; i < kSteps; ++i) {
+          const int step = piece * kSteps + i;
+          const uint64_t rows = v + descriptor_step(i * 16 * Traits::kPanelRowBytes);
+          pack_weights(step);
+          wgmma_fence();
+          Product::template rs<kMath, 1>(o, weights + 4 * step, rows, 1);
+          Product::template rs<kMath, 1>(o, p + 4 * step,
+                                         rows + descriptor_step(Traits::kPieceBytes), 1);
+        }
+        wgmma_commit();
+        if (piece > 0) {
+          wgmma_wait<1>();
+          release_stage();
+        }
+      }
+    };
+    const auto skip_to = [&](int end) {  // tiles that other warpgroups see
+      for (; tile >= end; tile = work.tiles.before(tile)) {
+        take_turn();
+        pass_turn();
+#pragma unroll 1
+        for (int stage = 0; stage < 2 * Tile::kPieces; ++stage) {
+          wait_stage();
+          release_stage();
+        }
+      }
     };
 
+    // The first turn is the first warpgroup's.
+    if (group == Traits::kWarpGroups - 1) pass_turn();
     // Even where it is not needed: what is on its way must not reach the next block.
     if (work.tiles.begin < work.tiles.end) smem.q_full[group].wait(0);
     skip_to(own.end);
     if (own.begin < own.end) {
-      held.template load<Tile::kHeadDim, Traits::kQPanelBytes>(shared_address(smem.q[group]));
-      wait_keys();
-      issue_next_scores();
-      wgmma_wait<0>();
-      hold(s);
-      hold(t);
-      release_keys();
-      weigh(tile);
+      held.template load<Tile::kHeadDim, Traits::kQPanelBytes>(shared_address(smem.q[0][group]));
+      take_turn();
+      score(false);
       while ((tile = work.tiles.before(tile)) >= own.begin) {
-        wait_keys();
-        wait_values();
-        issue_both_values();
-        issue_next_scores();
-        wgmma_wait<kScoreGroups>();
-        release_values();
-        wgmma_wait<0>();
-        hold(s);
-        hold(t);
-        hold(o);
-        release_keys();
-        weigh(tile);
+        take_turn();
+        add_values();
+        score(true);
       }
-      wait_values();
-      issue_both_values();
+      add_values();
       wgmma_wait<0>();
       hold(o);
-      release_values();
+      release_stage();
     }
     skip_to(work.tiles.begin);
+    if (group == 0) take_turn();  // nobody leaves an arrival behind
 
+    // Late, so that nothing of this holds registers in the loop.
+    const TangentRows<Traits> block(args, ctaid_x());
+    const int late = late_thread();
+    const int first = block.first_row + group * 64 + Fragment::row(late);
     uint16_t* target[2];
     const uint16_t* out[2];
     float coefficient[2];  // of O
     float inverse[2] = {1.f, 1.f};
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int position = positions.of[r];
+      const int position = first + 8 * r;
       const bool exists = position < problem.q_len;
       const bool empty = lse_log2[r] == INFINITY;
       const float sum = sum_of_row(moment[r]);
@@ -377,20 +440,20 @@ struct TangentConsumers {
       coefficient[r] = fmaf(reference[r], 1.f - all, -sum);
       if constexpr (Scores::kDrops) inverse[r] = scores.kept_scale();
       const auto row_of = [&](const Tensor& tensor) {
-        return static_cast<uint16_t*>(tensor.data) + tensor_offset(tensor, problem, work.batch) +
-               work.head * tensor.head_stride + position * tensor.seq_stride;
+        return static_cast<uint16_t*>(tensor.data) + tensor_offset(tensor, problem, block.batch) +
+               block.head * tensor.head_stride + position * tensor.seq_stride;
       };
       target[r] = exists ? row_of(args.tout) : nullptr;
       out[r] = exists && !empty ? row_of(args.out) : nullptr;
-      if (exists && lane % 4 == 0) {
-        args.tlse[(first_of_rows + position) * problem.q_heads + work.head] =
-            empty ? 0.f : fmaf(reference[r], all, sum);
+      if (exists && late % 4 == 0) {
+        args.tlse[(int64_t{block.batch} * problem.q_len + position) * problem.q_heads +
+                  block.head] = empty ? 0.f : fmaf(reference[r], all, sum);
       }
     }
 #pragma unroll
     for (int i = 0; i < Tile::kValueDim / 2; i += 2) {
       const int r = Fragment::lower(i);
-      const int column = Fragment::column_of(i) + Fragment::column(thread);
+      const int column = Fragment::column_of(i) + Fragment::column(late);
       const bool taken = out[r] != nullptr && column < problem.value_dim;
       const uint32_t both = taken ? __ldg(reinterpret_cast<const uint32_t*>(out[r] + column)) : 0u;
 #pragma unroll
@@ -401,7 +464,7 @@ struct TangentConsumers {
       }
     }
     const float ones[2] = {1.f, 1.f};
-    store_rows<kMath>(o, ones, target, problem.value_dim, lane);
+    store_rows<kMath>(o, ones, target, problem.value_dim, late % 32);
   }
 };
 
@@ -416,12 +479,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 
   const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (threadIdx.x == 0) {
-    for (Barrier& full : smem.q_full) full.init(1);
-    for (Barrier& full : smem.k_full) full.init(1);
-    for (Barrier& empty : smem.k_empty) empty.init(4 * Traits::kWarpGroups);
-    for (Barrier& full : smem.v_full) full.init(1);
-    for (Barrier& empty : smem.v_empty) empty.init(4 * Traits::kWarpGroups);
-    smem.v_landed.init(1);
+    for (Barrier& full : smem.q_full) full.init(2);  // the loaders
+    for (Barrier& full : smem.full) full.init(2);
+    for (Barrier& empty : smem.empty) empty.init(4 * Traits::kWarpGroups);
+    for (Barrier& landed : smem.v_landed) landed.init(1);
     fence_mbarrier_init();
   }
   __syncthreads();
@@ -433,10 +494,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     return;
   }
   setmaxnreg_dec<Traits::kProducerRegisters>();
-  using Producers = TangentProducers<Traits, Mask>;
-  const int warp = threadIdx.x / 32 % 4;
-  if (warp == 0 && threadIdx.x % 32 == 0) Producers::load_keys(args, smem, work);
-  if (warp == 1) Producers::load_values(args, smem, work);
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0);
+  if (warp < 2) TangentLoader<Traits, Mask>::load_all(args, smem, work, warp);
 }
 
 }  // namespace jaxflash::sm90

@@ -10,9 +10,10 @@
 namespace jaxflash::sm90 {
 
 struct TangentArgs {
-  MappedOperand q, tq;  // boxes of 64 rows x 64 columns
-  MappedOperand k, tk;  // boxes of kKeys x 64
-  MappedOperand v, tv;  // likewise
+  // Each with its tangent.
+  MappedOperand q[2];  // boxes of 64 rows x 64 columns
+  MappedOperand k[2];  // of kKeys x 64
+  MappedOperand v[2];  // of kPieceKeys x 64
   // Blocks go through the tiles of a head, the longest first, head by head.
   uint32_t head_tiles;
   Divisor by_head_tiles;
@@ -48,16 +49,28 @@ struct TangentTraits {
   static constexpr int kPanels = (Tile::kHeadDim + 63) / 64;
   static constexpr int kValuePanels = (Tile::kValueDim + 63) / 64;
   static constexpr int kQPanelBytes = 64 * kPanelRowBytes;
-  static constexpr int kKeyPanelBytes = Tile::kKeys * kPanelRowBytes;
   static constexpr int kQBytes = kPanels * kQPanelBytes;  // of one warpgroup
-  static constexpr int kKBytes = kPanels * kKeyPanelBytes;
-  static constexpr int kVBytes = kValuePanels * kKeyPanelBytes;
-  static_assert(Tile::kKeys % 16 == 0 && Tile::kKeys <= 256);
 
-  static constexpr int kOperandBytes =
-      kWarpGroups * 2 * kQBytes + Tile::kKeyStages * 2 * kKBytes + Tile::kValueStages * 2 * kVBytes;
-  static constexpr int kBarriers = kWarpGroups + 2 * (Tile::kKeyStages + Tile::kValueStages) + 1;
-  static constexpr int kSharedBytes = (kOperandBytes + 8 * kBarriers + 1023) / 1024 * 1024;
+  // A piece of a tile's keys has some columns of all of them, one of its values all columns of
+  // some.
+  static constexpr int kPieceColumns = Tile::kHeadDim / Tile::kPieces;
+  static constexpr int kPiecePanels = kPieceColumns / 64;
+  static constexpr int kPieceKeys = Tile::kKeys / Tile::kPieces;
+  static constexpr int kKeyPanelBytes = Tile::kKeys * kPanelRowBytes;
+  static constexpr int kValuePanelBytes = kPieceKeys * kPanelRowBytes;
+  static constexpr int kPieceBytes = kPiecePanels * kKeyPanelBytes;
+  static_assert(kValuePanels * kValuePanelBytes == kPieceBytes);
+  static_assert(kPieceColumns % 64 == 0 && kPieceKeys % 16 == 0 && Tile::kKeys <= 256);
+  static_assert(Tile::kPieces == 1 || Tile::kHeldSteps == 0, "held are the columns of one piece");
+  // A warpgroup waits for a piece before it releases the one before, and has its turn until the
+  // values of a tile have come, which the others keep from the loaders as long.
+  static_assert(Tile::kStages >= 2 && (!Tile::kTurns || Tile::kStages >= Tile::kPieces));
+
+  static constexpr int kOperandBytes = kWarpGroups * 2 * kQBytes + Tile::kStages * 2 * kPieceBytes;
+  static constexpr int kBarriers = kWarpGroups + 2 * Tile::kStages + 2;
+  static constexpr int kPinBytes = 4 * 128 * kWarpGroups;
+  static constexpr int kSharedBytes =
+      (kOperandBytes + kPinBytes + 8 * kBarriers + 1023) / 1024 * 1024;
   static_assert(kSharedBytes <= 227 * 1024);
 };
 

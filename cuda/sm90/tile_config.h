@@ -220,18 +220,20 @@ struct ForwardProgramTiles<256, 256> {
 
 // --- tangent ------------------------------------------------------------------------------------
 
-// The head sizes as in ForwardTile.
-template <int kHeadDim_, int kValueDim_, int kWarpGroups_, int kKeys_, int kKeyStages_,
-          int kValueStages_, int kHeldSteps_>
+// The head sizes as in ForwardTile. Keys and values take turns in one ring of stages, in pieces: of
+// a tile's keys some of the columns, of its values some of the rows.
+template <int kHeadDim_, int kValueDim_, int kWarpGroups_, int kKeys_, int kPieces_, int kStages_,
+          int kHeldSteps_, bool kTurns_>
 struct TangentTile {
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kValueDim = kValueDim_;
-  static constexpr int kWarpGroups = kWarpGroups_;    // consumers, 64 query rows each
-  static constexpr int kKeys = kKeys_;                // keys of a tile
-  static constexpr int kKeyStages = kKeyStages_;      // buffers of k and its tangent
-  static constexpr int kValueStages = kValueStages_;  // buffers of v and its tangent
+  static constexpr int kWarpGroups = kWarpGroups_;  // consumers, 64 query rows each
+  static constexpr int kKeys = kKeys_;              // keys of a tile
+  static constexpr int kPieces = kPieces_;          // of a tile's keys, and of its values
+  static constexpr int kStages = kStages_;          // buffers of a piece and its tangent
   // Steps of 16 columns of q that stay in registers, as in BackwardTile: q is read twice.
   static constexpr int kHeldSteps = kHeldSteps_;
+  static constexpr bool kTurns = kTurns_;  // warpgroups begin their products in turn
 };
 
 template <int kHeadDim, int kValueDim>
@@ -240,21 +242,23 @@ struct TangentTiles;
 // 624 TFLOP/s at S = 4096; two warpgroups of 96 keys 580, of 128 keys 496.
 template <>
 struct TangentTiles<64, 64> {
-  using Tiles =
-      ProgramTiles<TangentTile<64, 64, 3, 64, 4, 4, 0>, TangentTile<64, 64, 2, 64, 4, 4, 0>>;
+  using Tiles = ProgramTiles<TangentTile<64, 64, 3, 64, 1, 8, 0, false>,
+                             TangentTile<64, 64, 2, 64, 1, 8, 0, false>>;
 };
-// Three warpgroups have no registers for scores, their tangents and the output. 707 TFLOP/s;
-// without q in registers 700, 80 keys 638.
+// 707 TFLOP/s; without q in registers 700, 80 keys 638.
 template <>
 struct TangentTiles<128, 128> {
-  using Tiles =
-      ProgramTiles<TangentTile<128, 128, 2, 64, 2, 2, 8>, TangentTile<128, 128, 2, 64, 2, 2, 0>>;
+  using Tiles = ProgramTiles<TangentTile<128, 128, 2, 64, 1, 4, 8, false>,
+                             TangentTile<128, 128, 2, 64, 1, 4, 0, false>>;
 };
-// q and its tangent take 128 KB, and products of 32 keys read more than shared memory delivers:
-// 447.
+// q and its tangent take 128 KB, which leaves room for three quarters of a tile of 64 keys; one of
+// 32 keys reads more than shared memory delivers: 447. Sixteen rows of the values are the smallest
+// piece: the next ones are on their way while a warpgroup is still at the last. Weights lie where
+// scores do, or the registers would not do; in turns, because else both warpgroups would work on
+// weights at the same time.
 template <>
 struct TangentTiles<256, 256> {
-  using Tiles = ProgramTiles<TangentTile<256, 256, 2, 32, 2, 1, 0>>;
+  using Tiles = ProgramTiles<TangentTile<256, 256, 2, 64, 4, 6, 0, true>>;
 };
 
 // --- gradients of captures ----------------------------------------------------------------------
