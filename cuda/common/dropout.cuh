@@ -77,6 +77,19 @@ struct KeepBits {
         return pair & permute_bytes<0xffbb>(even, odd);
     }
   }
+  // Of two queries that are not 8 apart, each drawn with the one that is 8 from it: the first one's
+  // from here, the other's from `others`. `lower`: it is the lower one of its two.
+  __device__ __forceinline__ void take_rows(bool lower, const KeepBits& others, bool other_lower) {
+    static_assert(kRowsAreQueries);
+    const uint32_t bytes = (lower ? 0x32u : 0x10u) | (other_lower ? 0x7600u : 0x5400u);
+#pragma unroll
+    for (int odd = 0; odd < 2; ++odd) {
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) {
+        words[odd][i] = __byte_perm(words[odd][i], others.words[odd][i], bytes);
+      }
+    }
+  }
   __device__ __forceinline__ void keep_all() {
 #pragma unroll
     for (auto& of_parity : words) {

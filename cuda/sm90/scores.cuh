@@ -96,7 +96,9 @@ class ProgramScores {
       if constexpr (kManyHeads) own += args.unit.head(Fragment::row(threadIdx.x % 128) + 8 * i);
       const int h = head_number(args.captures, min(own, last_head));
       heads_[i] = Program::head(args.captures, args.problem, batch, b, h);
-      if constexpr (kDrops) dropout_ = Program::dropout(args.captures, args.problem, batch, b, h);
+      if constexpr (kDrops) {
+        dropout_[i] = Program::dropout(args.captures, args.problem, batch, b, h);
+      }
     }
     begin_rows(args.problem, mask, rows);
   }
@@ -106,7 +108,7 @@ class ProgramScores {
                                              const typename Program::Head& head,
                                              const Dropout& dropout, const RowPositions& rows) {
     heads_[0] = head;
-    if constexpr (kDrops) dropout_ = dropout;
+    if constexpr (kDrops) dropout_[0] = dropout;
     begin_rows(problem, mask, rows);
   }
 
@@ -122,12 +124,19 @@ class ProgramScores {
   template <class Bits>
   __device__ __forceinline__ void draw(Bits& kept, int key) const {
     if constexpr (kDrops) {
-      if (!dropout_.drops()) return kept.keep_all();
-      dropout_.draw(kept, row_[0], key);
+      if (!dropout_[0].drops()) return kept.keep_all();
+      if constexpr (kManyHeads) {
+        Bits others;
+        dropout_[0].draw(kept, row_[0] & ~8, key);
+        dropout_[1].draw(others, row_[1] & ~8, key);
+        kept.take_rows((row_[0] & 8) != 0, others, (row_[1] & 8) != 0);
+      } else {
+        dropout_[0].draw(kept, row_[0], key);
+      }
     }
   }
   // What the output is multiplied with for what is dropped.
-  __device__ __forceinline__ float kept_scale() const { return rcp_approx(dropout_.share()); }
+  __device__ __forceinline__ float kept_scale() const { return rcp_approx(dropout_[0].share()); }
 
   // What products start from. Loads, for the tile from `tile_key` on; `column`: of the thread.
   template <int kElements>
@@ -335,7 +344,6 @@ class ProgramScores {
   }
 
   static constexpr int kHeads = kManyHeads ? 2 : 1;
-  static_assert(!(kManyHeads && kDrops), "bits are drawn for one head");
 
   __device__ __forceinline__ const typename Program::Head& head_of(int r) const {
     return heads_[kManyHeads ? r : 0];
@@ -361,8 +369,8 @@ class ProgramScores {
   int row_[2];
   int diagonal_;  // from a row number to its position among the keys
   int key_;
-  float distance_[2];  // of a row's position from the first key
-  Dropout dropout_;    // with kDrops
+  float distance_[2];        // of a row's position from the first key
+  Dropout dropout_[kHeads];  // with kDrops
 };
 
 }  // namespace jaxflash::sm90

@@ -44,13 +44,14 @@ struct ForwardProducers {
       return static_cast<int>(args.by_units.quotient(unit) << args.unit.log2_positions);
     };
     const Mask mask(problem, batch);
-    Visits<Mask::kHasGaps> tiles;
+    const Interval rows = tile_rows<kWarpGroups>(args, tile.index);
+    Interval covered;
     if constexpr (Traits::kShares) {
-      tiles = {tile.tiles, {0, 0}};
+      covered = tile.tiles;
     } else {
-      const Interval rows = tile_rows<kWarpGroups>(args, tile.index);
-      tiles = {covering_tiles<kKeys>(mask.keys(rows)), inner_tiles<kKeys>(mask.gap_of_keys(rows))};
+      covered = covering_tiles<kKeys>(mask.keys(rows));
     }
+    const Visits<Mask::kHasGaps> tiles(covered, inner_tiles<kKeys>(mask.gap_of_keys(rows)));
     if (lane == 0) {
       plan.kv_head = kv_head;
       plan.batch = batch;
