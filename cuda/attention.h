@@ -47,9 +47,9 @@ struct ProgramDescription {
   int32_t value_dim;
   float scale;
   MaskKind mask;
-  bool one_sided;  // the band limits one side of the diagonal only
-  bool paged;      // keys and values lie in pages
-  bool one_unit;   // with pages: jaxflash_fits_one_unit of the calls to come; else no matter
+  bool one_sided;        // the band limits one side of the diagonal only
+  bool paged;            // keys and values lie in pages
+  int32_t shared_units;  // forward: jaxflash_shared_units of the calls to come
   // Backward: the same program with a struct Load0, Load1 ... for each of these loads of captured
   // arrays, whose gradients are wanted; see common/capture_gradient.h. nullptr without any.
   const char* gradient_source;
@@ -136,13 +136,17 @@ JAXFLASH_API int32_t jaxflash_kernel_reports(jaxflash::KernelReport* reports, in
 // The folder of the cache on disk, or an empty text; returns the length of the whole path.
 JAXFLASH_API int32_t jaxflash_cache_folder(char* path, int32_t capacity);
 
-// Bytes that a workspace needs on any GPU. Reads sizes and the band's sides, no pointers.
-JAXFLASH_API size_t jaxflash_forward_workspace_bytes(const jaxflash::Problem* problem);
-JAXFLASH_API size_t jaxflash_paged_workspace_bytes(const jaxflash::Problem* problem);
-JAXFLASH_API size_t jaxflash_backward_workspace_bytes(const jaxflash::Problem* problem);
+// How many units of 64 rows, 1 or 2, a score program's forward kernels should take at a time while
+// blocks share their keys, in calls of such sizes; 0: blocks should share nothing. Any number is
+// right for any call.
+JAXFLASH_API int32_t jaxflash_shared_units(const jaxflash::Problem* problem, bool paged);
 
-// Whether the queries of all heads that share a kv head are so few that one warpgroup takes them.
-JAXFLASH_API bool jaxflash_fits_one_unit(const jaxflash::Problem* problem);
+// Bytes that a workspace needs on any GPU: of plain calls, of calls of a score program with those
+// shared units, and of gradients. Reads sizes and the band's sides, no pointers.
+JAXFLASH_API size_t jaxflash_forward_workspace_bytes(const jaxflash::Problem* problem);
+JAXFLASH_API size_t jaxflash_program_workspace_bytes(const jaxflash::Problem* problem,
+                                                     int32_t shared_units);
+JAXFLASH_API size_t jaxflash_backward_workspace_bytes(const jaxflash::Problem* problem);
 
 // The variants in the library; returns their number.
 JAXFLASH_API int32_t jaxflash_variants(const jaxflash::Variant** variants);

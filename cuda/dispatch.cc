@@ -388,11 +388,13 @@ size_t jaxflash_forward_workspace_bytes(const Problem* problem) {
   return jaxflash::forward_workspace_bytes(*problem);
 }
 
-size_t jaxflash_paged_workspace_bytes(const Problem* problem) {
-  return jaxflash::paged_workspace_bytes(*problem);
+size_t jaxflash_program_workspace_bytes(const Problem* problem, int32_t shared_units) {
+  return jaxflash::program_workspace_bytes(*problem, shared_units);
 }
 
-bool jaxflash_fits_one_unit(const Problem* problem) { return jaxflash::fits_one_unit(*problem); }
+int32_t jaxflash_shared_units(const Problem* problem, bool paged) {
+  return jaxflash::shared_units(*problem, paged);
+}
 
 size_t jaxflash_backward_workspace_bytes(const Problem* problem) {
   return jaxflash::backward_workspace_bytes(jaxflash::with_query_heads(*problem));

@@ -34,7 +34,7 @@ struct ProgramTraits {
   bool ranges;       // the mask is one of ranges alone: segments, packed sequences
   bool one_sided;    // its band limits one side only
   bool paged;        // keys and values lie in pages
-  bool one_unit;     // the queries of a kv head fill no more than one unit
+  int shared_units;  // see ProgramDescription
   int shared_bytes;  // that a block may have on the GPU
 };
 

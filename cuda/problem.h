@@ -135,12 +135,13 @@ struct ScoreKernels;
 
 struct ForwardParams {
   Problem problem;
-  Tensor q;         // (*B, T, N, H)
-  Tensor k;         // (*B, S, K, H)
-  Tensor v;         // (*B, S, K, h)
-  Tensor out;       // (*B, T, N, h)
-  float* lse;       // (*B, T, N) dense; natural logarithm, -inf for a row that sees no key
-  void* workspace;  // forward_workspace_bytes(problem) bytes, 256-byte aligned, any contents
+  Tensor q;    // (*B, T, N, H)
+  Tensor k;    // (*B, S, K, H)
+  Tensor v;    // (*B, S, K, h)
+  Tensor out;  // (*B, T, N, h)
+  float* lse;  // (*B, T, N) dense; natural logarithm, -inf for a row that sees no key
+  // 256-byte aligned, any contents: forward_workspace_bytes(problem) bytes, or those of the program
+  void* workspace;
   const ScoreKernels* program;  // nullptr: logits are the scaled products, `captures` is not read
   Captures captures;
   Pages pages;  // with a table, and a program for it: k and v are (count * size, K, dim), no batch

@@ -28,7 +28,7 @@ def compile_program(
     mask: int = 0,
     one_sided: bool = False,
     paged: bool = False,
-    one_unit: bool = False,
+    shared_units: int = 0,
 ) -> tuple[str, str, str, int, int, bool, float, bool]: ...
 def compile_kernel(
     source: str, kernel: str, architecture: str
@@ -47,9 +47,22 @@ def forward_workspace_bytes(
     value_dim: int,
     left: int,
     right: int,
-    paged: bool = False,
+    shared_units: int | None = None,
 ) -> int: ...
-def fits_one_unit(*, q_len: int, q_heads: int, kv_heads: int) -> bool: ...
+def shared_units(
+    *,
+    dtype: str,
+    batch: int,
+    q_len: int,
+    kv_len: int,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    value_dim: int,
+    left: int,
+    right: int,
+    paged: bool,
+) -> int: ...
 def backward_workspace_bytes(
     *,
     batch: int,

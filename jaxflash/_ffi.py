@@ -19,10 +19,10 @@ from jaxflash._kernel_program import KernelGradients, KernelProgram
 from jaxflash._spec import AttentionSpec, Operands
 
 # The names are part of exported programs: a changed contract gets a new number.
-FORWARD_TARGET = "jaxflash_forward_v3"
+FORWARD_TARGET = "jaxflash_forward_v4"
 BACKWARD_TARGET = "jaxflash_backward_v3"
 TANGENT_TARGET = "jaxflash_tangent_v2"
-PAGED_TARGET = "jaxflash_paged_v1"
+PAGED_TARGET = "jaxflash_paged_v2"
 _STATE_TYPE = "jaxflash_program_v2"
 
 # cuda/problem.h: kUnlimited.
@@ -238,45 +238,61 @@ class Forward(Pass):
         self.result_sums = ((), ())
 
     def call(self, *operands):
-        query, _, value = operands[:3]
-        workspace = self._workspace_bytes(operands, value)
+        return self._call(FORWARD_TARGET, operands, operands[2], paged=False)
+
+    def _call(self, target: str, operands, value, paged: bool):
+        """`value`: whose trailing axes are those of the values."""
+        query = operands[0]
+        shared_units = self._shared_units(operands, value, paged)
+        workspace = self._workspace_bytes(operands, value, shared_units)
         results = (
             *self.result_of_rows(operands, value),
             _result_type(query, (workspace,), jnp.uint8, [None]),
         )
-        out, lse, _ = jax.ffi.ffi_call(FORWARD_TARGET, results)(
+        out, lse, _ = jax.ffi.ffi_call(target, results)(
             *operands,
             problem=_attributes(self.spec, self.lengths, self.mask),
             **_program_attributes(self.program, query, value),
+            shared_units=np.int64(shared_units or 0),
         )
         return out, lse
 
-    def _workspace_bytes(self, operands, value, paged: bool = False) -> int:
-        """`value`: whose trailing axes are those of the values."""
-        query = operands[0]
-        q_len, q_heads, head_dim = query.shape[-3:]
-        kv_len, kv_heads, value_dim = value.shape[-3:]
-        batch = math.prod(self.full_batch(operands))
-        sides = _attributes(self.spec, self.lengths, self.mask)
+    def _shared_units(self, operands, value, paged: bool) -> int | None:
+        """See cuda/common/key_shares.h; None for a plain call, whose kernels are chosen when they
+        run."""
+        if self.program is None:
+            return None
+        q_len = operands[0].shape[-3]
+        # Of a symbolic length, which may be any: kernels for many queries.
+        if not isinstance(q_len, int):
+            return 2 if paged else 0
+        # Of a symbolic batch as for many sequences, among which only few queries share.
+        sizes = self._sizes(operands, value, q_len, symbolic_batch=64)
+        return extension.shared_units(**sizes, paged=paged)
 
+    def _workspace_bytes(self, operands, value, shared_units: int | None) -> int:
         # Where a size is symbolic, what is enough for every value: one sequence needs as much as
         # any number, all rows of a tile are in use from 64 or, without groups, 128 queries on.
+        q_len = operands[0].shape[-3]
         q_lens = (q_len,) if isinstance(q_len, int) else (64, 128)
-        return max(
-            extension.forward_workspace_bytes(
-                dtype=query.dtype.name,
-                batch=batch if isinstance(batch, int) else 1,
-                q_len=rows,
-                kv_len=kv_len if isinstance(kv_len, int) else _UNLIMITED,
-                q_heads=q_heads,
-                kv_heads=kv_heads,
-                head_dim=head_dim,
-                value_dim=value_dim,
-                left=int(sides["left"]),
-                right=int(sides["right"]),
-                paged=paged,
-            )
-            for rows in q_lens
+        sizes = (self._sizes(operands, value, rows, symbolic_batch=1) for rows in q_lens)
+        return max(extension.forward_workspace_bytes(**x, shared_units=shared_units) for x in sizes)
+
+    def _sizes(self, operands, value, q_len: int, symbolic_batch: int) -> dict[str, Any]:
+        query = operands[0]
+        batch, kv_len = math.prod(self.full_batch(operands)), value.shape[-3]
+        sides = _attributes(self.spec, self.lengths, self.mask)
+        return dict(
+            dtype=query.dtype.name,
+            batch=batch if isinstance(batch, int) else symbolic_batch,
+            q_len=q_len,
+            kv_len=kv_len if isinstance(kv_len, int) else _UNLIMITED,
+            q_heads=query.shape[-2],
+            kv_heads=value.shape[-2],
+            head_dim=query.shape[-1],
+            value_dim=value.shape[-1],
+            left=int(sides["left"]),
+            right=int(sides["right"]),
         )
 
 
@@ -307,24 +323,7 @@ class PagedForward(Forward):
         self.result_sums = ((), ())
 
     def call(self, *operands):
-        query, key_pages, value_pages = operands[:3]
-        q_len, q_heads, _ = query.shape[-3:]
-        # Of a symbolic length any tile will do.
-        one_unit = isinstance(q_len, int) and extension.fits_one_unit(
-            q_len=q_len, q_heads=q_heads, kv_heads=key_pages.shape[-2]
-        )
-        workspace = self._workspace_bytes(operands, value_pages, paged=True)
-        results = (
-            *self.result_of_rows(operands, value_pages),
-            _result_type(query, (workspace,), jnp.uint8, [None]),
-        )
-        out, lse, _ = jax.ffi.ffi_call(PAGED_TARGET, results)(
-            *operands,
-            problem=_attributes(self.spec, self.lengths, self.mask),
-            **_program_attributes(self.program, query, value_pages),
-            one_unit=np.bool_(one_unit),
-        )
-        return out, lse
+        return self._call(PAGED_TARGET, operands, operands[2], paged=True)
 
 
 class Backward(Pass):

@@ -1,6 +1,7 @@
 // Which forward calls share the keys of a query tile among blocks, and the workspace that they pass
-// their parts of the output through. One rule, of sizes alone: Python plans the workspace before it
-// is known which GPU the program will run on.
+// their parts of the output through. One rule, of sizes alone, whatever the mask: Python plans the
+// workspace, and chooses the kernels of score programs, before it is known which GPU the program
+// will run on.
 #pragma once
 
 #include <algorithm>
@@ -35,13 +36,25 @@ inline bool fits_one_unit(const Problem& problem) {
   return detail::padded_positions(problem.q_len) * group <= 64;
 }
 
-inline bool shares_keys(const Problem& problem) {
-  if (problem.math != Math::kFloat16 && problem.math != Math::kBFloat16) return false;
+namespace detail {
+
+// Tiles of 192 rows that leave enough of the multiprocessors idle. With a score program about half:
+// the kernels that share add a bias element by element, products of the others start from it.
+inline constexpr int64_t kFewTiles = 100;
+inline constexpr int64_t kFewProgramTiles = 64;
+
+// Whether kernels that share keys exist.
+inline bool may_share(const Problem& problem) {
+  return problem.math == Math::kFloat16 || problem.math == Math::kBFloat16;
+}
+
+inline bool shares_keys(const Problem& problem, int64_t few_tiles) {
+  if (!may_share(problem)) return false;
   const int64_t heads = batch_size(problem) * problem.kv_heads;
   if (heads == 0 || problem.q_heads == 0 || problem.q_len == 0) return false;
   // A block takes about 0.4 us for 64 keys, the merge 3 us.
   constexpr int64_t kFewKeys = 1024;
-  if (detail::most_keys(problem) <= kFewKeys) return false;
+  if (most_keys(problem) <= kFewKeys) return false;
   const int64_t group = problem.q_heads / problem.kv_heads;
   const int64_t units = (int64_t{problem.q_len} * group + 63) / 64;  // of a kv head
   // Every block looks at the length of every sequence; beyond this many, tiles balance themselves.
@@ -50,8 +63,21 @@ inline bool shares_keys(const Problem& problem) {
   // Few queries: the call takes as long as its keys take to arrive, whatever their share of the
   // allocated length. More: only where tiles of 192 rows leave multiprocessors idle.
   constexpr int kFewQueries = 64;
-  constexpr int64_t kFewTiles = 100;
-  return problem.q_len <= kFewQueries || (units + 2) / 3 * heads <= kFewTiles;
+  return problem.q_len <= kFewQueries || (units + 2) / 3 * heads <= few_tiles;
+}
+
+}  // namespace detail
+
+// Of a plain call.
+inline bool shares_keys(const Problem& problem) {
+  return detail::shares_keys(problem, detail::kFewTiles);
+}
+
+// How many units of 64 rows have the tiles whose keys blocks share, in kernels that are compiled
+// for a score program and such sizes; 0: they do not share. With keys in pages they always do.
+inline int32_t shared_units(const Problem& problem, bool paged) {
+  if (!paged && !detail::shares_keys(problem, detail::kFewProgramTiles)) return 0;
+  return fits_one_unit(problem) ? 1 : 2;
 }
 
 // The layout, also for a call that need not share.
@@ -65,15 +91,14 @@ inline ForwardWorkspace forward_workspace(const Problem& problem) {
   return layout;
 }
 
-// Falls with the batch: what is enough for one sequence is enough for any number.
+// Of a plain call. Falls with the batch: what is enough for one sequence is enough for any number.
 inline size_t forward_workspace_bytes(const Problem& problem) {
   return shares_keys(problem) ? forward_workspace(problem).bytes : 0;
 }
 
-// Of keys in pages, which the kernels that share always share.
-inline size_t paged_workspace_bytes(const Problem& problem) {
-  const bool shares = problem.math == Math::kFloat16 || problem.math == Math::kBFloat16;
-  return shares ? forward_workspace(problem).bytes : 0;
+// Of a score program's kernels.
+inline size_t program_workspace_bytes(const Problem& problem, int32_t shared_units) {
+  return shared_units > 0 && detail::may_share(problem) ? forward_workspace(problem).bytes : 0;
 }
 
 }  // namespace jaxflash

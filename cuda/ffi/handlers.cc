@@ -28,10 +28,10 @@ struct ProgramState {
 };
 ffi::TypeId ProgramState::id = {};
 
-// How keys and values lie in memory, as far as kernels depend on it.
+// What kernels depend on of how keys and values are read.
 struct KeyLayout {
   bool paged;
-  bool one_unit;  // see ProgramDescription
+  int64_t shared_units;  // see ProgramDescription
 };
 
 // While XLA compiles.
@@ -65,7 +65,10 @@ ffi::ErrorOr<std::unique_ptr<ProgramState>> instantiate(Pass pass, const Attribu
   description.mask = *mask;
   description.one_sided = (attributes.left >= kUnlimited) != (attributes.right >= kUnlimited);
   description.paged = layout.paged;
-  description.one_unit = layout.one_unit;
+  if (layout.shared_units < (layout.paged ? 1 : 0) || layout.shared_units > 2) {
+    return ffi::Unexpected(invalid("blocks share the keys of one unit or two"));
+  }
+  description.shared_units = static_cast<int32_t>(layout.shared_units);
   const std::string gradient_source(gradients.source);
   const std::optional<std::vector<CaptureLoad>> loads = loads_of(program, gradients);
   if (!loads) return ffi::Unexpected(invalid("unknown loads of captured arrays"));
@@ -87,9 +90,11 @@ ffi::Error initialize(ProgramState* state) {
 
 ffi::ErrorOr<std::unique_ptr<ProgramState>> instantiate_forward(
     Attributes attributes, std::string_view source, bool unit_slope, int64_t head_dim,
-    int64_t value_dim, std::string_view dtype, ffi::Span<const int64_t> capture_ranks) {
+    int64_t value_dim, std::string_view dtype, ffi::Span<const int64_t> capture_ranks,
+    int64_t shared_units) {
   return instantiate(Pass::kForward, attributes,
-                     {source, unit_slope, head_dim, value_dim, dtype, capture_ranks}, {});
+                     {source, unit_slope, head_dim, value_dim, dtype, capture_ranks}, {},
+                     {false, shared_units});
 }
 
 ffi::ErrorOr<std::unique_ptr<ProgramState>> instantiate_backward(
@@ -109,11 +114,18 @@ ffi::ErrorOr<std::unique_ptr<ProgramState>> instantiate_tangent(
                      {source, unit_slope, head_dim, value_dim, dtype, capture_ranks}, {});
 }
 
+size_t workspace_bytes(const ForwardParams& params, int64_t shared_units) {
+  return params.program == nullptr ? jaxflash_forward_workspace_bytes(&params.problem)
+                                   : jaxflash_program_workspace_bytes(
+                                         &params.problem, static_cast<int32_t>(shared_units));
+}
+
 ffi::Error forward(CUstream_st* stream, ProgramState* state, Attributes attributes,
                    std::string_view source, bool unit_slope, int64_t head_dim, int64_t value_dim,
-                   std::string_view dtype, ffi::Span<const int64_t> capture_ranks, ffi::AnyBuffer q,
-                   ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::RemainingArgs optional,
-                   ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::Buffer<ffi::F32>> lse,
+                   std::string_view dtype, ffi::Span<const int64_t> capture_ranks,
+                   int64_t shared_units, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
+                   ffi::RemainingArgs optional, ffi::Result<ffi::AnyBuffer> out,
+                   ffi::Result<ffi::Buffer<ffi::F32>> lse,
                    ffi::Result<ffi::Buffer<ffi::U8>> workspace) {
   const Shape full{out->dimensions()};
   ForwardParams params = {};
@@ -146,7 +158,7 @@ ffi::Error forward(CUstream_st* stream, ProgramState* state, Attributes attribut
   params.out = axes.tensor(out->untyped_data(), full);
   params.lse = lse->typed_data();
   params.workspace = workspace->untyped_data();
-  if (workspace->size_bytes() < jaxflash_forward_workspace_bytes(&params.problem)) {
+  if (workspace->size_bytes() < workspace_bytes(params, shared_units)) {
     return invalid("the forward workspace is too small");
   }
   return to_error(jaxflash_forward(&params, stream));
@@ -155,19 +167,20 @@ ffi::Error forward(CUstream_st* stream, ProgramState* state, Attributes attribut
 ffi::ErrorOr<std::unique_ptr<ProgramState>> instantiate_paged(
     Attributes attributes, std::string_view source, bool unit_slope, int64_t head_dim,
     int64_t value_dim, std::string_view dtype, ffi::Span<const int64_t> capture_ranks,
-    bool one_unit) {
+    int64_t shared_units) {
   if (source.empty()) return ffi::Unexpected(invalid("calls with pages have a score program"));
   return instantiate(Pass::kForward, attributes,
                      {source, unit_slope, head_dim, value_dim, dtype, capture_ranks}, {},
-                     {true, one_unit});
+                     {true, shared_units});
 }
 
 ffi::Error paged(CUstream_st* stream, ProgramState* state, Attributes attributes,
                  std::string_view source, bool unit_slope, int64_t head_dim, int64_t value_dim,
-                 std::string_view dtype, ffi::Span<const int64_t> capture_ranks, bool /*one_unit*/,
-                 ffi::AnyBuffer q, ffi::AnyBuffer key_pages, ffi::AnyBuffer value_pages,
-                 ffi::Buffer<ffi::S32> table, ffi::RemainingArgs optional,
-                 ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::Buffer<ffi::F32>> lse,
+                 std::string_view dtype, ffi::Span<const int64_t> capture_ranks,
+                 int64_t shared_units, ffi::AnyBuffer q, ffi::AnyBuffer key_pages,
+                 ffi::AnyBuffer value_pages, ffi::Buffer<ffi::S32> table,
+                 ffi::RemainingArgs optional, ffi::Result<ffi::AnyBuffer> out,
+                 ffi::Result<ffi::Buffer<ffi::F32>> lse,
                  ffi::Result<ffi::Buffer<ffi::U8>> workspace) {
   const Shape full{out->dimensions()};
   ForwardParams params = {};
@@ -200,7 +213,7 @@ ffi::Error paged(CUstream_st* stream, ProgramState* state, Attributes attributes
   params.out = axes.tensor(out->untyped_data(), full);
   params.lse = lse->typed_data();
   params.workspace = workspace->untyped_data();
-  if (workspace->size_bytes() < jaxflash_paged_workspace_bytes(&params.problem)) {
+  if (workspace->size_bytes() < workspace_bytes(params, shared_units)) {
     return invalid("the workspace of a call with pages is too small");
   }
   return to_error(jaxflash_forward(&params, stream));
@@ -377,6 +390,11 @@ auto with_attributes(Binding&& binding) {
 }
 
 template <class Binding>
+auto with_forward_attributes(Binding&& binding) {
+  return with_attributes(std::forward<Binding>(binding)).template Attr<int64_t>("shared_units");
+}
+
+template <class Binding>
 auto with_backward_attributes(Binding&& binding) {
   return with_attributes(std::forward<Binding>(binding))
       .template Attr<bool>("has_dlse")
@@ -386,10 +404,10 @@ auto with_backward_attributes(Binding&& binding) {
 }
 
 XLA_FFI_DEFINE_HANDLER(kInstantiateForward, instantiate_forward,
-                       with_attributes(ffi::Ffi::BindInstantiate()));
+                       with_forward_attributes(ffi::Ffi::BindInstantiate()));
 
 XLA_FFI_DEFINE_HANDLER(kInstantiatePaged, instantiate_paged,
-                       with_attributes(ffi::Ffi::BindInstantiate()).Attr<bool>("one_unit"));
+                       with_forward_attributes(ffi::Ffi::BindInstantiate()));
 
 XLA_FFI_DEFINE_HANDLER(kInstantiateBackward, instantiate_backward,
                        with_backward_attributes(ffi::Ffi::BindInstantiate()));
@@ -401,9 +419,9 @@ XLA_FFI_DEFINE_HANDLER(kInitialize, initialize,
                        ffi::Ffi::BindInitialize().Ctx<ffi::State<ProgramState>>());
 
 XLA_FFI_DEFINE_HANDLER(kForward, forward,
-                       with_attributes(ffi::Ffi::Bind()
-                                           .Ctx<ffi::PlatformStream<CUstream_st*>>()
-                                           .Ctx<ffi::State<ProgramState>>())
+                       with_forward_attributes(ffi::Ffi::Bind()
+                                                   .Ctx<ffi::PlatformStream<CUstream_st*>>()
+                                                   .Ctx<ffi::State<ProgramState>>())
                            .Arg<ffi::AnyBuffer>()  // q (*B, T, N, H), each batch axis full or 1
                            .Arg<ffi::AnyBuffer>()  // k (*B, S, K, H), likewise
                            .Arg<ffi::AnyBuffer>()  // v (*B, S, K, h), likewise
@@ -417,10 +435,9 @@ XLA_FFI_DEFINE_HANDLER(kForward, forward,
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER(kPaged, paged,
-                       with_attributes(ffi::Ffi::Bind()
-                                           .Ctx<ffi::PlatformStream<CUstream_st*>>()
-                                           .Ctx<ffi::State<ProgramState>>())
-                           .Attr<bool>("one_unit")
+                       with_forward_attributes(ffi::Ffi::Bind()
+                                                   .Ctx<ffi::PlatformStream<CUstream_st*>>()
+                                                   .Ctx<ffi::State<ProgramState>>())
                            .Arg<ffi::AnyBuffer>()         // q (*B, T, N, H)
                            .Arg<ffi::AnyBuffer>()         // k pages (P, size, K, H)
                            .Arg<ffi::AnyBuffer>()         // v pages (P, size, K, h)

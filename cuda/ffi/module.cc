@@ -117,6 +117,20 @@ std::optional<VariantKey> variant_for(Pass pass, const std::string& dtype, bool 
   return std::make_tuple(std::string(variant->family), variant->head_dim, variant->value_dim);
 }
 
+// As far as workspace and kernels depend on it.
+Problem forward_problem(const std::string& dtype, int64_t batch, int64_t q_len, int64_t kv_len,
+                        int64_t q_heads, int64_t kv_heads, int64_t head_dim, int64_t value_dim,
+                        int64_t left, int64_t right) {
+  Problem problem = {};
+  problem.math = math_of(dtype, false).value_or(Math::kTF32);
+  problem.num_batch_axes = 1;
+  problem.batch_extent[0] = batch;
+  set_sizes(q_len, kv_len, q_heads, kv_heads, head_dim, value_dim, &problem);
+  problem.band.left = clamp_side(left);
+  problem.band.right = clamp_side(right);
+  return problem;
+}
+
 #endif  // JAXFLASH_WITH_KERNELS
 
 }  // namespace
@@ -186,7 +200,7 @@ NB_MODULE(_extension, m) {
       [](const std::string& pass, const std::string& source, bool unit_slope,
          const std::string& dtype, bool highest_precision, int32_t head_dim, int32_t value_dim,
          float scale, int32_t arch, int32_t shared_memory, int64_t mask, bool one_sided, bool paged,
-         bool one_unit) {
+         int32_t shared_units) {
         const auto math = math_of(dtype, highest_precision);
         if (!math) throw nb::value_error("dtype must be float16, bfloat16 or float32");
         const auto kind = mask_of(mask);
@@ -202,7 +216,7 @@ NB_MODULE(_extension, m) {
         description.mask = *kind;
         description.one_sided = one_sided;
         description.paged = paged;
-        description.one_unit = one_unit;
+        description.shared_units = shared_units;
         KernelReport report;
         Status status;
         {
@@ -215,7 +229,7 @@ NB_MODULE(_extension, m) {
       nb::kw_only(), nb::arg("pass_name"), nb::arg("source"), nb::arg("unit_slope"),
       nb::arg("dtype"), nb::arg("highest_precision"), nb::arg("head_dim"), nb::arg("value_dim"),
       nb::arg("scale"), nb::arg("arch"), nb::arg("shared_memory"), nb::arg("mask") = 0,
-      nb::arg("one_sided") = false, nb::arg("paged") = false, nb::arg("one_unit") = false,
+      nb::arg("one_sided") = false, nb::arg("paged") = false, nb::arg("shared_units") = 0,
       "Compiles a score program as for a GPU of compute capability `arch` / 10 whose blocks may "
       "have that many bytes of shared memory; needs no GPU. Returns a row of kernel_reports().");
   m.def(
@@ -261,30 +275,31 @@ NB_MODULE(_extension, m) {
       "forward_workspace_bytes",
       [](const std::string& dtype, int64_t batch, int64_t q_len, int64_t kv_len, int64_t q_heads,
          int64_t kv_heads, int64_t head_dim, int64_t value_dim, int64_t left, int64_t right,
-         bool paged) {
-        Problem problem = {};
-        problem.math = math_of(dtype, false).value_or(Math::kTF32);
-        problem.num_batch_axes = 1;
-        problem.batch_extent[0] = batch;
-        set_sizes(q_len, kv_len, q_heads, kv_heads, head_dim, value_dim, &problem);
-        problem.band.left = clamp_side(left);
-        problem.band.right = clamp_side(right);
-        return paged ? jaxflash_paged_workspace_bytes(&problem)
-                     : jaxflash_forward_workspace_bytes(&problem);
+         std::optional<int32_t> shared_units) {
+        const Problem problem = forward_problem(dtype, batch, q_len, kv_len, q_heads, kv_heads,
+                                                head_dim, value_dim, left, right);
+        return shared_units ? jaxflash_program_workspace_bytes(&problem, *shared_units)
+                            : jaxflash_forward_workspace_bytes(&problem);
       },
       nb::kw_only(), nb::arg("dtype"), nb::arg("batch"), nb::arg("q_len"), nb::arg("kv_len"),
       nb::arg("q_heads"), nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("value_dim"),
-      nb::arg("left"), nb::arg("right"), nb::arg("paged") = false,
-      "Bytes of workspace that the forward pass of one problem needs; no more for more sequences.");
+      nb::arg("left"), nb::arg("right"), nb::arg("shared_units") = nb::none(),
+      "Bytes of workspace that the forward pass of one problem needs, with a score program if its "
+      "`shared_units` are given; no more for more sequences.");
   m.def(
-      "fits_one_unit",
-      [](int64_t q_len, int64_t q_heads, int64_t kv_heads) {
-        Problem problem = {};
-        set_sizes(q_len, 0, q_heads, kv_heads, 0, 0, &problem);
-        return jaxflash_fits_one_unit(&problem);
+      "shared_units",
+      [](const std::string& dtype, int64_t batch, int64_t q_len, int64_t kv_len, int64_t q_heads,
+         int64_t kv_heads, int64_t head_dim, int64_t value_dim, int64_t left, int64_t right,
+         bool paged) {
+        const Problem problem = forward_problem(dtype, batch, q_len, kv_len, q_heads, kv_heads,
+                                                head_dim, value_dim, left, right);
+        return jaxflash_shared_units(&problem, paged);
       },
-      nb::kw_only(), nb::arg("q_len"), nb::arg("q_heads"), nb::arg("kv_heads"),
-      "Whether one warpgroup takes the queries of all heads that share a key head.");
+      nb::kw_only(), nb::arg("dtype"), nb::arg("batch"), nb::arg("q_len"), nb::arg("kv_len"),
+      nb::arg("q_heads"), nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("value_dim"),
+      nb::arg("left"), nb::arg("right"), nb::arg("paged"),
+      "The units of 64 rows, 1 or 2, whose keys the blocks of a score program's forward kernels "
+      "should share; 0: none.");
   m.def(
       "backward_workspace_bytes",
       [](int64_t batch, int64_t q_len, int64_t kv_len, int64_t q_heads, int64_t kv_heads,

@@ -12,7 +12,7 @@ ScoreKernels::ScoreKernels(const ProgramDescription& description)
       mask_(description.mask),
       one_sided_(description.one_sided),
       paged_(description.paged),
-      one_unit_(description.one_unit),
+      shared_units_(description.shared_units),
       problem_{} {
   problem_.math = description.math;
   problem_.head_dim = description.head_dim;
@@ -43,7 +43,7 @@ Status ScoreKernels::compile(const CompiledVariant& variant, const GpuTraits& gp
   ProgramKernel tiles[kMaxProgramTiles] = {};
   const bool ranges = mask_ == MaskKind::kRanges || mask_ == MaskKind::kSegments;
   const int count = variant.program_kernels(
-      {unit_slope_, ranges, one_sided_, paged_, one_unit_, gpu.shared_bytes}, tiles);
+      {unit_slope_, ranges, one_sided_, paged_, shared_units_, gpu.shared_bytes}, tiles);
   const Variant& name = variant.variant;
   KernelRequest request;
   request.label = std::string(name.family) + " " + name.pass + " " + name.math + " " +

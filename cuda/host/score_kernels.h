@@ -64,7 +64,7 @@ struct ScoreKernels {
   MaskKind mask_;
   bool one_sided_;
   bool paged_;
-  bool one_unit_;
+  int32_t shared_units_;
   Problem problem_;
   std::unique_ptr<CaptureGradients> capture_gradients_;
   mutable std::mutex mutex_;  // of what follows: where the kernels are

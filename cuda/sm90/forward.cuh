@@ -254,23 +254,24 @@ Status forward(const ForwardParams& params, cudaStream_t stream) {
 
 namespace detail {
 
-// Of calls with pages, whose blocks always share keys: their rows are of many heads, and a merge
-// follows.
+// Of calls whose blocks share keys: their rows are of many heads, and a merge follows. One unit
+// after two, for programs that take too many registers beside those.
 template <int kHeadDim, int kValueDim>
-using PagedTiles = ProgramTiles<typename ForwardTileFor<kHeadDim, kValueDim>::OneUnit,
-                                typename ForwardTileFor<kHeadDim, kValueDim>::TwoUnits>;
+using SharingTiles = ProgramTiles<typename ForwardTileFor<kHeadDim, kValueDim>::TwoUnits,
+                                  typename ForwardTileFor<kHeadDim, kValueDim>::OneUnit>;
 
 template <Math kMath, int kHeadDim, int kValueDim>
-int paged_program_kernels(const ProgramTraits& program,
-                          ProgramKernel (&kernels)[kMaxProgramTiles]) {
+int sharing_program_kernels(const ProgramTraits& program,
+                            ProgramKernel (&kernels)[kMaxProgramTiles]) {
   ProgramKernelList list(program, kernels);
-  for_each_tile(PagedTiles<kHeadDim, kValueDim>{}, [&](int number, auto tile) {
+  for_each_tile(SharingTiles<kHeadDim, kValueDim>{}, [&](int number, auto tile) {
     using Tile = decltype(tile);
-    if (program.one_unit != (Tile::kWarpGroups == 1)) return;
-    using Traits = ForwardTraits<Tile, kMath, BandMask, PagedKeys<Tile::kKeys>>;
-    const TypeName name = type_name<Traits>();
+    if (Tile::kWarpGroups > 1 && program.shared_units < 2) return;
+    using Contiguous = ForwardTraits<Tile, kMath, BandMask>;
+    using Paged = ForwardTraits<Tile, kMath, BandMask, PagedKeys<Tile::kKeys>>;
+    const TypeName name = program.paged ? type_name<Paged>() : type_name<Contiguous>();
     constexpr char kScores[] = "jaxflash::sm90::ProgramScores<jaxflash::Program, true>";
-    list.add<Tile>(number, "sm90/forward_kernel.cuh", Traits::kSharedBytes,
+    list.add<Tile>(number, "sm90/forward_kernel.cuh", Contiguous::kSharedBytes,
                    "jaxflash::sm90::forward_kernel<%.*s, %s>", name.length, name.begin, kScores);
     list.merge_with("sm90/forward/merge_kernel.cuh", "jaxflash::sm90::merge_kernel<%.*s, %s>",
                     name.length, name.begin, kScores);
@@ -284,8 +285,8 @@ int paged_program_kernels(const ProgramTraits& program,
 template <Math kMath, int kHeadDim, int kValueDim = kHeadDim>
 int forward_program_kernels(const ProgramTraits& program,
                             ProgramKernel (&kernels)[kMaxProgramTiles]) {
-  if (program.paged) {
-    return detail::paged_program_kernels<kMath, kHeadDim, kValueDim>(program, kernels);
+  if (program.paged || program.shared_units > 0) {
+    return detail::sharing_program_kernels<kMath, kHeadDim, kValueDim>(program, kernels);
   }
   ProgramKernelList list(program, kernels);
   using Choice = ForwardProgramTiles<kHeadDim, kValueDim>;
@@ -311,8 +312,8 @@ Status forward_program(const ForwardParams& params, const LoadedKernel& kernel,
     return detail::launch_forward<kMath, decltype(tile)>(
         Kernel<ForwardArgs>(kernel.handle), Kernel<ForwardArgs>(kernel.merge), params, stream);
   };
-  if (params.pages.table != nullptr) {
-    return use_tile(detail::PagedTiles<kHeadDim, kValueDim>{}, kernel.tile, launch);
+  if (kernel.merge != nullptr) {
+    return use_tile(detail::SharingTiles<kHeadDim, kValueDim>{}, kernel.tile, launch);
   }
   return use_tile(typename ForwardProgramTiles<kHeadDim, kValueDim>::Tiles{}, kernel.tile, launch);
 }
