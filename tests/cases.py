@@ -758,6 +758,81 @@ DECODE = (
          head_dim=128, dtype="bfloat16", gpu_only=True, **_BOTTOM_RIGHT),
 )  # fmt: skip
 
+# The same with what changes scores or hides them: a unit's rows are of several heads, positions or
+# both, of which each has its own sink, slope, bias and dropped elements.
+DECODE_SCORES = (
+    _row("decode-cap-1", logits_soft_cap=2.0, q_len=1, kv_len=3001, q_heads=8, kv_heads=2,
+         head_dim=128, dtype="bfloat16"),
+    _row("decode-cap-12-group-8", logits_soft_cap=2.0, q_len=12, kv_len=1200, q_heads=16,
+         kv_heads=2, head_dim=128, dtype="float16", **_BOTTOM_RIGHT),
+    _row("decode-cap-64-256", logits_soft_cap=2.0, batch=(1,), q_len=64, kv_len=1100, q_heads=3,
+         kv_heads=1, head_dim=256, dtype="bfloat16"),
+    _row("decode-cap-chunk", logits_soft_cap=2.0, batch=(2,), q_len=300, kv_len=1900, q_heads=2,
+         kv_heads=1, head_dim=64, kv_lengths=(1900, 200), dtype="bfloat16", **_BOTTOM_RIGHT),
+    # Parts without a sink, and whole tiles with theirs; rows without a key stay so.
+    _row("decode-sink-1", sink=True, batch=(4,), q_len=1, kv_len=2000, q_heads=8, kv_heads=2,
+         head_dim=64, kv_lengths=(2000, 0, 1, 130), dtype="bfloat16"),
+    _row("decode-sink-3-window", sink=True, batch=(3,), q_len=3, kv_len=2500, q_heads=6, kv_heads=3,
+         head_dim=128, local_window_size=(1200, 0), kv_lengths=(2500, 1300, 100), dtype="float16",
+         causal_alignment="bottom_right"),
+    _row("decode-sink-small-logits", sink=True, q_len=2, kv_len=1500, q_heads=4, kv_heads=1,
+         head_dim=256, magnitude=1e-3, dtype="bfloat16"),
+    _row("decode-sink-large-logits", sink=True, q_len=2, kv_len=1500, q_heads=4, kv_heads=2,
+         head_dim=128, magnitude=1e4, dtype="bfloat16"),
+    _row("decode-alibi-2-ragged", alibi="BN", batch=(2, 3), q_len=2, kv_len=1800, q_heads=8,
+         kv_heads=2, head_dim=64, kv_lengths=(1800, 0, 1, 64, 1217, 129), dtype="bfloat16",
+         **_BOTTOM_RIGHT),
+    _row("decode-bias-4", bias="BNTS", q_len=4, kv_len=1300, q_heads=4, kv_heads=2, head_dim=96,
+         dtype="bfloat16"),
+    _row("decode-bias-keys-9-group-3", bias="BN1S", bias_dtype="float32", q_len=9, kv_len=1101,
+         q_heads=6, kv_heads=2, head_dim=64, dtype="bfloat16"),
+    _row("decode-bias-hides", bias="11TS", bias_hides=True, q_len=8, kv_len=1200, q_heads=4,
+         kv_heads=1, head_dim=128, dtype="float16"),
+    _row("decode-relative-5-192", score_mod="relative-table", q_len=5, kv_len=1250, q_heads=4,
+         kv_heads=2, head_dim=192, dtype="bfloat16"),
+    _row("decode-temperature-16-192-value-128", score_mod="temperature", q_len=2, kv_len=1500,
+         q_heads=16, kv_heads=1, head_dim=192, value_dim=128, dtype="bfloat16"),
+    # Rows 8 apart are of two heads, of one head and 8 positions apart, and of a part of a tile.
+    _row("decode-dropout-1", dropout_rate=0.3, q_len=1, kv_len=1400, q_heads=16, kv_heads=1,
+         head_dim=128, dtype="bfloat16"),
+    _row("decode-dropout-8", dropout_rate=0.1, q_len=8, kv_len=1100, q_heads=8, kv_heads=2,
+         head_dim=64, dtype="float16"),
+    _row("decode-dropout-20-group-3", dropout_rate=0.5, q_len=20, kv_len=1200, q_heads=3,
+         kv_heads=1, head_dim=128, dtype="bfloat16"),
+    _row("decode-mask-keys", mask="B11S", q_len=1, kv_len=1500, q_heads=8, kv_heads=2, head_dim=64,
+         dtype="bfloat16"),
+    _row("decode-mask-rows", mask="BNTS", q_len=6, kv_len=1300, q_heads=4, kv_heads=2,
+         head_dim=128, dtype="float16"),
+    _row("decode-mask-value-gap", mask_value="first-and-last", q_len=3, kv_len=3000, q_heads=4,
+         kv_heads=2, head_dim=128, dtype="bfloat16"),
+    _row("decode-mask-value-gap-chunk", mask_value="first-and-last", batch=(1,), q_len=150,
+         kv_len=3000, q_heads=2, kv_heads=1, head_dim=64, dtype="bfloat16"),
+    _row("decode-mask-value-checkerboard", mask_value="checkerboard", q_len=2, kv_len=2100,
+         q_heads=4, kv_heads=1, head_dim=256, dtype="bfloat16"),
+    _row("decode-mask-value-intervals", mask_value="intervals", q_len=5, kv_len=1500, q_heads=4,
+         kv_heads=2, head_dim=64, dtype="bfloat16"),
+    _row("decode-segments", segments="pair", q_len=4, kv_len=1500, q_heads=4, kv_heads=2,
+         head_dim=128, dtype="bfloat16"),
+    _row("decode-everything", bias="BNTS", mask="B1TS", segments="shared", logits_soft_cap=3.0,
+         sink=True, alibi="N", dropout_rate=0.2, q_len=1100, is_causal=True, batch=(1,), q_heads=2,
+         kv_heads=1, head_dim=64, dtype="bfloat16", gpu_only=True),
+    _row("decode-everything-few", bias="BNTS", mask="B1TS", segments="pair", logits_soft_cap=3.0,
+         sink=True, alibi="N", dropout_rate=0.2, q_len=4, kv_len=1300, q_heads=8, kv_heads=2,
+         head_dim=128, kv_lengths=(1300, 400), dtype="bfloat16", **_BOTTOM_RIGHT),
+    _row("decode-cap-poison", logits_soft_cap=2.0, poison=True, batch=(3,), q_len=1, kv_len=2000,
+         q_heads=4, kv_heads=2, head_dim=64, kv_lengths=(1999, 0, 333), dtype="bfloat16"),
+    _row("gpu-decode-cap-sink-32-8", logits_soft_cap=20.0, sink=True, batch=(2,), q_len=1,
+         kv_len=40000, q_heads=32, kv_heads=8, head_dim=128, dtype="bfloat16", gpu_only=True),
+    _row("gpu-decode-alibi-64-8-ragged", alibi="N", batch=(16,), q_len=4, kv_len=5000, q_heads=64,
+         kv_heads=8, head_dim=64, kv_lengths=(5000, 0, 0, 1, 63, 64, 65, 4999, 100, 0, 2500, 127,
+                                              128, 129, 1024, 4097), dtype="float16",
+         gpu_only=True, **_BOTTOM_RIGHT),
+    _row("gpu-decode-bias-16-1-256", bias="BNTS", batch=(3,), q_len=2, kv_len=9000, q_heads=16,
+         kv_heads=1, head_dim=256, dtype="bfloat16", gpu_only=True),
+    _row("gpu-decode-cap-64-queries", logits_soft_cap=5.0, batch=(1,), q_len=64, kv_len=9001,
+         q_heads=32, kv_heads=8, head_dim=128, dtype="bfloat16", gpu_only=True, **_BOTTOM_RIGHT),
+)  # fmt: skip
+
 # Shapes of real models, too large for the dense truth on two CPU cores.
 LARGE = (
     _row("gpu-causal-1k", batch=(1,), q_len=1024, q_heads=4, head_dim=128, is_causal=True,
@@ -789,5 +864,5 @@ LARGE = (
 
 CASES = (
     *BASE, *HEADS, *BANDS, *SCORES, *SCORES_OF_TILES, *SCORE_MOD_ROWS, *MASK_VALUE_ROWS,
-    *GRADIENTS_OF_CAPTURES, *FAULTS, *DECODE, *LARGE
+    *GRADIENTS_OF_CAPTURES, *FAULTS, *DECODE, *DECODE_SCORES, *LARGE
 )  # fmt: skip

@@ -183,6 +183,12 @@ _FUNCTIONS = (
         lambda i: (i.q // 16 + i.kv // 16) % 2 == 1,
     ),
     MaskValue(
+        "first-and-last",  # with a gap between them
+        lambda batch, last: masks.function(lambda b, h, q, kv, last: (kv < 3) | (kv >= last), last),
+        lambda i, last: (i.kv < 3) | (i.kv >= last),
+        lambda s, r: {"last": np.asarray(s.kv_len * 7 // 8, np.int32)},
+    ),
+    MaskValue(
         "head-windows",
         lambda batch, widths: masks.function(
             lambda b, h, q, kv, widths: (q >= kv) & (q - kv < widths["of_heads"][h]),

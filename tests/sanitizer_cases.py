@@ -17,6 +17,8 @@ NAMES = (
     "T-193-S-97", "T-1-S-1", "mqa-causal", "window-T>S", "lengths-batch-axes",
     "bottom-right-T>S", "empty-S", "gqa-causal-deterministic", "head-96-float16", "head-160",
     "head-192-value-128", "decode-9-group-3", "decode-4-ragged-queries", "decode-64-256",
+    "decode-cap-12-group-8", "decode-sink-3-window", "decode-dropout-20-group-3",
+    "decode-mask-value-gap",
     "capture-bias-64", "capture-table", "capture-keys-deterministic", "mask-value-causal-window",
     "mask-value-intervals",
 )  # fmt: skip

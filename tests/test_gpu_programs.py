@@ -61,7 +61,7 @@ def _forward(source, query, key, value, *captures, causal=False, highest=False):
     out, lse, _ = jax.ffi.ffi_call(_ffi.FORWARD_TARGET, results)(
         query, key, value, *_numbers(query), *captures,
         problem=_problem(causal, highest),
-        **_program(source, query, value, captures, query.ndim - 3),
+        **_program(source, query, value, captures, query.ndim - 3), shared_units=np.int64(0),
     )  # fmt: skip
     return out, lse
 
@@ -192,6 +192,7 @@ def test_operands_are_checked():
     source, captures, _, *qkv, _ = _case("ALIBI", 64, "bfloat16")
     for wrong in ((), (captures[0], captures[0][:, :1, None])):
         attributes = _program(source, qkv[0], qkv[2], captures, 1)
+        attributes["shared_units"] = np.int64(0)
         results = (
             jax.ShapeDtypeStruct(qkv[0].shape, qkv[0].dtype),
             jax.ShapeDtypeStruct(qkv[0].shape[:-1], jnp.float32),

@@ -223,7 +223,8 @@ _POISONED = (
     "bfloat16", "float32-highest", "head-7-value-3", "head-80-value-112", "head-96-float16",
     "head-160", "head-192-value-128-long", "T-63-S-65", "window-T>S", "lengths-batch-axes",
     "lengths-q", "bottom-right-T>S", "empty-S", "gqa-causal-deterministic", "decode-2-ragged",
-    "decode-9-group-3", "decode-chunk",
+    "decode-9-group-3", "decode-chunk", "decode-cap-12-group-8", "decode-sink-1",
+    "decode-dropout-20-group-3", "decode-mask-value-gap",
 )  # fmt: skip
 
 
@@ -357,7 +358,10 @@ def _forward_call(query, key, value, out=None, lse=None, workspace=0, **attribut
         jax.ShapeDtypeStruct((workspace,), jnp.uint8),
     )
     call = jax.ffi.ffi_call(_ffi.FORWARD_TARGET, results)
-    return call(query, key, value, problem={**_SPEC, **attributes}, **_plain(query, value))
+    return call(
+        query, key, value, problem={**_SPEC, **attributes}, **_plain(query, value),
+        shared_units=np.int64(0),
+    )  # fmt: skip
 
 
 _GOOD = jax.ShapeDtypeStruct((2, 16, 4, 32), jnp.bfloat16)

@@ -69,7 +69,7 @@ def _program(
     mask: int = 0,
     one_sided: bool = False,
     paged: bool = False,
-    one_unit: bool = False,
+    shared_units: int = 0,
 ) -> _config.CompiledKernel:
     return _config.CompiledKernel(
         *_extension.compile_program(
@@ -86,7 +86,7 @@ def _program(
             mask=mask,
             one_sided=one_sided,
             paged=paged,
-            one_unit=one_unit,
+            shared_units=shared_units,
         )
     )
 
@@ -178,22 +178,38 @@ def test_programs_on_hopper(program, pass_name, head_dim):
     assert not compiled.serialised, compiled
 
 
-@pytest.mark.parametrize("program", ["SCALE", "SINK", "SOFT_CAP"])
-@pytest.mark.parametrize("one_unit", [True, False], ids=["one unit", "two units"])
-@pytest.mark.parametrize("sizes", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
-def test_pages_on_hopper(sizes, one_unit, program):
-    """Another kernel merges the parts of what blocks share."""
-    head_dim, value_dim = sizes
-    source = getattr(programs, program)
+_BY_UNITS = pytest.mark.parametrize("shared_units", [1, 2], ids=["one unit", "two units"])
+
+
+def _sharing(source, head_dim, value_dim, shared_units, spilled=0, **layout):
+    """Compiles kernels whose blocks share keys: another one merges the parts."""
     compiled = _program(
-        source, pass_name="forward", head_dim=head_dim, value_dim=value_dim, paged=True,
-        one_unit=one_unit, **_H200,
+        source, pass_name="forward", head_dim=head_dim, value_dim=value_dim,
+        shared_units=shared_units, **layout, **_H200,
     )  # fmt: skip
-    assert f"<{head_dim}, {value_dim}, {1 if one_unit else 2}," in compiled.tile
-    assert compiled.spilled == 0, compiled
+    assert f"<{head_dim}, {value_dim}, {shared_units}," in compiled.tile
+    assert compiled.spilled <= spilled, compiled
     assert not compiled.serialised, compiled
     *_, merge = (x for x in _config.config().compiled if x.name == f"{compiled.name} merge")
+    assert merge.tile == compiled.tile
     assert merge.spilled == 0, merge
+
+
+@pytest.mark.parametrize("program", ["SCALE", "SINK", "SOFT_CAP"])
+@_BY_UNITS
+@pytest.mark.parametrize("sizes", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+def test_pages_on_hopper(sizes, shared_units, program):
+    _sharing(getattr(programs, program), *sizes, shared_units, paged=True)
+
+
+@pytest.mark.parametrize("program", ["SINK", "ALIBI", "SOFT_CAP", "DROPOUT"])
+@_BY_UNITS
+@pytest.mark.parametrize(
+    "sizes", [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)], ids=str
+)
+def test_shared_keys_on_hopper(sizes, shared_units, program):
+    """Rows are of several heads: each has its own slope and bits."""
+    _sharing(getattr(programs, program), *sizes, shared_units)
 
 
 @pytest.mark.parametrize(
@@ -268,6 +284,17 @@ def test_masks_of_programs_on_hopper(name, head_dim, mask, pass_name):
     assert compiled.spilled <= bounds.get((pass_name, head_dim), 64), compiled
 
 
+@_BY_UNITS
+@pytest.mark.parametrize(
+    ("name", "mask"),  # cuda/problem.h: MaskKind
+    [("SCALE", 1), ("SCALE", 2), ("array", 3), ("function", 3), ("array and function", 4)],
+)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_shared_keys_and_masks_on_hopper(head_dim, name, mask, shared_units):
+    source = programs.SCALE if name == "SCALE" else _masked(name, "forward", head_dim)
+    _sharing(source, head_dim, head_dim, shared_units, mask=mask, spilled=24)
+
+
 @pytest.mark.parametrize("pass_name", ["forward", "backward", "tangent"])
 @pytest.mark.parametrize("mask", [0, 3, 4], ids=["unknown", "alone", "segments"])
 def test_masks_of_programs_elsewhere(pass_name, mask):
@@ -293,6 +320,14 @@ def test_dense_bias_on_hopper(head_dim, dtype):
     compiled = _program(source, pass_name="forward", head_dim=head_dim, **_H200)
     assert not compiled.serialised, compiled
     assert compiled.spilled <= 4, compiled  # of the planning warp, which has 32 registers
+
+
+@_BY_UNITS
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_dense_bias_and_shared_keys_on_hopper(head_dim, dtype, shared_units):
+    """Products do not start from it where rows are of several heads."""
+    _sharing(_dense_bias(head_dim, dtype), head_dim, head_dim, shared_units)
 
 
 @pytest.mark.parametrize("dropout", [False, True])
@@ -718,7 +753,7 @@ _STAGES = """if True:
     type_id, type_info = _ffi.extension.program_state_type()
     jax.ffi.register_ffi_type("state", dict(type_id=type_id, type_info=type_info), platform="cpu")
     handlers = _ffi.extension.cuda_handlers()
-    for name in ("forward", "backward"):
+    for name in ("forward", "paged", "backward"):
         jax.ffi.register_ffi_target(name, handlers[name], platform="cpu")
     problem = dict(
         scale=np.float32(1), left=np.int64(1), right=np.int64(1), bottom_right=np.bool_(False),
@@ -734,6 +769,8 @@ _STAGES = """if True:
             attributes = dict(
                 has_dlse=np.bool_(False), deterministic=np.bool_(False), gradient_program="",
                 gradient_loads=np.zeros(0, np.int64)) | attributes
+        else:
+            attributes = dict(shared_units=np.int64(1)) | attributes
         x = jax.ShapeDtypeStruct((4,), "float32")
         jax.jit(lambda x: jax.ffi.ffi_call(name, x)(x, **attributes)).lower(x).compile()
 
@@ -752,6 +789,10 @@ _STAGES = """if True:
         refused("at most 6 axes", name, program=program, capture_ranks=np.array([7], np.int64))
         refused("at most 8 arrays", name, program=program, capture_ranks=np.zeros(9, np.int64))
         refused("dtype", name, program=program, dtype="float64")
+    for name, units in (("forward", -1), ("forward", 3), ("paged", 0), ("paged", 3)):
+        refused("one unit or two", name, program=program, shared_units=np.int64(units))
+    instantiate("forward", program=program, shared_units=np.int64(0))
+    instantiate("paged", program=program)
     one = dict(program=program, capture_ranks=np.array([2], np.int64), gradient_program=program)
     instantiate("backward", **one, gradient_loads=np.array([0, 0, 1, 0, 0], np.int64))
     for loads in ([0], [1, 0, 1, 0, 0], [-1, 0, 1, 0, 0], [0, 2, 1, 0, 0], [0, 0, -2, 0, 0]):

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxflash
 from check import assert_same_bits, on_gpu
-from jaxflash import _ffi
+from jaxflash import _ffi, masks
 from jaxprs import calls_of, equations, products
 from meshes import cpu_mesh
 
@@ -545,6 +545,91 @@ def test_workspace_of_the_forward_pass():
     assert 0 < _workspace_bytes(1, 300, 8192, 8, 8) < 20 << 20
 
 
+def _sharing_of_programs(text: str) -> tuple[int, int]:
+    """(shared units, bytes of workspace) of the forward pass that a lowered program holds."""
+    (call,) = (line for line in text.splitlines() if f"@{_ffi.FORWARD_TARGET}" in line)
+    (units,), (workspace,) = (
+        re.findall(pattern, call)
+        for pattern in (r"shared_units = (\d) : i64", r"tensor<(\d+)xui8>")
+    )
+    return int(units), int(workspace)
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("query", "key", "options", "units"),
+    [
+        ((8, 1, 32, 64), (8, 8192, 8, 64), {}, 1),
+        ((8, 16, 32, 64), (8, 8192, 8, 64), {}, 1),
+        ((8, 17, 32, 64), (8, 8192, 8, 64), {}, 2),
+        ((64, 64, 8, 64), (64, 1025, 8, 64), {}, 1),
+        ((1, 300, 8, 64), (1, 8192, 8, 64), dict(is_causal=True), 2),
+        ((8, 1, 32, 64), (8, 1024, 8, 64), {}, 0),
+        ((8, 1, 32, 64), (8, 8192, 8, 64), dict(local_window_size=(1000, 0)), 0),
+        ((1, 2048, 16, 64), (1, 2048, 16, 64), {}, 0),
+        ((1, 2048, 8, 64), (1, 2048, 8, 64), {}, 0),  # a plain call shares
+        ((4, 4096, 16, 64), (4, 4096, 16, 64), dict(is_causal=True), 0),
+        # Symbolic: of any batch and cache few queries share; of many, whose length may be any, not.
+        (("b", "1", "32", "64"), ("b", "s", "8", "64"), {}, 1),
+        (("b", "48", "8", "64"), ("b", "8192", "8", "64"), {}, 1),
+        (("b", "512", "32", "64"), ("b", "s", "8", "64"), {}, 0),
+        (("1", "t", "8", "64"), ("1", "8192", "8", "64"), {}, 0),
+    ],
+)
+def test_programs_that_share_keys(query, key, options, units):
+    scope = export.SymbolicScope()
+    query, key = (
+        x if isinstance(x[0], int) else export.symbolic_shape(", ".join(x), scope=scope)
+        for x in (query, key)
+    )
+    query, key = (jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in (query, key))
+    attend = functools.partial(
+        jaxflash.dot_product_attention, implementation="cuda", logits_soft_cap=20.0, **options
+    )
+    exported = export.export(
+        jax.jit(attend), platforms=["cuda"], disabled_checks=jaxflash.EXPORT_CHECKS
+    )(query, key, key)
+    shared_units, workspace = _sharing_of_programs(exported.mlir_module())
+    assert shared_units == units
+    assert (workspace > 0) == (units > 0)
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(sink=jnp.zeros(8)),
+        dict(alibi_slopes=jnp.zeros(8)),
+        dict(bias=jnp.zeros((1, 8, 2, 2048))),
+        dict(score_mod=lambda s, b, h, q, kv: 2.0 * s),
+        dict(dropout_rate=0.1, dropout_rng=np.array([1, 2], np.uint32)),
+        dict(mask=jnp.ones((3, 1, 1, 2048), bool)),
+        dict(mask=masks.function(lambda b, h, q, kv: kv % 7 != 0)),
+        dict(segment_ids=(jnp.zeros((3, 2), jnp.int32), jnp.zeros((3, 2048), jnp.int32))),
+        dict(key_value_seq_lengths=jnp.array([1, 0, 2048]), sink=jnp.zeros(8)),
+    ],
+    ids=[
+        "sink",
+        "alibi",
+        "bias",
+        "score_mod",
+        "dropout",
+        "mask",
+        "function",
+        "segments",
+        "lengths",
+    ],
+)
+def test_every_program_shares_keys(options):
+    query, key = jnp.zeros((3, 2, 8, 64), jnp.bfloat16), jnp.zeros((3, 2048, 2, 64), jnp.bfloat16)
+    attend = functools.partial(jaxflash.dot_product_attention, implementation="cuda", **options)
+    units, workspace = _sharing_of_programs(_lowered(attend, "cuda", query, key, key))
+    assert units == 1
+    assert workspace > 0
+    wide = (x.astype(jnp.float32) for x in (query, key, key))
+    assert _sharing_of_programs(_lowered(attend, "cuda", *wide)) == (0, 0)
+
+
 def _lowered(function, platform, *arguments):
     return jax.jit(function).trace(*arguments).lower(lowering_platforms=(platform,)).as_text()
 
@@ -571,7 +656,7 @@ def test_lowering_for_cuda_of_what_the_kernels_lack():
 def test_target_names_are_versioned():
     """They are part of exported programs: a changed contract gets a new number."""
     assert (_ffi.FORWARD_TARGET, _ffi.BACKWARD_TARGET) == (
-        "jaxflash_forward_v3",
+        "jaxflash_forward_v4",
         "jaxflash_backward_v3",
     )
 
