@@ -343,6 +343,38 @@ DECODE = (
 )
 
 
+_CHANGES = {
+    "cap": dict(logits_soft_cap=30.0),
+    "sink": dict(sink=True),
+    "alibi": dict(alibi=True),
+    "bias": dict(bias="1NTS"),
+}
+
+# The same with what changes scores, which may take 1.1 times as long: keys still have to arrive. 64
+# queries are bound by the softmax.
+DECODE_SCORES = tuple(
+    dataclasses.replace(
+        plain,
+        name=f"{plain.name}-{change}",
+        by_default=False,
+        forward=Bar(1 / (1.3 if plain.q_len == 64 else 1.1), plain.name),
+        **_CHANGES[change],
+    )
+    for plain in DECODE
+    for name, changes in (
+        ("1-131072", ("cap", "sink", "alibi")),
+        ("16-8192", ("cap", "sink")),
+        ("8-8192-64/8-64", ("cap", "sink")),
+        ("8-8192-16/1-256", ("cap", "sink")),
+        ("8-8192-4-queries", ("cap", "sink", "alibi", "bias")),
+        ("1-65536-64-queries", ("cap", "sink")),
+        ("ragged-64", ("cap", "sink")),
+    )
+    for change in changes
+    if plain.name == f"decode/{name}"
+)
+
+
 def _paged(page_size: int, contiguous: Case) -> Case:
     """The same cache in pages, which may take 1.25 times as long where they are small."""
     bar = Bar(1 / (1.25 if page_size == 16 else 1.08), contiguous.name)
@@ -496,7 +528,8 @@ DERIVATIVES = (
 )  # fmt: skip
 
 CASES = (
-    *GRID, *SHAPES, *DECODE, *PAGED, *SIZES, *DETERMINISTIC, *SCORES, *MASKS, *DERIVATIVES, *CPU
+    *GRID, *SHAPES, *DECODE, *DECODE_SCORES, *PAGED, *SIZES, *DETERMINISTIC, *SCORES, *MASKS,
+    *DERIVATIVES, *CPU,
 )  # fmt: skip
 BY_NAME = {case.name: case for case in CASES}
 
