@@ -349,6 +349,22 @@ class CaptureSums {
     const bool pairs =
         piece.key_stride == 1 && piece.row_stride % 2 == 0 &&
         reinterpret_cast<uintptr_t>(result.data) % (2 * sizeof(typename Load::Result)) == 0;
+    // Of a whole tile without tests, at constant offsets.
+    if (pairs && (piece.row_tile + 1) * Tile::kRows <= rows &&
+        (piece.key_tile + 1) * Tile::kKeys <= keys) {
+#pragma unroll
+      for (int m = 0; m < Tile::kRowTiles; ++m) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const int64_t offset = (first_row + 16 * m + 8 * r) * piece.row_stride + first_key;
+#pragma unroll
+          for (int n = 0; n < Tile::kColBlocks; ++n) {
+            result.put_pair(offset + 8 * n, sums_[m][n][2 * r], sums_[m][n][2 * r + 1]);
+          }
+        }
+      }
+      return;
+    }
 #pragma unroll
     for (int m = 0; m < Tile::kRowTiles; ++m) {
 #pragma unroll

@@ -48,7 +48,8 @@ struct CaptureGradientState {
   Walk walk;  // the producer has no registers to spare
 };
 
-template <class Traits, class State, class Program>
+// kOneStart: see the consumers.
+template <class Traits, class State, class Program, bool kOneStart>
 struct CaptureGradientProducer {
   using Tile = typename Traits::Tile;
   using SharedMemory = CaptureGradientSharedMemory<Traits>;
@@ -118,10 +119,15 @@ struct CaptureGradientProducer {
   __device__ __forceinline__ static void load_items(const CaptureGradientArgs& args,
                                                     SharedMemory& smem, State& state) {
     Ring<Traits::kStages> ring;
+    bool is_first = true;  // of its piece
     for (uint32_t count = 0;; ++count) {
       const Message& message = state.messages.receive(count);
       const GradientItem item = message.item;
       const bool ends = !item.exists && message.ends;
+      if constexpr (kOneStart) {
+        if (item.exists && is_first) prefetch_start(item, message.head);
+        is_first = !item.exists;
+      }
       state.messages.release(count);
       if (ends) return;
       if (!item.exists) continue;
@@ -145,6 +151,21 @@ struct CaptureGradientProducer {
       ticket = atomicAdd(reinterpret_cast<unsigned long long*>(args.plan.turns), 1ull);
     }
     return static_cast<int64_t>(__shfl_sync(~0u, ticket, 0));
+  }
+
+  // What the products of a piece start from comes to the L2 while the piece before is worked on. A
+  // prefetch brings two sectors.
+  __device__ __forceinline__ static void prefetch_start(const GradientItem& item,
+                                                        const typename Program::Head& head) {
+    constexpr int kAtOnce = 64 / sizeof(typename Program::Neighbour);
+    constexpr int kOfRow = Tile::kKeys / kAtOnce;
+    const int last = Program::neighbours_end(head) - 1;
+#pragma unroll 1
+    for (int i = threadIdx.x % 32; i < Tile::kRows * kOfRow; i += 32) {
+      const auto row = Program::row(head, item.first_row + i / kOfRow);
+      const int key = item.first_key + i % kOfRow * kAtOnce;
+      prefetch_l2(Program::neighbours(head, row) + min(key, last));
+    }
   }
 
   __device__ __forceinline__ static void load(const CaptureGradientArgs& args,
@@ -217,10 +238,18 @@ struct CaptureGradientConsumers {
     }
   }
 
-  // Whether all items of a piece start from the same, in 16 bits.
-  __device__ __forceinline__ static constexpr bool keeps_start() {
+  // Whether all items of a piece start from the same.
+  __device__ __forceinline__ static constexpr bool has_one_start() {
     if constexpr (Sums::kOwnsTiles && Scores::kStarts) {
-      return Program::kStartCapture == Load::kCapture && sizeof(typename Program::Neighbour) == 2;
+      return Program::kStartCapture == Load::kCapture;
+    } else {
+      return false;
+    }
+  }
+  // And a thread keeps it: in 16 bits.
+  __device__ __forceinline__ static constexpr bool keeps_start() {
+    if constexpr (has_one_start()) {
+      return sizeof(typename Program::Neighbour) == 2;
     } else {
       return false;
     }
@@ -365,13 +394,14 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   }
   __syncthreads();
 
+  using Consumers = CaptureGradientConsumers<Traits, State, Mask, Program, Load>;
   if (group < Traits::kWarpGroups) {
     setmaxnreg_inc<Traits::kConsumerRegisters>();
-    CaptureGradientConsumers<Traits, State, Mask, Program, Load>::consume(args, smem, state, group);
+    Consumers::consume(args, smem, state, group);
     return;
   }
   setmaxnreg_dec<Traits::kProducerRegisters>();
-  using Producer = CaptureGradientProducer<Traits, State, Program>;
+  using Producer = CaptureGradientProducer<Traits, State, Program, Consumers::has_one_start()>;
   const int warp = threadIdx.x / 32 % 4;
   if (warp == 0) Producer::find_items(args, state);
   if (warp == 1) Producer::load_items(args, smem, state);
