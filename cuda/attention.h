@@ -137,8 +137,8 @@ JAXFLASH_API int32_t jaxflash_kernel_reports(jaxflash::KernelReport* reports, in
 JAXFLASH_API int32_t jaxflash_cache_folder(char* path, int32_t capacity);
 
 // How many units of 64 rows, 1 or 2, a score program's forward kernels should take at a time while
-// blocks share their keys, in calls of such sizes; 0: blocks should share nothing. Any number is
-// right for any call.
+// blocks share their keys, in calls of such sizes; 0: blocks should share nothing. Either number,
+// and 0 without pages, is right for any call.
 JAXFLASH_API int32_t jaxflash_shared_units(const jaxflash::Problem* problem, bool paged);
 
 // Bytes that a workspace needs on any GPU: of plain calls, of calls of a score program with those

@@ -146,8 +146,8 @@ def show_config() -> None:
 
     The folder is ``$JAXFLASH_CACHE_DIR`` (empty: none), else ``$XDG_CACHE_HOME/jaxflash``, else
     ``~/.cache/jaxflash``. With ``JAXFLASH_KEEP_SOURCES=<folder>`` the source of every kernel that
-    is compiled or read from the cache goes to that folder, and the kernels have line numbers, for
-    profilers and compute-sanitizer.
+    is compiled or read from the cache goes to that folder, and the kernels, which are compiled
+    anew for it, have line numbers for profilers and compute-sanitizer.
 
     ``python -m jaxflash`` says more: it tests the numbers and times calls too.
 

@@ -183,6 +183,8 @@ _BY_UNITS = pytest.mark.parametrize("shared_units", [1, 2], ids=["one unit", "tw
 
 def _sharing(source, head_dim, value_dim, shared_units, spilled=0, **layout):
     """Compiles kernels whose blocks share keys: another one merges the parts."""
+    source += f"// {_fresh()}\n"  # compiled here, so that the reports are of this program
+    before = len(_config.config().compiled)
     compiled = _program(
         source, pass_name="forward", head_dim=head_dim, value_dim=value_dim,
         shared_units=shared_units, **layout, **_H200,
@@ -190,7 +192,7 @@ def _sharing(source, head_dim, value_dim, shared_units, spilled=0, **layout):
     assert f"<{head_dim}, {value_dim}, {shared_units}," in compiled.tile
     assert compiled.spilled <= spilled, compiled
     assert not compiled.serialised, compiled
-    *_, merge = (x for x in _config.config().compiled if x.name == f"{compiled.name} merge")
+    (merge,) = (x for x in _config.config().compiled[before:] if x.name == f"{compiled.name} merge")
     assert merge.tile == compiled.tile
     assert merge.spilled == 0, merge
 
@@ -678,6 +680,7 @@ def test_kept_sources(monkeypatch, tmp_path):
     (file,) = folder.iterdir()
     assert source in file.read_text()
     assert "-arch=sm_90a" in file.read_text()
+    assert "-lineinfo" in file.read_text()
 
 
 # ---- What is told --------------------------------------------------------------------------------

@@ -569,7 +569,9 @@ def _sharing_of_programs(text: str) -> tuple[int, int]:
         ((1, 2048, 16, 64), (1, 2048, 16, 64), {}, 0),
         ((1, 2048, 8, 64), (1, 2048, 8, 64), {}, 0),  # a plain call shares
         ((4, 4096, 16, 64), (4, 4096, 16, 64), dict(is_causal=True), 0),
-        # Symbolic: of any batch and cache few queries share; of many, whose length may be any, not.
+        ((64, 64, 32, 64), (64, 8192, 8, 64), {}, 0),  # a plain call shares
+        # Of a symbolic batch or cache few queries share, many do not; a symbolic number of them
+        # never does.
         (("b", "1", "32", "64"), ("b", "s", "8", "64"), {}, 1),
         (("b", "48", "8", "64"), ("b", "8192", "8", "64"), {}, 1),
         (("b", "512", "32", "64"), ("b", "s", "8", "64"), {}, 0),

@@ -38,17 +38,12 @@ inline bool fits_one_unit(const Problem& problem) {
 
 namespace detail {
 
-// Tiles of 192 rows that leave enough of the multiprocessors idle. With a score program about half:
-// the kernels that share add a bias element by element, products of the others start from it.
-inline constexpr int64_t kFewTiles = 100;
-inline constexpr int64_t kFewProgramTiles = 64;
-
 // Whether kernels that share keys exist.
 inline bool may_share(const Problem& problem) {
   return problem.math == Math::kFloat16 || problem.math == Math::kBFloat16;
 }
 
-inline bool shares_keys(const Problem& problem, int64_t few_tiles) {
+inline bool shares_keys(const Problem& problem, bool has_program) {
   if (!may_share(problem)) return false;
   const int64_t heads = batch_size(problem) * problem.kv_heads;
   if (heads == 0 || problem.q_heads == 0 || problem.q_len == 0) return false;
@@ -61,22 +56,23 @@ inline bool shares_keys(const Problem& problem, int64_t few_tiles) {
   constexpr int64_t kManySlices = 16384;
   if (units * batch_size(problem) > kManySlices) return false;
   // Few queries: the call takes as long as its keys take to arrive, whatever their share of the
-  // allocated length. More: only where tiles of 192 rows leave multiprocessors idle.
-  constexpr int kFewQueries = 64;
-  return problem.q_len <= kFewQueries || (units + 2) / 3 * heads <= few_tiles;
+  // allocated length. More: only where tiles of 192 rows leave multiprocessors idle. With a score
+  // program fewer of both: the kernels that share have smaller tiles, and add a bias element by
+  // element, where products of the others start from it.
+  const bool few_queries = has_program ? units <= 2 : problem.q_len <= 64;
+  const int64_t few_tiles = has_program ? 64 : 100;
+  return few_queries || (units + 2) / 3 * heads <= few_tiles;
 }
 
 }  // namespace detail
 
 // Of a plain call.
-inline bool shares_keys(const Problem& problem) {
-  return detail::shares_keys(problem, detail::kFewTiles);
-}
+inline bool shares_keys(const Problem& problem) { return detail::shares_keys(problem, false); }
 
 // How many units of 64 rows have the tiles whose keys blocks share, in kernels that are compiled
 // for a score program and such sizes; 0: they do not share. With keys in pages they always do.
 inline int32_t shared_units(const Problem& problem, bool paged) {
-  if (!paged && !detail::shares_keys(problem, detail::kFewProgramTiles)) return 0;
+  if (!paged && !detail::shares_keys(problem, true)) return 0;
   return fits_one_unit(problem) ? 1 : 2;
 }
 

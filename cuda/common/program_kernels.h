@@ -72,10 +72,11 @@ class ProgramKernelList {
   ProgramKernelList(const ProgramTraits& traits, ProgramKernel (&kernels)[kMaxProgramTiles])
       : traits_(traits), kernels_(kernels) {}
 
-  // `format` and what follows make the kernel's name expression.
+  // `format` and what follows make the kernel's name expression. nullptr: left out.
   template <class Tile, class... Parts>
-  void add(int number, const char* header, int shared_bytes, const char* format, Parts... parts) {
-    if (count_ == kMaxProgramTiles || shared_bytes > traits_.shared_bytes) return;
+  ProgramKernel* add(int number, const char* header, int shared_bytes, const char* format,
+                     Parts... parts) {
+    if (count_ == kMaxProgramTiles || shared_bytes > traits_.shared_bytes) return nullptr;
     ProgramKernel& kernel = kernels_[count_++];
     kernel.tile = number;
     kernel.header = header;
@@ -83,15 +84,16 @@ class ProgramKernelList {
     const TypeName tile = type_name<Tile>();
     std::snprintf(kernel.tile_name, sizeof(kernel.tile_name), "%.*s", tile.length, tile.begin);
     std::snprintf(kernel.name, sizeof(kernel.name), format, parts...);
+    return &kernel;
   }
 
-  // Of the kernel added last.
+  // The kernel that puts the parts of another one together.
   template <class... Parts>
-  void merge_with(const char* header, const char* format, Parts... parts) {
-    if (count_ == 0) return;
-    ProgramKernel& kernel = kernels_[count_ - 1];
-    kernel.merge_header = header;
-    std::snprintf(kernel.merge_name, sizeof(kernel.merge_name), format, parts...);
+  static void merge_with(ProgramKernel* kernel, const char* header, const char* format,
+                         Parts... parts) {
+    if (kernel == nullptr) return;
+    kernel->merge_header = header;
+    std::snprintf(kernel->merge_name, sizeof(kernel->merge_name), format, parts...);
   }
 
   int count() const { return count_; }

@@ -29,7 +29,7 @@ struct ProgramState {
 ffi::TypeId ProgramState::id = {};
 
 // What kernels depend on of how keys and values are read.
-struct KeyLayout {
+struct KeyAccess {
   bool paged;
   int64_t shared_units;  // see ProgramDescription
 };
@@ -38,7 +38,7 @@ struct KeyLayout {
 ffi::ErrorOr<std::unique_ptr<ProgramState>> instantiate(Pass pass, const Attributes& attributes,
                                                         const ProgramAttributes& program,
                                                         const GradientAttributes& gradients,
-                                                        KeyLayout layout = {}) {
+                                                        KeyAccess layout = {}) {
   auto state = std::make_unique<ProgramState>();
   if (program.source.empty()) return state;
   const std::optional<Math> math = math_of(program.dtype, attributes.highest_precision);

@@ -271,10 +271,12 @@ int sharing_program_kernels(const ProgramTraits& program,
     using Paged = ForwardTraits<Tile, kMath, BandMask, PagedKeys<Tile::kKeys>>;
     const TypeName name = program.paged ? type_name<Paged>() : type_name<Contiguous>();
     constexpr char kScores[] = "jaxflash::sm90::ProgramScores<jaxflash::Program, true>";
-    list.add<Tile>(number, "sm90/forward_kernel.cuh", Contiguous::kSharedBytes,
-                   "jaxflash::sm90::forward_kernel<%.*s, %s>", name.length, name.begin, kScores);
-    list.merge_with("sm90/forward/merge_kernel.cuh", "jaxflash::sm90::merge_kernel<%.*s, %s>",
-                    name.length, name.begin, kScores);
+    static_assert(Contiguous::kSharedBytes == Paged::kSharedBytes, "launched alike");
+    ProgramKernel* const kernel = list.add<Tile>(
+        number, "sm90/forward_kernel.cuh", Contiguous::kSharedBytes,
+        "jaxflash::sm90::forward_kernel<%.*s, %s>", name.length, name.begin, kScores);
+    list.merge_with(kernel, "sm90/forward/merge_kernel.cuh",
+                    "jaxflash::sm90::merge_kernel<%.*s, %s>", name.length, name.begin, kScores);
   });
   return list.count();
 }

@@ -68,9 +68,9 @@ struct ForwardProducers {
       const int position = position_of(first_unit + lane);
       const int head =
           kv_head * args.group + args.by_units.remainder(first_unit + lane) * args.unit.heads;
-      const Interval rows = {position, position + positions};
-      unit.full = inner_tiles<kKeys>(mask.common_keys(rows));
-      Interval own = tiles.of(covering_tiles<kKeys>(mask.keys(rows)));
+      const Interval unit_rows = {position, position + positions};
+      unit.full = inner_tiles<kKeys>(mask.common_keys(unit_rows));
+      Interval own = tiles.of(covering_tiles<kKeys>(mask.keys(unit_rows)));
       if (Traits::kShares) own = intersection(own, tiles);
       unit.position = position;
       unit.head = head;

@@ -287,7 +287,7 @@ struct Visits : Interval {
 };
 template <>
 struct Visits<true> : Interval {
-  Interval gap;  // of tiles; strictly inside, or empty
+  Interval gap;  // of tiles; may lie outside, or be empty
 
   Visits() = default;
   __device__ __forceinline__ Visits(Interval tiles, Interval gap)
