@@ -255,7 +255,7 @@ struct TangentTiles<128, 128> {
 // 32 keys reads more than shared memory delivers: 447. Sixteen rows of the values are the smallest
 // piece: the next ones are on their way while a warpgroup is still at the last. Weights lie where
 // scores do, or the registers would not do; in turns, because else both warpgroups would work on
-// weights at the same time.
+// weights at the same time. 715.
 template <>
 struct TangentTiles<256, 256> {
   using Tiles = ProgramTiles<TangentTile<256, 256, 2, 64, 4, 6, 0, true>>;
