@@ -663,6 +663,10 @@ GRADIENTS_OF_CAPTURES = (
          kv_heads=2, head_dim=64, dtype="bfloat16", is_causal=True, gpu_only=True),
     _row("capture-two-loads", score_mod="from-the-end", q_len=200, kv_len=133, head_dim=64,
          dtype="bfloat16", gpu_only=True),
+    _row("capture-factor-of-one-64", score_mod="factor-of-one", q_len=100, kv_len=150, q_heads=4,
+         kv_heads=2, head_dim=64, dtype="bfloat16"),
+    _row("capture-factor-of-one-256", score_mod="factor-of-one", q_len=100, kv_len=150,
+         head_dim=256, is_causal=True, dtype="float16"),
     _row("capture-lookup", score_mod="lookup-of-lookup", q_len=200, kv_len=133, head_dim=64,
          dtype="bfloat16", gpu_only=True),
 )  # fmt: skip

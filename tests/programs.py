@@ -14,7 +14,7 @@ struct Program {{
   static constexpr bool kHasSink = {has_sink};
   static constexpr bool kDrops = {drops};
   static constexpr bool kSharesLoads = false;
-  static constexpr bool kCapturesMove = false;
+  static constexpr bool kCapturesMove = {captures_move};
   static constexpr bool kStarts = false;
   struct Head {{
     float scale;
@@ -52,6 +52,7 @@ struct Program {{
   }}
   __device__ __forceinline__ static float sink(const Head& head) {{ return head.value; }}
   {dropout}
+  {capture_tangent}
 }};
 }}
 """
@@ -63,6 +64,7 @@ def _program(**parts) -> str:
     parts = dict(
         unit_slope="true", adds="true", has_sink="false", head_value="0.f", row_members="",
         row="", addend="0.f", logit=_ADDS, slope="", drops="false", dropout="",
+        captures_move="false", capture_tangent="",
     ) | parts  # fmt: skip
     return _PROGRAM.format(**parts)
 
@@ -92,6 +94,17 @@ __device__ __forceinline__ static Dropout dropout(const Captures& captures, cons
   }""",
 )
 DROPOUT = _program(adds="false", **_DROPS)
+MOVES = _program(
+    adds="false",
+    captures_move="true",
+    head_value="load_capture(capture_data<float>(captures, 0, problem, batch), h)",
+    capture_tangent="""\
+__device__ __forceinline__ static float capture_tangent(const Head& head, const Row& row,
+                                                          const Column&, int q, int kv,
+                                                          float distance, float s) {
+    return s * head.value;
+  }""",
+)
 
 
 def registers(count: int, unit_slope: bool = True) -> str:

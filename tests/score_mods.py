@@ -147,6 +147,11 @@ def _custom_derivative(score, b, h, q, kv):
     return jax.nn.relu(score) + jax.nn.silu(score) - 0.2 * jax.nn.softplus(score)
 
 
+def _factor_of_one(score, b, h, q, kv, gate):
+    """A capture that moves, and nothing that it adds or multiplies with."""
+    return score * jnp.where(gate[h] > 0, 1.0, 1.0)
+
+
 def _ignores_the_score(score, b, h, q, kv, table):
     return table[h, q]
 
@@ -217,6 +222,7 @@ SCORE_MODS = {
         _row(_branches),
         _row(_elementary),
         _row(_custom_derivative),
+        _row(_factor_of_one, lambda s, r: {"gate": _normal(r, s.heads)}),
         _row(_ignores_the_score, lambda s, r: {"table": _normal(r, s.heads, s.q_len)}),
         _row(_constant),
         _row(

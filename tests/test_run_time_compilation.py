@@ -368,6 +368,7 @@ def test_bias_is_not_divided_by_any_scale(scale):
         ("SCALE", 128, 0, _H200),
         ("SOFT_CAP", 128, 2, _H200),
         ("DROPOUT", 128, 0, _H200),
+        *(("MOVES", head_dim, 0, _H200) for head_dim in (64, 128, 256)),
         ("SCALE", 256, 0, _H200),
         ("SOFT_CAP", 256, 0, _H200),
         ("SINK", 256, 1, _H200),

@@ -237,7 +237,8 @@ struct TangentConsumers {
           scores.hide(s, shown);
         }
       }
-      const float factor = Scores::kRewrites ? 1.f : args.scale_log2;
+      constexpr bool kRewritten = Scores::kRewrites || !Scores::kKeepsTangents;
+      const float factor = kRewritten ? 1.f : args.scale_log2;
 #pragma unroll
       for (int i = 0; i < kKeys / 2; ++i) {
         s[i] = exp2_approx(fmaf(s[i], factor, -lse_log2[Fragment::lower(i)]));
