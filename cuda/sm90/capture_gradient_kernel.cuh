@@ -220,8 +220,8 @@ struct CaptureGradientConsumers {
                                                      Ring<Traits::kStages>& ring) {
     smem.full[ring.stage].wait(ring.phase);
     const uint64_t offset = ring.stage * descriptor_step(Traits::kStageBytes);
-    issue_scores<kMath, Traits::kColumns, Traits::kRowPanelBytes, Traits::kKeyPanelBytes, kKeys, 0,
-                 kAdds>(x, rows + offset, keys + offset);
+    issue_scores<kMath, Traits::kColumns, Traits::kRowPanelBytes, Traits::kKeyPanelBytes, kKeys>(
+        x, rows + offset, keys + offset, kAdds);
     ring.advance();
   }
 

@@ -11,7 +11,7 @@
 
 namespace jaxflash::sm90 {
 
-// Hardware barriers of the forward kernel; 0 is __syncthreads.
+// Hardware barriers of the forward and the tangent kernel; 0 is __syncthreads.
 enum ForwardBarrier : int {
   kFirstWarpGroup = 1,  // one for each consumer warpgroup: its four warps meet
   kFirstTurn = 5,       // one for each consumer warpgroup: it may issue its products

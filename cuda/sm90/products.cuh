@@ -33,10 +33,10 @@ struct HeldOperand {
 };
 
 // x = A B^T over the columns of two operands whose panels are 64 columns wide; in flight on return.
-// kAdds: x += A B^T.
-template <Math kMath, int kColumns, int kPanelBytesA, int kPanelBytesB, int kN, int kHeld = 0,
-          bool kAdds = false>
+// `adds`, which should be known where this is inlined: x += A B^T.
+template <Math kMath, int kColumns, int kPanelBytesA, int kPanelBytesB, int kN, int kHeld = 0>
 __device__ __forceinline__ void issue_scores(float (&x)[kN / 2], uint64_t a, uint64_t b,
+                                             bool adds = false,
                                              const HeldOperand<kHeld>& held = {}) {
   constexpr int kFirstHeld = kColumns / 16 - kHeld;
   wgmma_fence();
@@ -46,10 +46,9 @@ __device__ __forceinline__ void issue_scores(float (&x)[kN / 2], uint64_t a, uin
     const uint64_t b_step = b + descriptor_step(step / 4 * kPanelBytesB + inside);
     if (step < kFirstHeld) {
       Wgmma<kN>::template ss<kMath, 0, 0>(x, a + descriptor_step(step / 4 * kPanelBytesA + inside),
-                                          b_step, kAdds || step != 0);
+                                          b_step, adds || step != 0);
     } else {
-      Wgmma<kN>::template rs<kMath, 0>(x, held.words[step - kFirstHeld], b_step,
-                                       kAdds || step != 0);
+      Wgmma<kN>::template rs<kMath, 0>(x, held.words[step - kFirstHeld], b_step, adds || step != 0);
     }
   }
   wgmma_commit();

@@ -6,7 +6,7 @@
 //
 // A step of a consumer issues the products of a tile's weights with v and tv, behind them those for
 // the next tile's scores, and waits for all of them; meanwhile the others work on their weights.
-// The weights lie where t will: s begins while they are still read, t once they are not.
+// Weights take the registers of t: the next s is issued while they are read, the next t after.
 #pragma once
 
 #include "common/mask.cuh"
@@ -101,6 +101,15 @@ struct TangentLoader {
     }
   }
 
+  __device__ __forceinline__ static void load_q(const TangentArgs& args, SharedMemory& smem,
+                                                const Work& work, int i) {
+#pragma unroll 1
+    for (int group = 0; group < Traits::kWarpGroups; ++group) {
+      load<64, Traits::kPanels>(args.q[i], smem.q[i][group], smem.q_full[group], work, 0,
+                                work.first_row + group * 64, work.head);
+    }
+  }
+
   // In the order in which consumers want them: of each tile the keys, then the values. `i`: 0, or 1
   // for tangents.
   __device__ __forceinline__ static void load_all(const TangentArgs& args, SharedMemory& smem,
@@ -118,6 +127,7 @@ struct TangentLoader {
           load<kKeys, Traits::kPiecePanels>(
               args.k[i], smem.stages[ring.stage][i], smem.full[ring.stage], work,
               piece * Traits::kPieceColumns, tile * kKeys, work.kv_head);
+          // Not before the loop: ptxas would spill more in that of the consumers.
 #pragma unroll 1
           for (int group = 0; first && piece == 0 && group < Traits::kWarpGroups; ++group) {
             load<64, Traits::kPanels>(args.q[i], smem.q[i][group], smem.q_full[group], work, 0,
@@ -151,6 +161,50 @@ struct TangentLoader {
   }
 };
 
+// The place of a consumer warpgroup in the ring of stages, and its turn. A stage that it has waited
+// for is there until it releases it.
+template <class Traits>
+class TangentBuffers {
+  using Tile = typename Traits::Tile;
+  using SharedMemory = TangentSharedMemory<Traits>;
+
+ public:
+  __device__ __forceinline__ TangentBuffers(SharedMemory& smem, int lane)
+      : smem_(smem), lane_(lane) {}
+
+  // The next stage, as what to add to descriptors of the first.
+  __device__ __forceinline__ uint64_t wait() {
+    smem_.full[next_.stage].wait(next_.phase);
+    const uint64_t offset = next_.stage * descriptor_step(2 * Traits::kPieceBytes);
+    next_.advance();
+    return offset;
+  }
+  // The oldest one, a warp at a time.
+  __device__ __forceinline__ void release() {
+    if (lane_ == 0) smem_.empty[oldest_.stage].arrive();
+    oldest_.advance();
+  }
+
+  // The warpgroups begin their steps in turn, as in the forward kernel.
+  __device__ __forceinline__ static void take_turn() {
+    if constexpr (Tile::kTurns) named_barrier_sync(kFirstTurn + group(), 256);
+  }
+  __device__ __forceinline__ static void pass_turn() {
+    if constexpr (Tile::kTurns) {
+      named_barrier_arrive(kFirstTurn + (group() + 1) % Traits::kWarpGroups, 256);
+    }
+  }
+
+ private:
+  // Asked for anew at every turn.
+  __device__ __forceinline__ static int group() { return static_cast<int>(tid_x() / 128); }
+
+  SharedMemory& smem_;
+  int lane_;
+  Ring<Tile::kStages> next_;    // to wait for
+  Ring<Tile::kStages> oldest_;  // to release
+};
+
 template <class Traits, class Mask, class Scores>
 struct TangentConsumers {
   using Tile = typename Traits::Tile;
@@ -162,17 +216,118 @@ struct TangentConsumers {
 
   static constexpr int kQPieceBytes = Traits::kPiecePanels * Traits::kQPanelBytes;
 
-  // x = A B^T over the columns of a piece; in flight on return. kAdds: x += A B^T.
-  template <bool kAdds, int kHeld = 0>
+  // As sm90::issue_scores, over the columns of a piece.
+  template <int kHeld = 0>
   __device__ __forceinline__ static void issue_scores(float (&x)[kKeys / 2], uint64_t a, uint64_t b,
+                                                      bool adds,
                                                       const HeldOperand<kHeld>& held = {}) {
     sm90::issue_scores<kMath, Traits::kPieceColumns, Traits::kQPanelBytes, Traits::kKeyPanelBytes,
-                       kKeys, kHeld, kAdds>(x, a, b, held);
+                       kKeys>(x, a, b, adds, held);
   }
 
   __device__ __forceinline__ static float sum_of_row(float x) {
     x += __shfl_xor_sync(~0u, x, 1);
     return x + __shfl_xor_sync(~0u, x, 2);
+  }
+
+  // What a thread knows of its two rows.
+  struct RowState {
+    float lse_log2[2];  // infinity for a row that sees no key: its probabilities are 0
+    float reference[2] = {0.f, 0.f};
+    bool has_reference[2];
+    bool settled = false;          // all rows of the warp have one
+    float moment[2] = {0.f, 0.f};  // sum of P (tS - reference), this thread's part
+    float total[2] = {0.f, 0.f};   // of P; with a sink
+  };
+
+  __device__ __forceinline__ static RowState begin_rows(const TangentArgs& args, const Work& work,
+                                                        const RowPositions& positions) {
+    const Problem& problem = args.problem;
+    const int64_t first_of_rows = int64_t{work.batch} * problem.q_len;
+    RowState state;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int position = positions.of[r];
+      const float lse =
+          position < work.mask.q_len()
+              ? __ldg(args.lse + (first_of_rows + position) * problem.q_heads + work.head)
+              : -INFINITY;
+      state.lse_log2[r] = lse == -INFINITY ? INFINITY : lse * kLog2E;
+      state.has_reference[r] = state.lse_log2[r] == INFINITY;
+    }
+    return state;
+  }
+
+  // Rows that see their first keys take a reference; `t` holds tangents of logits over `scale`.
+  __device__ __forceinline__ static void settle_references(RowState& state,
+                                                           const float (&s)[kKeys / 2],
+                                                           const float (&t)[kKeys / 2],
+                                                           float scale) {
+    if (state.settled) return;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float weight = 0.f, sum = 0.f;
+#pragma unroll
+      for (int i = 2 * r; i < kKeys / 2; i += 4) {  // pairs of this row
+        weight += s[i] + s[i + 1];
+        sum = fmaf(s[i], t[i], fmaf(s[i + 1], t[i + 1], sum));
+      }
+      weight = sum_of_row(weight);
+      const float mean = sum_of_row(sum) / weight * scale;
+      if (state.has_reference[r] || weight == 0.f) continue;
+      state.has_reference[r] = true;
+      if (weight >= kReferenceWeight && fabsf(mean) < INFINITY) state.reference[r] = mean;
+    }
+    state.settled = __all_sync(~0u, state.has_reference[0] && state.has_reference[1]);
+  }
+
+  // Asks anew where it is, so that nothing of this holds registers in the loop.
+  __device__ __forceinline__ static void store_out(const TangentArgs& args, const Scores& scores,
+                                                   const RowState& state,
+                                                   float (&o)[Tile::kValueDim / 2], int group) {
+    const Problem& problem = args.problem;
+    const TangentRows<Traits> block(args, ctaid_x());
+    const int late = late_thread();
+    const int first = block.first_row + group * 64 + Fragment::row(late);
+    uint16_t* target[2];
+    const uint16_t* out[2];
+    float coefficient[2];  // of O
+    float inverse[2] = {1.f, 1.f};
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int position = first + 8 * r;
+      const bool exists = position < problem.q_len;
+      const bool empty = state.lse_log2[r] == INFINITY;
+      const float sum = sum_of_row(state.moment[r]);
+      const float all = Scores::kHasSink ? sum_of_row(state.total[r]) : 1.f;
+      coefficient[r] = fmaf(state.reference[r], 1.f - all, -sum);
+      if constexpr (Scores::kDrops) inverse[r] = scores.kept_scale();
+      const auto row_of = [&](const Tensor& tensor) {
+        return static_cast<uint16_t*>(tensor.data) + tensor_offset(tensor, problem, block.batch) +
+               block.head * tensor.head_stride + position * tensor.seq_stride;
+      };
+      target[r] = exists ? row_of(args.tout) : nullptr;
+      out[r] = exists && !empty ? row_of(args.out) : nullptr;
+      if (exists && late % 4 == 0) {
+        args.tlse[(int64_t{block.batch} * problem.q_len + position) * problem.q_heads +
+                  block.head] = empty ? 0.f : fmaf(state.reference[r], all, sum);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < Tile::kValueDim / 2; i += 2) {
+      const int r = Fragment::lower(i);
+      const int column = Fragment::column_of(i) + Fragment::column(late);
+      const bool taken = out[r] != nullptr && column < problem.value_dim;
+      const uint32_t both = taken ? __ldg(reinterpret_cast<const uint32_t*>(out[r] + column)) : 0u;
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const auto bits = static_cast<uint16_t>(both >> 16 * j);
+        const float value = to_float(typename MathTraits<kMath>::Element{bits});
+        o[i + j] = taken ? fmaf(coefficient[r], value, o[i + j] * inverse[r]) : 0.f;
+      }
+    }
+    const float ones[2] = {1.f, 1.f};
+    store_rows<kMath>(o, ones, target, problem.value_dim, late % 32);
   }
 
   __device__ __forceinline__ static void consume(const TangentArgs& args, SharedMemory& smem,
@@ -197,22 +352,7 @@ struct TangentConsumers {
     Scores scores(args);
     scores.begin_rows(args, work.mask, work.batch, work.head, positions);
 
-    const int64_t first_of_rows = int64_t{work.batch} * problem.q_len;
-    float lse_log2[2];  // infinity for a row that sees no key: its probabilities are 0
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int position = positions.of[r];
-      const float lse =
-          position < work.mask.q_len()
-              ? __ldg(args.lse + (first_of_rows + position) * problem.q_heads + work.head)
-              : -INFINITY;
-      lse_log2[r] = lse == -INFINITY ? INFINITY : lse * kLog2E;
-    }
-    float reference[2] = {0.f, 0.f};
-    bool has_reference[2] = {lse_log2[0] == INFINITY, lse_log2[1] == INFINITY};
-    bool settled = false;          // all rows of the warp have one
-    float moment[2] = {0.f, 0.f};  // sum of P (tS - reference), this thread's part
-    float total[2] = {0.f, 0.f};   // of P; with a sink
+    RowState state = begin_rows(args, work, positions);
 
     float s[kKeys / 2], t[kKeys / 2];
     uint32_t p[kKeys / 4], weights[kKeys / 4];
@@ -241,7 +381,7 @@ struct TangentConsumers {
       const float factor = kRewritten ? 1.f : args.scale_log2;
 #pragma unroll
       for (int i = 0; i < kKeys / 2; ++i) {
-        s[i] = exp2_approx(fmaf(s[i], factor, -lse_log2[Fragment::lower(i)]));
+        s[i] = exp2_approx(fmaf(s[i], factor, -state.lse_log2[Fragment::lower(i)]));
       }
     };
     // What can be done with s while t is on its way.
@@ -256,7 +396,7 @@ struct TangentConsumers {
         uint32_t bits = 0;
 #pragma unroll
         for (const float probability : s) bits |= __float_as_uint(probability);
-        store_shared_volatile(shared_address(smem.pin) + 4 * tid_x(), __uint_as_float(bits));
+        store_shared_volatile(shared_address(&smem.pin[tid_x()]), __uint_as_float(bits));
       }
     };
     const auto end_weights = [&] {
@@ -268,24 +408,7 @@ struct TangentConsumers {
 #pragma unroll
         for (int i = 0; i < kKeys / 2; ++i) t[i] = s[i] == 0.f ? 0.f : t[i];
       }
-      const float scale = scores.tangent_scale(problem.scale);
-      if (!settled) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          float weight = 0.f, sum = 0.f;
-#pragma unroll
-          for (int i = 2 * r; i < kKeys / 2; i += 4) {  // pairs of this row
-            weight += s[i] + s[i + 1];
-            sum = fmaf(s[i], t[i], fmaf(s[i + 1], t[i + 1], sum));
-          }
-          weight = sum_of_row(weight);
-          const float mean = sum_of_row(sum) / weight * scale;
-          if (has_reference[r] || weight == 0.f) continue;
-          has_reference[r] = true;
-          if (weight >= kReferenceWeight && fabsf(mean) < INFINITY) reference[r] = mean;
-        }
-        settled = __all_sync(~0u, has_reference[0] && has_reference[1]);
-      }
+      settle_references(state, s, t, scores.tangent_scale(problem.scale));
     };
     // Those of 16 keys, to 16 bits.
     const auto pack_weights = [&](int step) {
@@ -296,63 +419,34 @@ struct TangentConsumers {
         float weight[2];
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-          weight[j] = s[i + j] * fmaf(t[i + j], scale, -reference[r]);
-          moment[r] += weight[j];
-          if constexpr (Scores::kHasSink) total[r] += s[i + j];
+          weight[j] = s[i + j] * fmaf(t[i + j], scale, -state.reference[r]);
+          state.moment[r] += weight[j];
+          if constexpr (Scores::kHasSink) state.total[r] += s[i + j];
         }
         p[i / 2] = kept.of_pair(i, pack<kMath>(s[i], s[i + 1]));
         weights[i / 2] = kept.of_pair(i, pack<kMath>(weight[0], weight[1]));
       }
     };
 
-    Ring<Tile::kStages> next;    // stage to wait for
-    Ring<Tile::kStages> oldest;  // to be released
-    const auto wait_stage = [&] {
-      smem.full[next.stage].wait(next.phase);
-      const uint64_t offset = next.stage * descriptor_step(2 * Traits::kPieceBytes);
-      next.advance();
-      return offset;
-    };
-    const auto release_stage = [&] {
-      if (lane == 0) smem.empty[oldest.stage].arrive();
-      oldest.advance();
-    };
-    // The warpgroups begin their steps in turn, as in the forward kernel.
-    const auto late_group = [] { return static_cast<int>(tid_x() / 128); };
-    const auto take_turn = [&] {
-      if constexpr (Tile::kTurns) named_barrier_sync(kFirstTurn + late_group(), 256);
-    };
-    const auto pass_turn = [&] {
-      if constexpr (Tile::kTurns) {
-        named_barrier_arrive(kFirstTurn + (late_group() + 1) % Traits::kWarpGroups, 256);
-      }
-    };
+    TangentBuffers<Traits> buffers(smem, lane);
     Held held;
     // s = Q K^T and t = Q tK^T + tQ K^T.
     const auto score = [&](bool behind_values) {
-      pass_turn();
+      buffers.pass_turn();
       // Or the compiler keeps the descriptors of all steps, in registers that it does not have.
       uint64_t own_q = q, own_tq = tq;
       asm volatile("" : "+l"(own_q), "+l"(own_tq));
 #pragma unroll
       for (int piece = 0; piece < Tile::kPieces; ++piece) {
-        const uint64_t k = k_base + wait_stage();
+        const uint64_t k = k_base + buffers.wait();
         const uint64_t tk = k + descriptor_step(Traits::kPieceBytes);
-        if (piece == 0) {
-          issue_scores<false>(s, own_q, k, held);
-        } else {
-          issue_scores<true>(s, own_q, k, held);
-        }
+        issue_scores(s, own_q, k, piece > 0, held);
         if (piece > 0 || behind_values) {
           wgmma_wait<1>();
-          release_stage();
+          buffers.release();
         }
-        if (piece == 0) {
-          issue_scores<false>(t, own_q, tk, held);
-        } else {
-          issue_scores<true>(t, own_q, tk, held);
-        }
-        issue_scores<true>(t, own_tq, k);
+        issue_scores(t, own_q, tk, piece > 0, held);
+        issue_scores(t, own_tq, k, true);
         own_q += descriptor_step(kQPieceBytes);
         own_tq += descriptor_step(kQPieceBytes);
       }
@@ -362,7 +456,7 @@ struct TangentConsumers {
       wgmma_wait<0>();
       hold(t);
       hold(o);
-      release_stage();
+      buffers.release();
       end_weights();
     };
     // o += weights V + P tV, in flight on return. Weights are packed beside the products of others.
@@ -370,7 +464,7 @@ struct TangentConsumers {
       using Product = Wgmma<Tile::kValueDim>;
 #pragma unroll
       for (int piece = 0; piece < Tile::kPieces; ++piece) {
-        const uint64_t v = v_base + wait_stage();
+        const uint64_t v = v_base + buffers.wait();
         constexpr int kSteps = Traits::kPieceKeys / 16;
 #pragma unroll
         for (int i = 0; i < kSteps; ++i) {
@@ -385,87 +479,44 @@ struct TangentConsumers {
         wgmma_commit();
         if (piece > 0) {
           wgmma_wait<1>();
-          release_stage();
+          buffers.release();
         }
       }
     };
     const auto skip_to = [&](int end) {  // tiles that other warpgroups see
       for (; tile >= end; tile = work.tiles.before(tile)) {
-        take_turn();
-        pass_turn();
+        buffers.take_turn();
+        buffers.pass_turn();
 #pragma unroll 1
         for (int stage = 0; stage < 2 * Tile::kPieces; ++stage) {
-          wait_stage();
-          release_stage();
+          buffers.wait();
+          buffers.release();
         }
       }
     };
 
     // The first turn is the first warpgroup's.
-    if (group == Traits::kWarpGroups - 1) pass_turn();
+    if (group == Traits::kWarpGroups - 1) buffers.pass_turn();
     // Even where it is not needed: what is on its way must not reach the next block.
     if (work.tiles.begin < work.tiles.end) smem.q_full[group].wait(0);
     skip_to(own.end);
     if (own.begin < own.end) {
       held.template load<Tile::kHeadDim, Traits::kQPanelBytes>(shared_address(smem.q[0][group]));
-      take_turn();
+      buffers.take_turn();
       score(false);
       while ((tile = work.tiles.before(tile)) >= own.begin) {
-        take_turn();
+        buffers.take_turn();
         add_values();
         score(true);
       }
       add_values();
       wgmma_wait<0>();
       hold(o);
-      release_stage();
+      buffers.release();
     }
     skip_to(work.tiles.begin);
-    if (group == 0) take_turn();  // nobody leaves an arrival behind
-
-    // Late, so that nothing of this holds registers in the loop.
-    const TangentRows<Traits> block(args, ctaid_x());
-    const int late = late_thread();
-    const int first = block.first_row + group * 64 + Fragment::row(late);
-    uint16_t* target[2];
-    const uint16_t* out[2];
-    float coefficient[2];  // of O
-    float inverse[2] = {1.f, 1.f};
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int position = first + 8 * r;
-      const bool exists = position < problem.q_len;
-      const bool empty = lse_log2[r] == INFINITY;
-      const float sum = sum_of_row(moment[r]);
-      const float all = Scores::kHasSink ? sum_of_row(total[r]) : 1.f;
-      coefficient[r] = fmaf(reference[r], 1.f - all, -sum);
-      if constexpr (Scores::kDrops) inverse[r] = scores.kept_scale();
-      const auto row_of = [&](const Tensor& tensor) {
-        return static_cast<uint16_t*>(tensor.data) + tensor_offset(tensor, problem, block.batch) +
-               block.head * tensor.head_stride + position * tensor.seq_stride;
-      };
-      target[r] = exists ? row_of(args.tout) : nullptr;
-      out[r] = exists && !empty ? row_of(args.out) : nullptr;
-      if (exists && late % 4 == 0) {
-        args.tlse[(int64_t{block.batch} * problem.q_len + position) * problem.q_heads +
-                  block.head] = empty ? 0.f : fmaf(reference[r], all, sum);
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < Tile::kValueDim / 2; i += 2) {
-      const int r = Fragment::lower(i);
-      const int column = Fragment::column_of(i) + Fragment::column(late);
-      const bool taken = out[r] != nullptr && column < problem.value_dim;
-      const uint32_t both = taken ? __ldg(reinterpret_cast<const uint32_t*>(out[r] + column)) : 0u;
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const auto bits = static_cast<uint16_t>(both >> 16 * j);
-        const float value = to_float(typename MathTraits<kMath>::Element{bits});
-        o[i + j] = taken ? fmaf(coefficient[r], value, o[i + j] * inverse[r]) : 0.f;
-      }
-    }
-    const float ones[2] = {1.f, 1.f};
-    store_rows<kMath>(o, ones, target, problem.value_dim, late % 32);
+    if (group == 0) buffers.take_turn();  // nobody leaves an arrival behind
+    store_out(args, scores, state, o, group);
   }
 };
 

@@ -191,9 +191,8 @@ struct PairConsumers {
         } else {
           discard(x);
         }
-        issue_scores<kMath, kDim, Traits::kKeyPanelBytes, Traits::kRowPanelBytes, kRows, 0,
-                     kStarts>(x, rows_a,
-                              rows_b + (kValues ? steps.q_offset() : steps.dout_offset()));
+        issue_scores<kMath, kDim, Traits::kKeyPanelBytes, Traits::kRowPanelBytes, kRows>(
+            x, rows_a, rows_b + (kValues ? steps.q_offset() : steps.dout_offset()), kStarts);
         // The first step has no dq to compute: what this product makes of the buffers is dropped. A
         // branch around it would make the compiler wait for all others.
         if (done > 0) {

@@ -175,8 +175,8 @@ struct SingleConsumers {
           discard(s);
         }
         issue_scores<kMath, Tile::kHeadDim, Traits::kKeyPanelBytes, Traits::kRowPanelBytes, kRows,
-                     Tile::kHeldSteps, Score::kStarts>(s, k_rows, q_base + steps.q_offset(),
-                                                       held_k);
+                     Tile::kHeldSteps>(s, k_rows, q_base + steps.q_offset(), Score::kStarts,
+                                       held_k);
         steps.wait_dout();
         discard(dp);
         issue_scores<kMath, Tile::kValueDim, Traits::kKeyPanelBytes, Traits::kRowPanelBytes, kRows>(
