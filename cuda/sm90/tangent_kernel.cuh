@@ -118,8 +118,14 @@ struct TangentLoader {
     const Interval seen = work.mask.seen_keys();
     Ring<Tile::kStages> ring;
     uint32_t landed_phase = 0;
+    if (lane == 0 && work.tiles.begin < work.tiles.end) {
+#pragma unroll 1
+      for (int group = 0; group < Traits::kWarpGroups; ++group) {
+        load<64, Traits::kPanels>(args.q[i], smem.q[i][group], smem.q_full[group], work, 0,
+                                  work.first_row + group * 64, work.head);
+      }
+    }
     for (int tile = work.tiles.end - 1; tile >= work.tiles.begin; tile = work.tiles.before(tile)) {
-      const bool first = tile == work.tiles.end - 1;
 #pragma unroll 1
       for (int piece = 0; piece < Tile::kPieces; ++piece, ring.advance()) {
         smem.empty[ring.stage].wait(ring.phase ^ 1);
@@ -127,12 +133,6 @@ struct TangentLoader {
           load<kKeys, Traits::kPiecePanels>(
               args.k[i], smem.stages[ring.stage][i], smem.full[ring.stage], work,
               piece * Traits::kPieceColumns, tile * kKeys, work.kv_head);
-          // Not before the loop: ptxas would spill more in that of the consumers.
-#pragma unroll 1
-          for (int group = 0; first && piece == 0 && group < Traits::kWarpGroups; ++group) {
-            load<64, Traits::kPanels>(args.q[i], smem.q[i][group], smem.q_full[group], work, 0,
-                                      work.first_row + group * 64, work.head);
-          }
         }
         __syncwarp();
       }
@@ -169,8 +169,8 @@ class TangentBuffers {
   using SharedMemory = TangentSharedMemory<Traits>;
 
  public:
-  __device__ __forceinline__ TangentBuffers(SharedMemory& smem, int lane)
-      : smem_(smem), lane_(lane) {}
+  __device__ __forceinline__ TangentBuffers(SharedMemory& smem, int group, int lane)
+      : smem_(smem), group_(group), lane_(lane) {}
 
   // The next stage, as what to add to descriptors of the first.
   __device__ __forceinline__ uint64_t wait() {
@@ -186,20 +186,18 @@ class TangentBuffers {
   }
 
   // The warpgroups begin their steps in turn, as in the forward kernel.
-  __device__ __forceinline__ static void take_turn() {
-    if constexpr (Tile::kTurns) named_barrier_sync(kFirstTurn + group(), 256);
+  __device__ __forceinline__ void take_turn() const {
+    if constexpr (Tile::kTurns) named_barrier_sync(kFirstTurn + group_, 256);
   }
-  __device__ __forceinline__ static void pass_turn() {
+  __device__ __forceinline__ void pass_turn() const {
     if constexpr (Tile::kTurns) {
-      named_barrier_arrive(kFirstTurn + (group() + 1) % Traits::kWarpGroups, 256);
+      named_barrier_arrive(kFirstTurn + (group_ + 1) % Traits::kWarpGroups, 256);
     }
   }
 
  private:
-  // Asked for anew at every turn.
-  __device__ __forceinline__ static int group() { return static_cast<int>(tid_x() / 128); }
-
   SharedMemory& smem_;
+  int group_;
   int lane_;
   Ring<Tile::kStages> next_;    // to wait for
   Ring<Tile::kStages> oldest_;  // to release
@@ -428,7 +426,7 @@ struct TangentConsumers {
       }
     };
 
-    TangentBuffers<Traits> buffers(smem, lane);
+    TangentBuffers<Traits> buffers(smem, group, lane);
     Held held;
     // s = Q K^T and t = Q tK^T + tQ K^T.
     const auto score = [&](bool behind_values) {
