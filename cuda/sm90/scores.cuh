@@ -125,13 +125,14 @@ class ProgramScores {
   __device__ __forceinline__ void draw(Bits& kept, int key) const {
     if constexpr (kDrops) {
       if (!dropout_[0].drops()) return kept.keep_all();
-      // From 16 positions of a head on, both rows are of one.
-      if (!kManyHeads || row_[1] == row_[0] + 8) return dropout_[0].draw(kept, row_[0], key);
       if constexpr (kManyHeads) {
+        // Also where both rows are of one head, from 16 positions on: a branch takes registers.
         Bits others;
         dropout_[0].draw(kept, row_[0] & ~8, key);
         dropout_[1].draw(others, row_[1] & ~8, key);
         kept.take_rows((row_[0] & 8) != 0, others, (row_[1] & 8) != 0);
+      } else {
+        dropout_[0].draw(kept, row_[0], key);
       }
     }
   }
