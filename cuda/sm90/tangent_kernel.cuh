@@ -118,13 +118,7 @@ struct TangentLoader {
     const Interval seen = work.mask.seen_keys();
     Ring<Tile::kStages> ring;
     uint32_t landed_phase = 0;
-    if (lane == 0 && work.tiles.begin < work.tiles.end) {
-#pragma unroll 1
-      for (int group = 0; group < Traits::kWarpGroups; ++group) {
-        load<64, Traits::kPanels>(args.q[i], smem.q[i][group], smem.q_full[group], work, 0,
-                                  work.first_row + group * 64, work.head);
-      }
-    }
+    if (lane == 0 && work.tiles.begin < work.tiles.end) load_q(args, smem, work, i);
     for (int tile = work.tiles.end - 1; tile >= work.tiles.begin; tile = work.tiles.before(tile)) {
 #pragma unroll 1
       for (int piece = 0; piece < Tile::kPieces; ++piece, ring.advance()) {
