@@ -600,15 +600,18 @@ def test_programs_that_share_keys(query, key, options, units):
 @pytest.mark.parametrize(
     "options",
     [
-        dict(sink=jnp.zeros(8)),
-        dict(alibi_slopes=jnp.zeros(8)),
-        dict(bias=jnp.zeros((1, 8, 2, 2048))),
+        dict(sink=jnp.zeros(8, jnp.float32)),
+        dict(alibi_slopes=jnp.zeros(8, jnp.float32)),
+        dict(bias=jnp.zeros((1, 8, 2, 2048), jnp.float32)),
         dict(score_mod=lambda s, b, h, q, kv: 2.0 * s),
         dict(dropout_rate=0.1, dropout_rng=np.array([1, 2], np.uint32)),
         dict(mask=jnp.ones((3, 1, 1, 2048), bool)),
         dict(mask=masks.function(lambda b, h, q, kv: kv % 7 != 0)),
         dict(segment_ids=(jnp.zeros((3, 2), jnp.int32), jnp.zeros((3, 2048), jnp.int32))),
-        dict(key_value_seq_lengths=jnp.array([1, 0, 2048]), sink=jnp.zeros(8)),
+        dict(
+            key_value_seq_lengths=jnp.array([1, 0, 2048], jnp.int32),
+            sink=jnp.zeros(8, jnp.float32),
+        ),
     ],
     ids=[
         "sink",
