@@ -38,7 +38,7 @@ struct KeyAccess {
 ffi::ErrorOr<std::unique_ptr<ProgramState>> instantiate(Pass pass, const Attributes& attributes,
                                                         const ProgramAttributes& program,
                                                         const GradientAttributes& gradients,
-                                                        KeyAccess layout = {}) {
+                                                        KeyAccess access = {}) {
   auto state = std::make_unique<ProgramState>();
   if (program.source.empty()) return state;
   const std::optional<Math> math = math_of(program.dtype, attributes.highest_precision);
@@ -64,11 +64,11 @@ ffi::ErrorOr<std::unique_ptr<ProgramState>> instantiate(Pass pass, const Attribu
   if (!mask) return ffi::Unexpected(invalid("unknown kind of mask"));
   description.mask = *mask;
   description.one_sided = (attributes.left >= kUnlimited) != (attributes.right >= kUnlimited);
-  description.paged = layout.paged;
-  if (layout.shared_units < (layout.paged ? 1 : 0) || layout.shared_units > 2) {
+  description.paged = access.paged;
+  if (access.shared_units < (access.paged ? 1 : 0) || access.shared_units > 2) {
     return ffi::Unexpected(invalid("blocks share the keys of one unit or two"));
   }
-  description.shared_units = static_cast<int32_t>(layout.shared_units);
+  description.shared_units = static_cast<int32_t>(access.shared_units);
   const std::string gradient_source(gradients.source);
   const std::optional<std::vector<CaptureLoad>> loads = loads_of(program, gradients);
   if (!loads) return ffi::Unexpected(invalid("unknown loads of captured arrays"));
