@@ -1,5 +1,5 @@
-"""Checks what pip installed under a folder: the right FFI version, and a kernel library that shows
-its C symbols only and needs neither CUDA nor the C++ runtime of the machine."""
+"""Checks what pip installed under a folder: the right FFI version, and a kernel library that is not
+too large, shows its C symbols only and needs neither CUDA nor the C++ runtime of the machine."""
 
 import argparse
 from pathlib import Path
@@ -12,6 +12,7 @@ from jaxflash import _extension
 
 # Handlers of this version register with jax 0.10 and everything newer.
 FFI_API_VERSION = (0, 3)
+LARGEST_LIBRARY = 20_000_000  # bytes; 60 MB if nvcc did not compress it
 
 
 def main() -> None:
@@ -29,6 +30,8 @@ def main() -> None:
     assert library.exists() is not arguments.without_kernels
     if not arguments.without_kernels:
         check_library(library)
+        size = library.stat().st_size
+        assert size <= LARGEST_LIBRARY, f"{library} has {size} bytes"
         assert (package / "include" / "problem.h").exists(), "no headers to compile with"
     jaxflash.show_config()
 
