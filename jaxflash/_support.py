@@ -46,21 +46,21 @@ FEATURES = (
     Feature("`return_residual` (lse) and its gradient"),
     Feature("`deterministic_backward`"),
     Feature("`bias` and its gradient"),
-    Feature("`mask`, an array"),
-    Feature("`mask`, a value of `jaxflash.masks`, functions too"),
-    Feature("`segment_ids`", but=", but `deterministic_backward`"),
+    Feature("`mask` as an array"),
+    Feature("`mask` as a value of `jaxflash.masks`, functions included"),
+    Feature("`segment_ids`", but=", except with `deterministic_backward`"),
     Feature("`logits_soft_cap`"),
     Feature("`sink` and its gradient"),
     Feature("`alibi_slopes` and their gradient"),
     Feature(
-        "`score_mod` and gradients of what it captures",
-        but=", but with `deterministic_backward` the gradient of what is read by an index computed "
-        "of q or kv",
+        "`score_mod` and the gradients of what it captures",
+        but=", except, with `deterministic_backward`, the gradient of an array indexed by an "
+        "expression in `q` or `kv`",
     ),
     Feature("`dropout_rate`"),
     Feature(
         "`varlen_attention` (packed)",
-        but=", but `deterministic_backward`, `alibi_slopes` and `score_mod`",
+        but=", except with `deterministic_backward`, `alibi_slopes` or `score_mod`",
     ),
     Feature("`paged_attention` (no derivatives)"),
 )
@@ -70,16 +70,16 @@ FEATURES = (
 TRANSFORMS = (
     ("`jit`, `vmap`, `scan`, `cond`, sharded arrays, `shard_map`, `jax.export`", "yes"),
     ("`grad`, `value_and_grad`, `vjp`, `jacrev`", "yes"),
-    ("`checkpoint`, by names too", "yes"),
+    ("`jax.checkpoint`, also with policies that save by name", "yes"),
     ("`jvp`, `linearize`, `jacfwd`", "yes"),
-    ("`jax.linear_transpose` by the value", "yes"),
+    ("`jax.linear_transpose` with respect to `value`", "yes"),
     (
         "`jvp` of `grad` (Hessian-vector products), `grad` of `grad`, `hessian`",
-        "tangents, first gradients",
+        "partly: tangents and first gradients",
     ),
-    ("`grad` of `jvp`", "tangents, first gradients"),
+    ("`grad` of `jvp`", "partly: tangents and first gradients"),
     ("MeanFlow: a tangent under `stop_gradient` in a loss", "yes"),
-    ("third and higher derivatives", "tangents, first gradients"),
+    ("third and higher derivatives", "partly: tangents and first gradients"),
 )
 
 
