@@ -246,8 +246,8 @@ def page_block(results: Results) -> str:
     others = [line for line in built if line not in tangents]
     explained = (
         "A case is head size, length and mask (16,384 tokens, 2048 / head size heads, bfloat16) or "
-        "a shape of `benchmarks/cases.py`; *x* is the peer's time divided by ours; in brackets, the "
-        "same for the best recorded peer of any framework or, without one, for a goal."
+        "a shape of `benchmarks/cases.py`; *x* is the peer's time divided by ours; in brackets, "
+        "the same for the best recorded peer of any framework or, without one, for a goal."
     )
     tables = [_page_table(group) for group in (others, tangents) if group]
     return "\n\n".join(

@@ -107,93 +107,98 @@ def dot_product_attention(
     precision: jax.lax.PrecisionLike = None,
     deterministic_backward: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    r"""Scaled dot-product attention in memory linear in the sequence length.
+    r"""Scaled dot-product attention with memory linear in the sequence length.
 
-    Takes the arguments of `jax.nn.dot_product_attention` with their meaning, and more:
+    Takes the arguments of `jax.nn.dot_product_attention`, with the same meaning, and more:
 
         softmax(mask(mod(cap(scale * Q @ K^T + bias - ALiBi)))) @ V
 
-    computed without the logits ever being stored (FlashAttention-2, Dao 2023, algorithms 1 and 2).
-    Letters of the shapes: ``*B`` any number of batch axes, none included; ``T`` query length;
+    computed without ever storing the logits (FlashAttention-2, Dao 2023, algorithms 1 and 2).
+    In shapes, ``*B`` is any number of batch axes, or none; ``T`` query length;
     ``S`` key/value length; ``N`` query heads; ``K`` key/value heads, a divisor of ``N`` (query
     head ``n`` uses key head ``n // (N // K)``); ``H`` query/key head size; ``h`` value head size.
 
     Args:
-      query: ``(*B, T, N, H)``, float16, bfloat16, float32 (or float64, never on the kernels).
-      key: ``(*B, S, K, H)``, the dtype of query.
-      value: ``(*B, S, K, h)``, the dtype of query.
-      bias: floating array that broadcasts to ``(*B, N, T, S)``, added to the scaled logits. Each
-        axis is 1 or full; leading axes may be missing. Its gradient is computed only if asked for.
+      query: ``(*B, T, N, H)``, float16, bfloat16, float32, or float64 (blockwise path only).
+      key: ``(*B, S, K, H)``, of the dtype of query.
+      value: ``(*B, S, K, h)``, of the dtype of query.
+      bias: floating-point array that broadcasts to ``(*B, N, T, S)``, added to the scaled logits.
+        Each axis is 1 or full; leading axes may be missing. Its gradient is computed only if it is
+        asked for.
       mask: bool array that broadcasts likewise; True means attend. Or a value of `jaxflash.masks`:
         bands, lengths, segments, intervals, arrays and functions of ``(b, h, q, kv)``, combined by
         ``&``, ``|`` and ``~``. `is_causal`, `local_window_size`, `segment_ids` and the sequence
-        lengths are short for such values, and a query sees the keys that all of them allow.
+        lengths are shorthand for such values. A query sees the keys that all of them allow.
       scale: factor of the logits; None means ``1 / sqrt(H)``. A Python number is applied to the
-        float32 logits. A traced scalar, which has a gradient, multiplies the query instead, rounded
-        to its dtype, and nothing is compiled again when it changes.
+        float32 logits. A traced scalar, which has a gradient, multiplies the query instead; the
+        product is rounded to the dtype of query, and nothing is compiled again when it changes.
       is_causal: query ``i`` sees the keys at positions up to its own.
-      query_seq_lengths: int32 ``(*B)``; rows from there on are padding: output 0, no gradient.
-      key_value_seq_lengths: int32 ``(*B)``; keys from there on are seen by nobody.
+      query_seq_lengths: int32 ``(*B)``; queries from there on are padding: output 0, gradient 0.
+      key_value_seq_lengths: int32 ``(*B)``; no query sees the keys from there on.
       local_window_size: ``(left, right)``, or one int for both: query ``i`` sees the keys from
         ``i - left`` to ``i + right``, both included; a side of None has no limit.
-      implementation: ``"cuda"`` runs the CUDA kernels or raises NotImplementedError with every
-        reason against it; ``"xla"`` is the blockwise path in plain JAX, on any platform; None
-        takes the kernels on CUDA when `supported` has nothing against the call, else
-        ``"xla"``, of which a program for CUDA warns (`SlowPathWarning`).
-      return_residual: also return the logarithm of the softmax's denominator.
-      segment_ids: int ``(*B, T)``, or a pair ``(*B, T)``, ``(*B, S)``: only equal ids attend.
-      causal_alignment: where query ``i`` stands for causal, window and ALiBi: at key position
-        ``i`` (``"top_left"``) or ``i + S - T`` (``"bottom_right"``; with sequence lengths, those
-        of the sequence).
+      implementation: ``"cuda"`` runs the CUDA kernels, or raises NotImplementedError with every
+        reason why they cannot take the call; ``"xla"`` runs the blockwise path in plain JAX, on any
+        platform; None runs the kernels on CUDA if they support the call (see `supported`), else the
+        blockwise path, of which a program for CUDA warns (`SlowPathWarning`).
+      return_residual: also return the lse, the logarithm of the softmax's denominator.
+      segment_ids: int ``(*B, T)``, or a pair ``(*B, T)``, ``(*B, S)``: a query sees the keys with
+        its own id.
+      causal_alignment: the position of query ``i`` among the keys, for the causal mask, the window
+        and ALiBi: ``i`` (``"top_left"``) or ``i + S - T`` (``"bottom_right"``; where sequence
+        lengths are given, these are S and T).
       logits_soft_cap: ``c`` in ``c * tanh(logits / c)``, applied after the bias, before the mask.
-      sink: ``(N,)``, a logit per head that takes part in the softmax without a value.
-      alibi_slopes: ``(N,)`` or ``(*B, N)``; subtracts ``slope * |position of i - j|`` from the
-        logits (Press et al. 2021), before the soft cap.
+      sink: ``(N,)``, one more logit per head in the softmax, whose value is 0.
+      alibi_slopes: ``(N,)`` or ``(*B, N)``; subtracts ``slope * |query position - j|`` from the
+        logit of key ``j`` (Press et al. 2021), before the soft cap.
       score_mod: ``(score, b, h, q, kv) -> score``, a function of scalars in JAX that changes each
         logit, after bias, ALiBi and soft cap and before the mask. ``score`` is float32 (float64 for
-        float64 inputs); the others are int32: the batch element (row-major over the batch axes, 0
-        without any), the query head, and the row and column numbers. Arrays that it captures, of
-        any kind of tracing, are operands of the call and have gradients; an index out of their
-        bounds is clamped, as always in JAX. A logit of -inf has probability 0 and derivatives 0.
-        It is traced once and known by what it computes: equal functions compile once.
+        float64 inputs). The others are int32 indices: of the batch element (row-major over the
+        batch axes, 0 without any), the query head, the query and the key. Arrays that it captures,
+        traced or not, are operands of the call and have gradients; an index out of bounds is
+        clamped, as always in JAX. A logit of -inf has probability 0 and derivatives 0. The function
+        is traced once and identified by what it computes: equal functions compile once.
       dropout_rate: probability, in [0, 1), with which a softmax probability is dropped; the others
-        are scaled up. Rounded to a multiple of 2**-15 below 1. The mask depends on (key, batch,
-        head, row, column) alone.
-      dropout_rng: PRNG key for the dropout.
-      precision: of the products of float32 inputs: DEFAULT rounds operands to TF32 on GPUs, HIGH
-        and HIGHEST are accurate to float32; None follows ``jax_default_matmul_precision``. Of a
-        ``DotAlgorithmPreset``, those with float32 operands or several products (``X3`` ...) are
-        HIGHEST, the others DEFAULT.
-      deterministic_backward: gradients are bitwise the same from run to run. The output is so
-        always. The kernels then leave to the blockwise path the gradients of arrays that score_mod
-        reads by an index computed of ``q`` or ``kv``, such as a table of ``q - kv``: on a GPU the
-        last bits of these alone may differ, unless XLA is told to be deterministic.
+        are scaled up. Rounded to a multiple of 2**-15 below 1. What is dropped depends on the PRNG
+        key and the indices (batch, head, query, key) alone.
+      dropout_rng: PRNG key of the dropout; needed if `dropout_rate` is not 0.
+      precision: of matrix products of float32 inputs: DEFAULT rounds operands to TF32 on GPUs, HIGH
+        and HIGHEST are accurate to float32; None follows ``jax_default_matmul_precision``. A
+        ``DotAlgorithmPreset`` with float32 operands or several products (``X3`` ...) counts as
+        HIGHEST, any other as DEFAULT.
+      deterministic_backward: gradients are bitwise the same from run to run, as the output always
+        is. Segments then take the blockwise path, and so do gradients of arrays that score_mod
+        indexes by an expression in ``q`` or ``kv``, such as a table of ``q - kv``: on a GPU the
+        last bits of these gradients may still differ, unless XLA is told to be deterministic.
 
     Returns:
-      Output ``(*B, T, N, h)`` in query's dtype. With ``return_residual``, a pair of it and the lse
-      ``(*B, T, N)`` in float32 (float64 for float64 inputs), natural logarithm, differentiable.
+      Output ``(*B, T, N, h)`` in the dtype of query. With ``return_residual``, a pair of the output
+      and the lse ``(*B, T, N)``, a natural logarithm in float32 (float64 for float64 inputs). Both
+      are differentiable.
 
     Raises:
-      ValueError: an argument is wrong; the text names it, what came and what is allowed.
-      NotImplementedError: ``implementation="cuda"`` and the kernels do not take this call, or the
+      ValueError: an argument is invalid; the text names it, what was given and what is allowed.
+      NotImplementedError: ``implementation="cuda"``, and the kernels do not take this call, or the
         program is compiled for another platform than CUDA (then raised when it is lowered).
 
     Warns:
-      SlowPathWarning: with ``implementation=None`` a program for CUDA runs the blockwise path, many
-        times slower there, since the kernels do not take the call; once for each reason, when it is
-        compiled.
+      SlowPathWarning: with ``implementation=None``, the kernels do not take the call or one of its
+        first derivatives, and a program for CUDA runs the blockwise path, many times slower there;
+        once for each reason, when it is compiled.
 
-    Two things differ from jax.nn. A query row that sees no key has output 0, gradients 0 and lse
+    Two results differ from jax.nn. A query that sees no key has output 0, gradients 0 and lse
     -inf; jax.nn returns the mean of all values there. The lse is float32 and has a gradient;
     jax.nn rounds it to the dtype of key and stops its gradient.
 
-    The function has derivatives of every order in forward and reverse mode, in query, key, value,
-    a traced scale, bias, sink, alibi_slopes and what score_mod captures, of the output and the lse,
-    in linear memory. On the kernels' path the forward pass and the first gradients run kernels; all
-    else is computed blockwise. Masked-out keys never reach the
-    result or a derivative, NaN or infinity in them or in their tangents included, if no row of the
-    call sees them. On the kernels one argument, or one of the values that all must allow, has to
-    hide them from every row, segments those before the first or after the last key that a row sees.
+    Output and lse have derivatives of every order in forward and reverse mode, with respect to
+    query, key, value, a traced scale, bias, sink, alibi_slopes and what score_mod captures, in
+    linear memory. If a call runs on the kernels, so do its tangents and first gradients;
+    derivatives of gradients are computed blockwise.
+
+    NaN and infinity in keys that no query of the call sees, or in their tangents, reach neither the
+    result nor a derivative. On the kernels one argument, or one of the mask values that must all
+    allow a key, has to hide it from every query; segments do so for keys before the first and
+    after the last one that is seen.
 
     Examples:
       Causal attention of eight query heads over two key heads, and its gradient::
@@ -209,6 +214,19 @@ def dot_product_attention(
               return jnp.sum(out.astype(jnp.float32) ** 2)
 
           gradient = jax.jit(jax.grad(loss))(query)
+
+      A sliding window of 256 keys with a soft cap, over padded sequences::
+
+          lengths = jnp.array([1024, 700], jnp.int32)
+          out = jaxflash.dot_product_attention(
+              query,
+              key,
+              value,
+              local_window_size=(255, 0),
+              logits_soft_cap=50.0,
+              query_seq_lengths=lengths,
+              key_value_seq_lengths=lengths,
+          )
     """
     spec, operands = _spec.make(
         query,
@@ -247,35 +265,36 @@ def supported(
     return_residual: bool = False,
     **kwargs: Any,
 ) -> tuple[str, ...]:
-    """Why the CUDA kernels cannot take a call here: every reason, or none when they can.
+    """Every reason why the CUDA kernels cannot take a call on this machine; none if they can.
 
     Takes the arguments of `dot_product_attention`; arrays may be `jax.ShapeDtypeStruct`.
-    Nothing is computed and no JAX backend is started. A machine without a GPU for the kernels is a
-    reason too, though a program may still be lowered or exported for CUDA on it.
+    Nothing is computed, and no JAX backend is started. A machine without a suitable GPU is a
+    reason too, although programs can still be lowered and exported for CUDA on it.
 
     Args:
-      query: as in `dot_product_attention`; likewise the other arguments.
-      key: likewise.
-      value: likewise.
-      bias: likewise.
-      mask: likewise.
-      implementation: checked, and otherwise without meaning here.
-      return_residual: likewise.
-      **kwargs: likewise.
+      query: as in `dot_product_attention`.
+      key: as in `dot_product_attention`.
+      value: as in `dot_product_attention`.
+      bias: as in `dot_product_attention`.
+      mask: as in `dot_product_attention`.
+      implementation: checked, otherwise ignored.
+      return_residual: ignored.
+      **kwargs: other arguments of `dot_product_attention`.
 
     Returns:
       Reasons, each a short text; an empty tuple if the kernels take the call.
 
     Raises:
-      ValueError: an argument is wrong, as in `dot_product_attention`.
+      ValueError: an argument is invalid, as in `dot_product_attention`.
       TypeError: there is no such argument.
 
     Examples:
-      Without arrays::
+      From shapes and dtypes alone, on a machine with a GPU::
 
-          query = key = value = jax.ShapeDtypeStruct((2, 1024, 8, 64), jnp.float64)
+          query = key = value = jax.ShapeDtypeStruct((2, 1024, 8, 512), jnp.float16)
           jaxflash.supported(query, key, value, is_causal=True)
-          # ('dtype float64: the kernels take float16, bfloat16 and float32',)
+          # ('query/key head size 512: the float16 kernels in this installation take 1 to 256',
+          #  'value head size 512: the float16 kernels in this installation take 1 to 256')
     """
     _spec.check_implementation(implementation)
     unknown = [repr(name) for name in kwargs if name not in DEFAULTS]

@@ -142,14 +142,15 @@ def config() -> Config:
 
 def show_config() -> None:
     """Prints what this installation was built with, the GPUs that its kernels see, the compiler of
-    score functions with the folder of its cache, and what this process has compiled.
+    kernels at run time (NVRTC) and its cache folder, and which kernels this process has compiled
+    or read from the cache.
 
     The folder is ``$JAXFLASH_CACHE_DIR`` (empty: none), else ``$XDG_CACHE_HOME/jaxflash``, else
-    ``~/.cache/jaxflash``. With ``JAXFLASH_KEEP_SOURCES=<folder>`` the source of every kernel that
-    is compiled or read from the cache goes to that folder, and the kernels, which are compiled
-    anew for it, have line numbers for profilers and compute-sanitizer.
+    ``~/.cache/jaxflash``. With ``JAXFLASH_KEEP_SOURCES=<folder>`` the source of each of these
+    kernels is written to that folder, and they are compiled with line numbers for profilers and
+    compute-sanitizer.
 
-    ``python -m jaxflash`` says more: it tests the numbers and times calls too.
+    ``python -m jaxflash`` also tests the numbers and times calls.
 
     Examples:
       ::

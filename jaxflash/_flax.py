@@ -47,24 +47,24 @@ def attention_fn(
     """Attention as `flax.nnx.MultiHeadAttention` and `flax.linen.MultiHeadDotProductAttention`
     call it: ``MultiHeadAttention(..., attention_fn=jaxflash.attention_fn)``.
 
-    Every option of `jaxflash.dot_product_attention` goes through, fixed by
-    `functools.partial`. What a module passes at each call wins over the partial: of linen `mask`,
-    `dtype`, `precision` and what concerns dropout, of nnx these and `is_causal`. Give those to the
-    module: ``module(x, is_causal=True)`` for nnx. Linen has no word for it, so that
-    ``functools.partial(jaxflash.attention_fn, is_causal=True)`` is the way there.
+    Every other option of `jaxflash.dot_product_attention` can be set with `functools.partial`. What
+    a module passes at each call overrides the partial: with linen `mask`, `dtype`, `precision` and
+    the arguments of dropout, with nnx these and `is_causal`. Give those to the module, as in
+    ``module(x, is_causal=True)`` for nnx. Linen modules have no `is_causal`; there, use
+    ``functools.partial(jaxflash.attention_fn, is_causal=True)``.
 
     Args:
-      query: ``(*B, T, N, H)``; key and value ``(*B, S, K, H)``, where ``K`` divides ``N``.
-      key: see query.
-      value: see query.
+      query: ``(*B, T, N, H)``.
+      key: ``(*B, S, K, H)``, where ``K`` divides ``N``.
+      value: ``(*B, S, K, h)``; the head size of Flax's modules is ``H``.
       bias: as in `jaxflash.dot_product_attention`.
       mask: broadcasts to ``(*B, N, T, S)``; bool, or numbers of which 0 means do not attend (Flax's
         mask helpers make float32 ones); or a value of `jaxflash.masks`.
       dropout_rng: PRNG key.
       dropout_rate: see `jaxflash.dot_product_attention`.
-      broadcast_dropout: cannot be honoured: every head and sequence draws a mask of its own. With
-        True, which is the modules' default, a call that drops something warns.
-      deterministic: Flax's word for no dropout.
+      broadcast_dropout: True is not supported: every head and sequence draws its own mask. With
+        True, which is the modules' default, a call with dropout warns.
+      deterministic: whether to leave out dropout.
       dtype: dtype of the computation; query, key and value are cast to it. None: their common
         dtype, by JAX's promotion.
       precision: see `jaxflash.dot_product_attention`.
@@ -76,27 +76,32 @@ def attention_fn(
       qk_attn_weights_einsum: must be None, as the products run inside one kernel.
       attn_weights_value_einsum: must be None, likewise.
       einsum_dot_general: must be None, likewise.
-      input_positions: must be None: positions are Flax's way to its own rotary attention.
-      mask_is_prefix: promises that the mask of one query, the same for all heads, shows the first
-        keys, however many, and hides the others, as that of a module with a cache does
-        (``decode=True``). Their number then is `key_value_seq_lengths`, which is as fast as a cache
-        can be read, and the query stands at the last of them, which gives windows and slopes their
-        meaning. Without it the mask is read as an array: its content is not known when a program is
-        traced. Where the promise is broken the output is NaN. Of several queries it says nothing.
+      input_positions: must be None: Flax passes positions for its own rotary embedding.
+      mask_is_prefix: promises that the mask of a single query, the same for all heads, shows some
+        number of first keys and hides the others, as that of a module with a cache does
+        (``decode=True``). The number becomes `key_value_seq_lengths`, so that no more of the cache
+        is read, and the query is at the position of the last visible key, from which windows and
+        slopes count. Without the promise the mask is read as an array, because its contents are not
+        known when the program is traced. If the promise is broken, the output is NaN. It has no
+        effect on calls with several queries.
       **options: every other option of `jaxflash.dot_product_attention` except
         `return_residual`: `local_window_size`, `key_value_seq_lengths`, `segment_ids`, `scale`,
         `logits_soft_cap`, `sink`, `alibi_slopes`, `implementation` and so on.
 
     Returns:
-      ``(*B, T, N, H)``.
+      Output ``(*B, T, N, h)``.
 
     Raises:
-      ValueError: as in `jaxflash.dot_product_attention`; an argument that must be None is
-        not; or ``is_causal``, ``local_window_size`` or ``alibi_slopes`` for one query over several
-        keys, as a module with a cache (``decode=True``) asks: the query's position among the keys
-        does not reach this function, and the mask of the cache is causal already. `mask_is_prefix`
-        or an explicit ``causal_alignment`` says where the query stands.
+      ValueError: as in `jaxflash.dot_product_attention`; or an argument that must be None is not;
+        or ``is_causal``, ``local_window_size`` or ``alibi_slopes`` was given for one query over
+        several keys, as in a module with a cache (``decode=True``): the position of the query among
+        the keys is not known here, and the mask of the cache is already causal. `mask_is_prefix` or
+        an explicit ``causal_alignment`` tells the position.
       TypeError: an option that `jaxflash.dot_product_attention` does not have.
+
+    Warns:
+      UserWarning: dropout with ``broadcast_dropout=True``.
+      SlowPathWarning: as in `jaxflash.dot_product_attention`.
 
     Examples:
       A causal window of 128 keys and a soft cap, in linen::

@@ -19,19 +19,19 @@ def merge_attention(
 
     Each partial result comes from `jaxflash.dot_product_attention` with
     `return_residual=True` for the same queries. This is what ring attention needs: every device
-    attends to the keys it holds, passes keys and values on with ``jax.lax.ppermute``, and merges
-    what it got so far with each new partial result. The same goes for keys split over devices in
-    decoding, and for a prefix that many sequences share. Merging is associative, so partial results
-    may be merged in any order and grouping.
+    attends to the keys that it holds, passes keys and values on with ``jax.lax.ppermute``, and
+    merges its result so far with each new partial result. Other uses are keys split over devices in
+    decoding, and a prefix that many sequences share. Up to rounding, merging is associative and
+    commutative, so partial results may be merged in any order and grouping.
 
-    A `sink` counts once: pass it to one of the partial calls alone.
+    A `sink` counts once: pass it to only one of the partial calls.
 
     A row that sees no key in any part has output 0, lse -inf and gradients 0.
 
     Args:
         outs: the partial outputs, stacked as (P, \*B, T, N, h) or a sequence of P arrays
             (\*B, T, N, h).
-        lses: their logarithms of the softmax's denominator, stacked as (P, \*B, T, N) or a sequence
+        lses: the logarithms of their softmax denominators, stacked as (P, \*B, T, N) or a sequence
             of P arrays (\*B, T, N).
 
     Returns:
@@ -39,15 +39,15 @@ def merge_attention(
         Both are differentiable. The arithmetic is float32 (float64, as is lse, for float64).
 
     Raises:
-        ValueError: the shapes or dtypes of `outs` and `lses` do not go together.
+        ValueError: the shapes or dtypes of `outs` and `lses` do not match.
 
     Examples:
         Two halves of the keys::
 
-            first = dot_product_attention(q, k[:, :s], v[:, :s], return_residual=True)
-            second = dot_product_attention(q, k[:, s:], v[:, s:], return_residual=True)
+            attend = functools.partial(jaxflash.dot_product_attention, return_residual=True)
+            first, second = attend(q, k[:, :s], v[:, :s]), attend(q, k[:, s:], v[:, s:])
             outs, lses = zip(first, second)
-            out, lse = merge_attention(outs, lses)
+            out, lse = jaxflash.merge_attention(outs, lses)
     """
     outs, lses = _stacked("outs", outs), _stacked("lses", lses)
     if outs.shape[:-1] != lses.shape:

@@ -84,47 +84,47 @@ def paged_attention(
     r"""Scaled dot-product attention of new queries over a cache in pages (Kwon et al. 2023).
 
     Keys and values of all sequences lie in a pool of pages. The row of a sequence in `page_table`
-    says in which pages, in their order: key ``i`` is number ``i % page_size`` of page
+    lists its pages in order: key ``i`` is slot ``i % page_size`` of page
     ``page_table[..., i // page_size]``. The result is that of `jaxflash.dot_product_attention`
-    over the pages of each sequence put together, with ``key_value_seq_lengths=lengths`` and
-    ``causal_alignment="bottom_right"``; the pages are not put together, and what lies behind a
-    sequence's length is not read.
+    over the concatenated pages of each sequence, with ``key_value_seq_lengths=lengths`` and
+    ``causal_alignment="bottom_right"``, but the pages are never concatenated, and slots beyond a
+    sequence's length are not read.
 
-    The ``T`` queries of a sequence are its last tokens, whose keys are in the cache already and
-    count in `lengths`: query ``i`` stands at key position ``length - T + i``.
+    The ``T`` queries of a sequence are its last tokens, whose keys are already in the cache and
+    counted in `lengths`: query ``i`` is at key position ``length - T + i``.
 
     Args:
-      query: ``(*B, T, N, H)``, float16, bfloat16, float32 (or float64, never on the kernels).
-      key_pages: ``(P, page_size, K, H)``, the dtype of query; ``page_size`` is 16, 32, 64, 128 or
-        256, and ``K`` divides ``N``.
+      query: ``(*B, T, N, H)``, float16, bfloat16, float32, or float64 (blockwise path only).
+      key_pages: ``(P, page_size, K, H)``, of the dtype of query; ``page_size`` is 16, 32, 64, 128
+        or 256, and ``K`` divides ``N``.
       value_pages: ``(P, page_size, K, h)``, likewise.
-      page_table: int32 ``(*B, M)``. Sequences may share pages. Numbers outside of ``0 ... P - 1``
-        stand for the nearest inside; those behind a sequence's length have no meaning.
+      page_table: int32 ``(*B, M)``. Sequences may share pages. Numbers are clamped to
+        ``0 ... P - 1``; entries beyond a sequence's length are ignored.
       lengths: int32 ``(*B)``, the valid keys of each sequence, clamped to ``0 ... M * page_size``.
       scale: as in `jaxflash.dot_product_attention`, like all that follow.
-      is_causal: a query sees the keys up to its own position; with one query, all of them anyway.
-      local_window_size: counts from the query's position, too.
-      logits_soft_cap: see there.
-      sink: see there.
-      precision: see there.
-      implementation: see there.
+      is_causal: a query sees the keys up to its own position; for a single query, that is all.
+      local_window_size: counts from the query's position.
+      logits_soft_cap: as in `jaxflash.dot_product_attention`.
+      sink: as in `jaxflash.dot_product_attention`.
+      precision: as in `jaxflash.dot_product_attention`.
+      implementation: as in `jaxflash.dot_product_attention`.
       return_residual: also return the lse, ``(*B, T, N)``.
 
     Returns:
-      Output ``(*B, T, N, h)`` in query's dtype; with ``return_residual`` a pair of it and the lse
-      ``(*B, T, N)``, as in `jaxflash.dot_product_attention`. A query that sees no key, such as all
-      of a sequence of length 0, has output 0 and lse -inf.
+      Output ``(*B, T, N, h)`` in the dtype of query; with ``return_residual`` a pair of the output
+      and the lse ``(*B, T, N)``, as in `jaxflash.dot_product_attention`. A query that sees no key,
+      such as any query of a sequence of length 0, has output 0 and lse -inf.
 
     Raises:
-      ValueError: an argument is wrong; the text names it, what came and what is allowed.
-      NotImplementedError: ``implementation="cuda"`` and the kernels do not take this call; or a
-        derivative was asked for, which this function does not have.
+      ValueError: an argument is invalid; the text names it, what was given and what is allowed.
+      NotImplementedError: ``implementation="cuda"``, and the kernels do not take this call; or a
+        derivative was asked for, which this function does not have; or `jax.vmap` maps `sink`.
 
     Warns:
-      SlowPathWarning: see there.
+      SlowPathWarning: as in `jaxflash.dot_product_attention`.
 
-    Under `jax.vmap`, pages that are mapped become one pool; a sink cannot be mapped. Arrays may be
-    sharded over batch axes and heads; the axes of pages are gathered.
+    Under `jax.vmap`, mapped pages become one pool. Arrays may be sharded over batch axes and heads;
+    the page axes of the pool are gathered.
 
     Examples:
       Two sequences of 20 and 5 tokens in a pool of eight pages of 16, one new query each::

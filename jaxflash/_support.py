@@ -185,18 +185,17 @@ def _captured_by(spec: AttentionSpec, capture: int) -> str:
 
 
 class SlowPathWarning(UserWarning):
-    """A program for CUDA holds the blockwise path where nobody asked for it, because the kernels do
-    not take the call: it is many times slower than they are. Comes once for each reason, when the
-    program is compiled.
+    """A program for CUDA falls back to the blockwise path, many times slower than the kernels,
+    because they do not take a call, its tangents or its first gradients. Given once for each
+    reason, when the program is compiled.
 
-    ``implementation="xla"`` says that a call is meant to be there, `supported` tells the reasons
-    beforehand.
+    ``implementation="xla"`` asks for the blockwise path without this warning; `supported` returns
+    the reasons beforehand.
 
     Examples:
+      As an error, to find such calls::
 
-        >>> import warnings
-        >>> import jaxflash
-        >>> warnings.filterwarnings("ignore", category=jaxflash.SlowPathWarning)
+          warnings.simplefilter("error", jaxflash.SlowPathWarning)
     """
 
 

@@ -76,41 +76,45 @@ def varlen_attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""Scaled dot-product attention within each of ``n`` packed sequences.
 
-    The tokens of all sequences stand one after the other, without padding between them. Each
-    sequence attends to itself alone, as if `jaxflash.dot_product_attention` were called on
-    it. The lengths are arrays: another set of lengths compiles nothing new, as long as the total
-    number of tokens stays. Tokens past the last sequence are padding: they see nothing (output 0,
-    lse -inf), nothing sees them, and their gradients are 0.
+    The tokens of all sequences follow one another without padding in between. Each sequence attends
+    only to itself, as if `jaxflash.dot_product_attention` were called on it. The boundaries are
+    arrays: other lengths compile nothing new, as long as the total number of tokens is the same.
+    Tokens past the last sequence are padding: they see nothing (output 0, lse -inf), nothing sees
+    them, and their gradients are 0.
 
     Args:
       query: ``(tokens, N, H)``.
       key: ``(key tokens, K, H)``, where ``K`` divides ``N``.
       value: ``(key tokens, K, h)``.
       cu_seqlens_q: int32 ``(n + 1,)``, ascending from 0: sequence ``i`` has the queries
-        ``cu_seqlens_q[i]`` up to but excluding ``cu_seqlens_q[i + 1]``. A sequence may be empty.
+        ``cu_seqlens_q[i]`` up to, but excluding, ``cu_seqlens_q[i + 1]``. It may be empty.
       cu_seqlens_kv: int32 ``(n + 1,)``, the same for keys and values.
       scale: as in `jaxflash.dot_product_attention`, like all that follow.
       is_causal: counts positions from the start of the sequence.
       local_window_size: likewise.
-      causal_alignment: with ``"bottom_right"`` the last query of a sequence stands at its last key.
-      logits_soft_cap: see there.
-      sink: see there.
-      alibi_slopes: ``(N,)``; distances are those within the sequence.
-      score_mod: see there; ``b`` is 0, ``q`` and ``kv`` are rows and columns of the packed arrays.
-      dropout_rate: see there; the mask counts rows and columns of the packed arrays.
-      dropout_rng: see there.
-      precision: see there.
-      implementation: see there.
+      causal_alignment: ``"bottom_right"`` aligns the last query of a sequence with its last key.
+      logits_soft_cap: as in `jaxflash.dot_product_attention`.
+      sink: as in `jaxflash.dot_product_attention`.
+      alibi_slopes: ``(N,)``; distances are those within the sequence. Blockwise path only.
+      score_mod: ``b`` is 0, ``q`` and ``kv`` are indices into the packed arrays. Blockwise path
+        only.
+      dropout_rate: what is dropped depends on indices into the packed arrays.
+      dropout_rng: as in `jaxflash.dot_product_attention`.
+      precision: as in `jaxflash.dot_product_attention`.
+      implementation: as in `jaxflash.dot_product_attention`.
       return_residual: also return the lse, ``(tokens, N)``.
-      deterministic_backward: see there.
+      deterministic_backward: as in `jaxflash.dot_product_attention`. Blockwise path only.
 
     Returns:
-      Output ``(tokens, N, h)`` in query's dtype; with ``return_residual`` a pair of it and the lse
-      ``(tokens, N)``, as in `jaxflash.dot_product_attention`.
+      Output ``(tokens, N, h)`` in the dtype of query; with ``return_residual`` a pair of the output
+      and the lse ``(tokens, N)``, as in `jaxflash.dot_product_attention`.
 
     Raises:
-      ValueError: an argument is wrong; the text names it, what came and what is allowed.
-      NotImplementedError: ``implementation="cuda"`` and the kernels do not take this call.
+      ValueError: an argument is invalid; the text names it, what was given and what is allowed.
+      NotImplementedError: ``implementation="cuda"``, and the kernels do not take this call.
+
+    Warns:
+      SlowPathWarning: as in `jaxflash.dot_product_attention`.
 
     Examples:
       Documents of 100, 28 and 384 tokens::

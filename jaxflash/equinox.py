@@ -26,23 +26,22 @@ Heads = tuple[jax.Array, jax.Array, jax.Array]
 
 
 class MultiheadAttention(eqx.Module):
-    """Multi-head attention with the interface of `equinox.nn.MultiheadAttention`, grouped heads and
-    every option of `jaxflash.dot_product_attention`.
+    """Multi-head attention with the interface of `equinox.nn.MultiheadAttention`, plus grouped
+    heads and every option of `jaxflash.dot_product_attention`.
 
-    Made from the same arguments and the same `key` it has the same parameters under the same names,
-    and gives the same outputs and gradients. Parameters of one fit into the other::
+    Created with the same arguments and the same `key`, it has the same parameters under the same
+    names, and gives the same outputs and gradients. Parameters can be moved from one to the other::
 
         eqx.tree_at(eqx_parameters, ours, eqx_parameters(theirs))
 
     where ``eqx_parameters = lambda m: (m.query_proj, m.key_proj, m.value_proj, m.output_proj)``.
 
-    As in Equinox the module takes one example; `jax.vmap` maps it over a batch, which becomes one
-    call of the op for the whole batch.
+    As in Equinox, the module takes one example; under `jax.vmap` the whole batch is a single call.
 
-    Three things differ. A query that `mask` hides from every key has output 0 before the output
-    projection (Equinox: the mean of all values). Dropout draws other random numbers from `key`, and
-    its rate must be below 1. `mask` must be bool; a causal mask is better said with
-    ``is_causal=True``, which is not read from memory.
+    Three things differ. A query that sees no key has output 0 before the output projection
+    (Equinox: the mean of all values). Dropout draws other random numbers from `key`, and its rate
+    must be below 1. `mask` must be bool; for a causal mask prefer ``is_causal=True``, which reads
+    nothing from memory.
 
     Attributes:
       query_proj: `equinox.nn.Linear`, ``query_size`` to ``num_heads * qk_size``.
@@ -106,11 +105,11 @@ class MultiheadAttention(eqx.Module):
           use_value_bias: see use_query_bias.
           use_output_bias: see use_query_bias.
           dropout_p: probability, below 1, of dropping an attention probability.
-          inference: drop nothing; `equinox.nn.inference_mode` sets it.
+          inference: whether to leave out dropout; `equinox.nn.inference_mode` sets it.
           dtype: of the parameters; float32 by default, float64 in JAX's 64-bit mode.
           num_kv_heads: key and value heads, a divisor of `num_heads`, which is the default. Fewer
-            share their keys and values between query heads (Ainslie et al. 2023).
-          key: PRNG key that the parameters are drawn with.
+            of them are shared by groups of query heads (Ainslie et al. 2023).
+          key: PRNG key from which the parameters are drawn.
 
         Raises:
           ValueError: `num_kv_heads` does not divide `num_heads`.
@@ -162,12 +161,12 @@ class MultiheadAttention(eqx.Module):
           value: ``(S, value_size)``.
           mask: bool ``(T, S)`` or ``(num_heads, T, S)``, True = attend; or a value of
             `jaxflash.masks`.
-          key: PRNG key of the dropout; needed where something is dropped.
-          inference: drop nothing; None follows the module's `dropout`.
+          key: PRNG key of the dropout; needed with dropout.
+          inference: whether to leave out dropout; None follows the module's `dropout`.
           deterministic: deprecated name of `inference`.
           process_heads: function of the projected query ``(T, num_heads, qk_size)``, key
             ``(S, num_kv_heads, qk_size)`` and value ``(S, num_kv_heads, vo_size)`` that returns the
-            three changed but of the same shapes: a rotary embedding, for instance.
+            three with the same shapes, for instance with rotary embeddings.
           **options: of `jaxflash.dot_product_attention`, for this one example:
             ``is_causal=True``, ``local_window_size``, ``bias`` broadcastable to
             ``(num_heads, T, S)``, ``segment_ids`` ``(T,)``, ``sink`` ``(num_heads,)``,
@@ -177,16 +176,17 @@ class MultiheadAttention(eqx.Module):
           ``(T, output_size)``.
 
         Raises:
-          ValueError: as in `jaxflash.dot_product_attention`, or `process_heads` changes a
-            shape.
-          RuntimeError: something is to be dropped and `key` is None.
+          ValueError: as in `jaxflash.dot_product_attention`; or an input is not one example; or
+            `process_heads` changes a shape; or `dropout_rate`, `dropout_rng` or `return_residual`
+            is among the options.
+          RuntimeError: there is dropout, and `key` is None.
 
         Examples:
           A causal window over a batch::
 
               attention = jaxflash.equinox.MultiheadAttention(8, 512, num_kv_heads=2, key=key)
               one = lambda x: attention(x, x, x, local_window_size=(127, 0))
-              y = jax.vmap(one)(x)  # (batch, T, 512) to the same
+              y = jax.vmap(one)(x)  # from (batch, T, 512) to (batch, T, 512)
         """
         if deterministic is not None:
             warnings.warn("deterministic is deprecated: use inference", stacklevel=2)

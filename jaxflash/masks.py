@@ -1,8 +1,8 @@
-"""Masks as values: who sees whom, said without an array of queries and keys.
+"""Masks as values: which query sees which key, without an array over queries and keys.
 
-Each function makes a frozen value, a pytree whose leaves are the arrays that it was given: it may
-be an argument of `jax.jit`, `jax.vmap` or `jax.lax.scan`, and other arrays compile nothing. Values
-are combined by ``&``, ``|`` and ``~``, with bool arrays too, and `mask=` of
+Each function makes an immutable value, a pytree whose leaves are the arrays that it was given. It
+can be an argument of `jax.jit`, `jax.vmap` or `jax.lax.scan`; other arrays compile nothing new.
+Values are combined with ``&``, ``|`` and ``~``, also with bool arrays, and the argument `mask` of
 `jaxflash.dot_product_attention` takes the result::
 
     from jaxflash import masks
@@ -10,7 +10,8 @@ are combined by ``&``, ``|`` and ``~``, with bool arrays too, and `mask=` of
     mask = masks.causal() & masks.segments(ids) | masks.function(lambda b, h, q, kv: kv < 4)
     out = jaxflash.dot_product_attention(query, key, value, mask=mask)
 
-Letters: B batch (any number of axes), N query heads, T query length, S key length.
+In shapes, ``*B`` is any number of batch axes, ``N`` query heads, ``T`` query length and ``S`` key
+length.
 """
 
 from __future__ import annotations
@@ -50,10 +51,10 @@ _INT32_MAX = 2**31 - 1
 
 
 class Mask:
-    """Which keys each query sees: what the functions of this module make.
+    """Which keys each query sees; made by the functions of this module.
 
-    ``a & b`` is what both allow, ``a | b`` what one of them allows, ``~a`` what `a` hides. Bool
-    arrays that broadcast to ``(*B, N, T, S)`` may stand on one side.
+    ``a & b`` shows what both show, ``a | b`` what at least one shows, ``~a`` what `a` hides. One
+    side may be a bool array that broadcasts to ``(*B, N, T, S)``.
     """
 
     __array_ufunc__ = None  # NumPy arrays leave the operators to this class
@@ -198,12 +199,17 @@ def causal(alignment: Alignment = "top_left") -> Mask:
     """A query sees the keys at positions up to its own.
 
     Args:
-      alignment: where query ``i`` stands: at key position ``i`` (``"top_left"``) or ``i + S - T``
-        (``"bottom_right"``; S and T are the lengths of the sequence where sequence lengths are
-        given, as arguments of the call or by ``& masks.lengths(...)``).
+      alignment: the position of query ``i`` among the keys: ``i`` (``"top_left"``) or
+        ``i + S - T`` (``"bottom_right"``; where sequence lengths are given, as arguments of the
+        call or by ``& masks.lengths(...)``, these are S and T).
 
     Raises:
       ValueError: `alignment` is neither of the two.
+
+    Examples:
+      Four new queries, which are the last of the keys::
+
+          mask = masks.causal("bottom_right")
     """
     return Window(None, 0, _arguments.one_of("masks.causal: alignment", alignment, ALIGNMENTS))
 
@@ -212,12 +218,17 @@ def window(left: int | None, right: int | None, alignment: Alignment = "top_left
     """A query at position ``p`` sees the keys from ``p - left`` to ``p + right``, both included.
 
     Args:
-      left: not negative, known at trace time; None is no limit.
+      left: a Python int, not negative; None is no limit.
       right: likewise.
       alignment: as for `causal`.
 
     Raises:
-      ValueError: a side or the alignment is wrong.
+      ValueError: a side or the alignment is invalid.
+
+    Examples:
+      The query's own position and 127 before it::
+
+          mask = masks.window(127, 0)
     """
     left, right = _arguments.window("masks.window", (left, right))
     alignment = _arguments.one_of("masks.window: alignment", alignment, ALIGNMENTS)
@@ -225,14 +236,20 @@ def window(left: int | None, right: int | None, alignment: Alignment = "top_left
 
 
 def lengths(query: ArrayLike | None = None, key_value: ArrayLike | None = None) -> Lengths:
-    """Queries and keys from a length on are padding: they see nothing and are seen by nobody.
+    """Queries and keys from a length on are padding, which sees nothing and is not seen.
 
     Args:
       query: int32, broadcasts to ``(*B)``, or an int; None is no limit.
       key_value: likewise.
 
     Raises:
-      ValueError: a length is no int32.
+      ValueError: an array of lengths is not int32.
+
+    Examples:
+      A batch of two padded sequences::
+
+          lengths = jnp.array([100, 60], jnp.int32)
+          mask = masks.causal() & masks.lengths(lengths, lengths)
     """
 
     def checked(name, x):
@@ -249,14 +266,19 @@ def lengths(query: ArrayLike | None = None, key_value: ArrayLike | None = None) 
 
 
 def segments(query_ids: ArrayLike, key_ids: ArrayLike | None = None) -> Segments:
-    """Queries see the keys with their own id, in any order: documents packed into a row.
+    """Queries see the keys with their own id: documents packed into a row, in any order.
 
     Args:
-      query_ids: integers, broadcast to ``(*B, T)``.
-      key_ids: integers, broadcast to ``(*B, S)``; None: those of the queries, of one length then.
+      query_ids: integers that broadcast to ``(*B, T)``.
+      key_ids: integers that broadcast to ``(*B, S)``; None: those of the queries, if T is S.
 
     Raises:
-      ValueError: ids are no integers, or no dtype has the values of both.
+      ValueError: ids are not integers, or no dtype holds the values of both.
+
+    Examples:
+      Two documents of three and two tokens::
+
+          mask = masks.causal() & masks.segments(jnp.array([0, 0, 0, 1, 1]))
     """
     name = "masks.segments"
     query_ids = _arguments.array(f"{name}: query_ids", query_ids)
@@ -267,16 +289,22 @@ def segments(query_ids: ArrayLike, key_ids: ArrayLike | None = None) -> Segments
 
 
 def intervals(begin: ArrayLike, end: ArrayLike, of: Literal["query", "key"] = "query") -> Intervals:
-    """Each query sees the keys of an interval: from `begin` up to but excluding `end`.
+    """Each query sees the keys of one interval, from `begin` up to, but excluding, `end`.
 
     Args:
-      begin: integers, broadcast to ``(*B, N, T)``; below 0 counts as 0.
-      end: likewise; where it is not above `begin`, nothing is seen.
-      of: ``"key"`` turns it round: each key is seen by the queries of an interval, and arrays
-        broadcast to ``(*B, N, S)``.
+      begin: integers that broadcast to ``(*B, N, T)``; a negative number counts as 0.
+      end: likewise; where it is not above `begin`, the query sees nothing.
+      of: with ``"key"`` the roles are exchanged: each key is seen by the queries of one interval,
+        and the arrays broadcast to ``(*B, N, S)``.
 
     Raises:
-      ValueError: begin or end are no integers, or `of` is something else.
+      ValueError: `begin` or `end` is not of integers, or `of` is neither of the two.
+
+    Examples:
+      Blocks of 64 queries that see the keys of their own block::
+
+          begin = jnp.arange(length) // 64 * 64
+          mask = masks.intervals(begin, begin + 64)
     """
 
     def checked(name, x):
@@ -296,13 +324,18 @@ def intervals(begin: ArrayLike, end: ArrayLike, of: Literal["query", "key"] = "q
 
 
 def dense(array: ArrayLike) -> Dense:
-    """A bool array; True means attend. `mask=` takes such an array as it is, too.
+    """A bool array, True = attend. The argument `mask` also takes such an array directly.
 
     Args:
       array: bool, broadcasts to ``(*B, N, T, S)``, each axis 1 or full.
 
     Raises:
-      ValueError: it is not of bools.
+      ValueError: the dtype is not bool.
+
+    Examples:
+      Keys that are padding, for all heads and queries, from a bool array (B, S)::
+
+          mask = masks.dense(~is_padding[:, None, None, :])
     """
     x = _arguments.array("masks.dense: array", array)
     if x.dtype != jnp.bool_:
@@ -311,29 +344,29 @@ def dense(array: ArrayLike) -> Dense:
 
 
 def function(f: Callable[..., Any], *captures: Any) -> Mask:
-    """What a function of JAX says: ``f(b, h, q, kv, *captures) -> bool``, of scalars.
+    """What a function written in JAX shows: ``f(b, h, q, kv, *captures) -> bool``, of scalars.
 
-    It is never evaluated into an array of queries and keys: the kernels have it compiled into them,
-    and one pass over it finds where each query's first and last key are. Arrays that it captures
-    are operands of the call: others in their place compile nothing. They have no gradient, and an
-    index out of their bounds is clamped, as always in JAX.
+    It is never stored as an array over queries and keys: it is compiled into the kernels, and one
+    pass over it finds which tiles they can skip. Arrays that it captures are operands of the call:
+    other values compile nothing new. They have no gradient, and an index out of bounds is clamped,
+    as always in JAX.
 
     Args:
-      f: traced once for a call, and known by what it computes: equal functions compile once. ``b``
-        is the batch element (row-major over the batch axes, 0 without any), ``h`` the query head,
-        ``q`` and ``kv`` the row and column numbers, all int32. It may also close over arrays. As an
-        argument of `jax.jit` a mask is known by the function object: define `f` once, and pass what
-        changes as captures.
+      f: traced once for each call and identified by what it computes: equal functions compile once.
+        ``b`` is the index of the batch element (row-major over the batch axes, 0 without any),
+        ``h`` of the query head, ``q`` of the query and ``kv`` of the key, all int32. It may also
+        close over arrays. But `jax.jit` identifies a mask among its arguments by the function
+        object: define `f` once, and pass what changes as captures.
       *captures: arrays, or pytrees of them, that `f` gets as further arguments.
 
     Returns:
       The mask. That `f` returns one bool is checked when it is traced.
 
     Raises:
-      ValueError: `f` is no function.
+      ValueError: `f` is not a function.
 
     Examples:
-      A prefix that everybody sees, of another length for each sequence::
+      A prefix that every query sees, of a different length in each sequence::
 
           def in_prefix(b, h, q, kv, lengths):
               return kv < lengths[b]
@@ -349,15 +382,16 @@ def function(f: Callable[..., Any], *captures: Any) -> Mask:
 
 
 def plan(mask: Mask, shape: tuple[int, ...]) -> Mask:
-    """The same mask, with what a call would find out first: where its functions show anything.
+    """The same mask, together with what a call would first find out: which tiles it can skip.
 
-    A call evaluates a function, and all that `|` and `~` make, once for each query and key, to know
-    which tiles to skip. Where several calls share a mask, layers of a network above all, a plan
-    made once saves them that. It is a mask like the others, in linear memory; ``plan & other``
-    keeps what was found, ``|`` and ``~`` do without.
+    To find that out, a call evaluates a mask function, or a mask made with ``|`` or ``~``, once for
+    each query and key. If several calls share a mask, such as the layers of a network, they can
+    share a plan that is made once. A plan is itself a mask. ``plan & other`` keeps what was found,
+    ``|`` and ``~`` discard it.
 
     Args:
-      mask: of this module. Bands, lengths, segments and arrays that all must allow need no plan.
+      mask: a value of this module. Those made of bands, lengths, segments and arrays with ``&``
+        alone need no plan.
       shape: ``(*B, N, T, S)``, the sizes of the calls.
 
     Raises:
@@ -493,10 +527,10 @@ def _checked(mask, shape) -> tuple[Mask, Sizes]:
 def as_array(mask: Mask, shape: tuple[int, ...]) -> jax.Array:
     """What a mask means: a bool array ``(*B, N, T, S)``, True where the query sees the key.
 
-    The definition, and memory for all of it: to look at, and to test with.
+    For inspection and tests: it takes memory for all queries and keys.
 
     Args:
-      mask: of this module.
+      mask: a value of this module.
       shape: ``(*B, N, T, S)``, the sizes of a call.
 
     Raises:

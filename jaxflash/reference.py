@@ -1,10 +1,10 @@
-"""The definition of attention as this package means it: dense, plain jnp, made to be read.
+"""The definition of attention in this package: dense, in plain jnp, written to be read.
 
 A module: its functions `dot_product_attention`, `paged_attention` and `varlen_attention` take the
 arguments of the package's functions of these names.
 
-It is what the kernels and the blockwise path are tested against. Its memory is quadratic in the
-sequence length; JAX differentiates it any number of times, forward and reverse.
+The kernels and the blockwise path are tested against it. Its memory is quadratic in the sequence
+length. JAX differentiates it any number of times, forward and reverse.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def dot_product_attention(
 
     Computed in float32 with float32-accurate products on every platform (float64 for float64
     inputs), so `precision` changes nothing here; nor do `implementation` and
-    `deterministic_backward`, which are accepted for the signature's sake.
+    `deterministic_backward`, which are accepted only so that the signatures are the same.
 
     A query row that sees no key, because of the masks or because its logits are all -inf, has
     output 0, lse -inf and gradients 0. NaN and infinity in keys and values that no row sees, in
@@ -158,6 +158,12 @@ def varlen_attention(
         cu_seqlens_q: (n + 1), where the sequences begin and end among the queries.
         cu_seqlens_kv: (n + 1), the same for the keys.
         **arguments: other arguments of `jaxflash.varlen_attention`.
+
+    Returns:
+        The output (tokens, N, h); with `return_residual` also lse (tokens, N).
+
+    Raises:
+        ValueError: `dropout_rate` is not 0.
     """
     if arguments.get("dropout_rate", 0.0) != 0.0:
         raise ValueError("dropout_rate must be 0 in the reference of varlen_attention")
@@ -204,7 +210,7 @@ def paged_attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""The definition of `jaxflash.paged_attention`: the pages of each sequence put together.
 
-    It has derivatives, as everything here.
+    Unlike that function, it has derivatives.
 
     Args:
         query: (\*B, T, N, H).
@@ -220,6 +226,9 @@ def paged_attention(
         precision: ignored.
         implementation: ignored.
         return_residual: see there.
+
+    Returns:
+        The output (\*B, T, N, h); with `return_residual` also lse (\*B, T, N).
     """
     options: dict[str, Any] = dict(
         scale=scale,
