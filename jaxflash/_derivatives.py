@@ -241,9 +241,10 @@ class _Pass(_primitive.Op):
         saved, linear = args[:num_saved], args[num_saved:]
         if all(x is None for x in cotangents):
             return [None] * len(args)
+        # The last one may be of a cotangent of lse that the pass did without.
         results = self._transposed(saved, cotangents)
         return [None] * num_saved + [
-            x if arg is None else None for x, arg in zip(results, linear, strict=True)
+            x if arg is None else None for x, arg in zip(results, linear, strict=False)
         ]
 
     def _transposed(self, saved: Sequence, cotangents: Sequence) -> list:

@@ -281,6 +281,25 @@ def _scalar_loss_of_jvp(attend):
     return loss
 
 
+def _grad_of_grad_of_one_result(attend):
+    """A gradient penalty, say: the loss knows nothing of the other result."""
+
+    def run(qkv, tangents):
+        def loss_of(result):
+            def loss(qkv):
+                return jnp.sum(jnp.sin(attend(*qkv, return_residual=True)[result]))
+
+            def penalty(qkv):
+                gradients = jax.grad(loss)(qkv)
+                return sum(jnp.vdot(x, t) for x, t in zip(gradients, tangents, strict=True))
+
+            return jax.grad(penalty)(qkv)
+
+        return loss_of(0), loss_of(1)
+
+    return run
+
+
 def _mean_flow(attend):
     """Geng et al. 2025, "Mean Flows for One-step Generative Modeling": the target contains a
     tangent, and no gradient flows through it."""
@@ -378,6 +397,7 @@ _ON_QKV = {
     "linear_transpose": _transposed,
     "MeanFlow": _mean_flow,
     "grad of jvp": lambda attend: jax.grad(_scalar_loss_of_jvp(attend), (0, 1)),
+    "grad of grad of one result": _grad_of_grad_of_one_result,
     "cond": _in_a_branch,
     "scan": _all_of_layers(lambda f: f),
     "checkpoint": _all_of_layers(jax.checkpoint),
