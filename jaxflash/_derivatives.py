@@ -80,7 +80,7 @@ def with_scaled_query(operands):
     query, scale = operands.query, operands.scale
     if scale is None:
         return operands
-    dtype = jnp.promote_types(query.dtype, jnp.float32)
+    dtype = _blockwise.compute_dtype(query)
     query = (query.astype(dtype) * scale.astype(dtype)).astype(query.dtype)
     return operands._replace(query=query, scale=None)
 

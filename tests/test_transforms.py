@@ -333,6 +333,19 @@ def test_traced_scale(attend):
 # ---- Other dtypes -------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_traced_scale_of_other_dtypes(attend, dtype):
+    """Neither is promoted to the other: JAX may be told not to."""
+    with jax.enable_x64(dtype == "float64"):
+        qkv = [x.astype(dtype) for x in _qkv(B)]
+        scaled = jax.jit(lambda scale: attend(*qkv, scale=scale))(np.float32(0.5))
+        assert scaled.dtype == dtype
+        # A power of two: rounding the scaled query changes nothing.
+        np.testing.assert_allclose(
+            scaled.astype(np.float32), attend(*qkv, scale=0.5).astype(np.float32), 1e-2, 1e-2
+        )
+
+
 def test_float64():
     with jax.enable_x64(True):
         qkv = tuple(x.astype(np.float64) for x in _qkv(B))
