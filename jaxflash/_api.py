@@ -8,7 +8,7 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 import jax
 from jax.typing import ArrayLike
 
-from jaxflash import _derivatives, _scores, _spec, _support
+from jaxflash import _derivatives, _scores, _sharding, _spec, _support
 from jaxflash.masks import Mask
 
 Implementation = _spec.Implementation
@@ -249,8 +249,10 @@ def dot_product_attention(
         precision=precision,
         deterministic_backward=deterministic_backward,
     )
-    spec, operands = _scores.compose(spec, operands, score_mod)
-    out, lse = _derivatives.attention(spec, choose_path(spec, operands, implementation), operands)
+    with _sharding.mesh_of(*jax.tree.leaves(operands)):
+        spec, operands = _scores.compose(spec, operands, score_mod)
+        path = choose_path(spec, operands, implementation)
+        out, lse = _derivatives.attention(spec, path, operands)
     return (out, lse) if return_residual else out
 
 

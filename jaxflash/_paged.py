@@ -148,9 +148,10 @@ def paged_attention(
         sink=sink,
         precision=precision,
     )
-    # A soft cap captures no arrays.
-    spec, operands = _scores.compose(spec, _pages.operands_of(arrays), None)
-    out, lse = _attention(spec, choose_path(spec, operands, implementation), arrays)
+    with _sharding.mesh_of(*jax.tree.leaves(arrays)):
+        # A soft cap captures no arrays.
+        spec, operands = _scores.compose(spec, _pages.operands_of(arrays), None)
+        out, lse = _attention(spec, choose_path(spec, operands, implementation), arrays)
     return (out, lse) if return_residual else out
 
 

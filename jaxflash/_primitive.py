@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 
+from jaxflash import _sharding
+
 try:
     # Before it lowers, JAX collects the primitives whose lowering asks for devices, such as
     # custom_partitioning, and cannot see them inside ours. There is no public way to say so.
@@ -112,7 +114,13 @@ def _placed(values: Sequence, places: Sequence[int], count: int) -> list[Any]:
 @functools.lru_cache(maxsize=1024)
 def _traced_once(op: Op):
     """`op`, traced once for its type and its lowering."""
-    return jax.jit(op.__call__, inline=True)
+
+    @functools.partial(jax.jit, inline=True)
+    def traced(*args):
+        with _sharding.mesh_of(*args):
+            return op(*args)
+
+    return traced
 
 
 def _is_zero(tangent) -> bool:

@@ -6,12 +6,20 @@ gradient back to the type of what the caller passed.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec, reshard
+from jax.sharding import (
+    AxisType,
+    NamedSharding,
+    PartitionSpec,
+    get_abstract_mesh,
+    reshard,
+    use_abstract_mesh,
+)
 
 from jaxflash import _split
 from jaxflash._spec import AttentionSpec, Operands, PagedOperands
@@ -50,6 +58,17 @@ def alike_in_pages(operands: PagedOperands) -> PagedOperands:
     """Likewise of a call with pages, each of which stays where its heads are: pages are whole along
     all other axes, and so are heads that more devices hold than there are key heads."""
     return _varying_alike(_paged_split_alike(operands))
+
+
+def mesh_of(*arrays) -> contextlib.AbstractContextManager:
+    """A context with the explicit mesh of these arrays, in which new ones go together with them;
+    without an effect under `jax.set_mesh`."""
+    if get_abstract_mesh().empty:
+        for x in arrays:
+            mesh = jax.typeof(x).sharding.mesh
+            if AxisType.Explicit in mesh.axis_types:
+                return use_abstract_mesh(mesh)
+    return contextlib.nullcontext()
 
 
 def as_of_query(query, out, lse):

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jaxflash import _derivatives, _scores, _spec
+from jaxflash import _derivatives, _scores, _sharding, _spec
 from jaxflash._api import CausalAlignment, Implementation, PackedOptions, Window, choose_path
 
 
@@ -171,8 +171,10 @@ def varlen_attention(
         query_boundaries=cu_seqlens_q,
         key_boundaries=cu_seqlens_kv,
     )
-    spec, operands = _scores.compose(spec, operands, score_mod)
-    out, lse = _derivatives.attention(spec, choose_path(spec, operands, implementation), operands)
+    with _sharding.mesh_of(*jax.tree.leaves(operands)):
+        spec, operands = _scores.compose(spec, operands, score_mod)
+        path = choose_path(spec, operands, implementation)
+        out, lse = _derivatives.attention(spec, path, operands)
     return (out, lse) if return_residual else out
 
 

@@ -403,13 +403,14 @@ def plan(mask: Mask, shape: tuple[int, ...]) -> Mask:
           mask = masks.plan(prefix_lm, (batch, heads, length, length))
           x, _ = jax.lax.scan(lambda x, weights: (layer(weights, x, mask), None), x, layers)
     """
-    from jaxflash import _api, _plan, _spec  # which need this module
+    from jaxflash import _api, _plan, _sharding, _spec  # which need this module
 
     mask, (batch, heads, q_len, kv_len) = _checked(mask, shape)
     query, key = (
         jax.ShapeDtypeStruct((*batch, length, heads, 1), jnp.float32) for length in (q_len, kv_len)
     )
-    operands = _plan.with_plan(*_api.described(query, key, key, mask=mask))
+    with _sharding.mesh_of(*jax.tree.leaves(mask)):
+        operands = _plan.with_plan(*_api.described(query, key, key, mask=mask))
     given = operands.named()
     return Planned(mask, {name: given[name] for name in _spec.PLANNED if name in given})
 

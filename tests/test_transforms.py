@@ -853,6 +853,52 @@ def test_explicit_mesh(specs):
         assert actual[1][name].sharding.is_equivalent_to(x.sharding, x.ndim), name
 
 
+_LENGTHS_ON_A_MESH = np.array([1, 2, 3, 9, 20, 0, 7, 8], np.int32)
+_SLOPES_ON_A_MESH = np.linspace(0.1, 1, N, dtype=np.float32)
+_ON_A_MESH = {
+    "nothing": {},
+    "mask function": dict(
+        mask=masks.causal()
+        | masks.function(lambda b, h, q, kv, lengths: kv < lengths[b], _LENGTHS_ON_A_MESH)
+    ),
+    "bias, sink, slopes, cap": dict(
+        bias=np.ones((8, 1, 1, S), np.float32),
+        sink=_SLOPES_ON_A_MESH,
+        alibi_slopes=_SLOPES_ON_A_MESH,
+        logits_soft_cap=3.0,
+    ),
+    "score_mod": dict(
+        score_mod=lambda score, b, h, q, kv: score * jnp.asarray(_SLOPES_ON_A_MESH)[h]
+    ),
+    "lengths, bottom right": dict(
+        key_value_seq_lengths=_LENGTHS_ON_A_MESH, is_causal=True, causal_alignment="bottom_right"
+    ),
+    "segments": dict(
+        segment_ids=(np.zeros((8, T), np.int32), np.tile(np.arange(S, dtype=np.int32) // 9, (8, 1)))
+    ),
+    "dropout": dict(dropout_rate=0.3, dropout_rng=jax.random.PRNGKey(0)),
+}
+
+
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize("options", _ON_A_MESH.values(), ids=_ON_A_MESH)
+def test_explicit_mesh_of_the_arguments(options):
+    """`jax.set_mesh` is not needed, and `jax.make_mesh` makes explicit ones."""
+    qkv = _qkv(8)
+    placed = _sharded(qkv, _explicit_mesh(), *((("h", None, "b"),) * 3))
+
+    def run(attend, qkv):
+        attend = functools.partial(attend, **options)
+
+        def all_of(*qkv):
+            mapped = jax.vmap(attend, 1, 1)(*(x[:, None] for x in qkv))
+            return mapped, jax.jvp(jax.grad(_loss(attend), (0, 1, 2)), qkv, qkv)
+
+        return jax.jit(all_of, compiler_options={"xla_backend_optimization_level": 0})(*qkv)
+
+    _close(run(jaxflash.dot_product_attention, placed), run(_dense, qkv))
+
+
 @needs_kernels
 @pytest.mark.parametrize("specs", _EXPLICIT.values(), ids=_EXPLICIT)
 def test_explicit_mesh_of_the_kernels(specs):
