@@ -200,8 +200,8 @@ def _of_segments(query_ids, key_ids, keys_hull=None, rows_hull=None, *inside) ->
     # Ids of 64 bits as their rank among the keys: -1 for those that no key has.
     if query_ids.dtype != jnp.int32:
         order = jnp.sort(key_ids)
-        key_ids, ranks = _ranks(order, key_ids), _ranks(order, query_ids)
-        query_ids = jnp.where(keys[:, 0] < keys[:, 1], ranks, -1)
+        key_ids, query_ranks = ranks(order, key_ids), ranks(order, query_ids)
+        query_ids = jnp.where(keys[:, 0] < keys[:, 1], query_ranks, -1)
     if keys_hull is not None:
         keys, rows = _met(keys, keys_hull), _met(rows, rows_hull)
     return _summarised(keys, keys_solid, rows, rows_solid, inside, query_ids, key_ids)
@@ -212,7 +212,7 @@ def _matches(ids, others):
     such."""
     order = jnp.argsort(others, stable=True).astype(jnp.int32)
     ordered = others[order]
-    first, end = (_ranks(ordered, ids, side) for side in ("left", "right"))
+    first, end = (ranks(ordered, ids, side) for side in ("left", "right"))
     last = others.shape[0] - 1
     begin = order[jnp.minimum(first, last)]
     stop = order[jnp.maximum(end - 1, 0)] + 1
@@ -221,10 +221,13 @@ def _matches(ids, others):
     return interval.astype(jnp.int32), ~found | (stop - begin == end - first)
 
 
-def _ranks(ordered, ids, side: str = "left"):
-    # Under `jax.vmap` the scan fails on explicit meshes; elsewhere it is what was measured.
-    axis_types = jax.typeof(ids).sharding.mesh.axis_types
-    method = "sort" if AxisType.Explicit in axis_types else "scan_unrolled"
+def ranks(ordered, ids, side: str = "left"):
+    """Where ids stand in an ordered array, int32."""
+    # The scan fails under `jax.vmap` on explicit meshes, and inside a `shard_map` over some axes of
+    # a mesh; elsewhere it is what was measured.
+    axis_types = set(jax.typeof(ids).sharding.mesh.axis_types)
+    is_partly_manual = AxisType.Manual in axis_types and len(axis_types) > 1
+    method = "sort" if AxisType.Explicit in axis_types or is_partly_manual else "scan_unrolled"
     return jnp.searchsorted(ordered, ids, side=side, method=method).astype(jnp.int32)
 
 

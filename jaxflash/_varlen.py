@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jaxflash import _derivatives, _scores, _sharding, _spec
+from jaxflash import _derivatives, _ranges, _scores, _sharding, _spec
 from jaxflash._api import CausalAlignment, Implementation, PackedOptions, Window, choose_path
 
 
@@ -191,7 +191,7 @@ def _boundaries(name: str, cu_seqlens) -> jax.Array:
 def _locate(cu_seqlens, tokens: int, outside: int):
     """(sequence that a token belongs to, position in it), int32 (tokens,) each."""
     token = jnp.arange(tokens, dtype=jnp.int32)
-    sequence = jnp.searchsorted(cu_seqlens, token, side="right").astype(jnp.int32) - 1
+    sequence = _ranges.ranks(cu_seqlens, token, "right") - 1
     inside = (sequence >= 0) & (sequence < cu_seqlens.shape[0] - 1)
     position = token - cu_seqlens[jnp.maximum(sequence, 0)]
     return jnp.where(inside, sequence, outside), position

@@ -998,6 +998,29 @@ def test_segments_on_an_explicit_mesh(ids_spec):
 
 
 @pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize("kind", ["segments", "packed"])
+def test_segments_in_a_partly_manual_shard_map(kind):
+    """JAX cannot scan for their ranges there."""
+    mesh = cpu_mesh(d=2, rest=2)
+    ids = np.array([[0, 0, 1, 1, 1, 2, 2, 2], [0, 1, 1, 1, 1, 1, 1, 2]], np.int32)
+    boundaries = np.array([[0, 2, 5, 8], [0, 1, 7, 8]], np.int32)
+    query = np.random.default_rng(0).standard_normal((2, 8, N, H), np.float32)
+
+    def attend(query, ids, boundaries):
+        if kind == "segments":
+            return jaxflash.dot_product_attention(query, query, query, segment_ids=ids)
+        packed, boundaries = query[0], boundaries[0]
+        return jaxflash.varlen_attention(packed, packed, packed, boundaries, boundaries)[None]
+
+    split = PartitionSpec("d")
+    mapped = jax.shard_map(
+        attend, mesh=mesh, in_specs=(split,) * 3, out_specs=split, axis_names={"d"}
+    )
+    expected = _dense(query, query, query, segment_ids=ids)
+    _close(jax.jit(mapped)(query, ids, boundaries), expected)
+
+
+@pytest.mark.usefixtures("cpu")
 def test_ring_of_partial_results():
     """Keys split over devices: each merges what it makes of every part, as it comes around."""
     mesh = cpu_mesh(s=4, rest=2)
