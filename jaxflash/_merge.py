@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from jaxflash._arguments import array
+
 
 def merge_attention(
     outs: ArrayLike | Sequence[ArrayLike], lses: ArrayLike | Sequence[ArrayLike]
@@ -73,15 +75,15 @@ def merge_attention(
 
 def _stacked(name: str, parts):
     if isinstance(parts, (list, tuple)):
-        arrays = [jnp.asarray(part) for part in parts]
-        kinds = {(array.shape, array.dtype.name) for array in arrays}
+        arrays = [array(name, part) for part in parts]
+        kinds = {(x.shape, x.dtype.name) for x in arrays}
         if len(kinds) != 1:
             raise ValueError(
                 f"{name} must be at least one array, all of one shape and dtype, "
-                f"got {[f'{array.dtype}{list(array.shape)}' for array in arrays]}"
+                f"got {[f'{x.dtype}{list(x.shape)}' for x in arrays]}"
             )
         parts = jnp.stack(arrays)
-    parts = jnp.asarray(parts)
+    parts = array(name, parts)
     if parts.ndim < 1 or parts.shape[0] == 0 or not jnp.issubdtype(parts.dtype, jnp.floating):
         raise ValueError(
             f"{name} must be a sequence of floating arrays or one array stacked along its first "

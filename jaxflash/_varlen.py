@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 
 from jaxflash import _derivatives, _ranges, _scores, _sharding, _spec
 from jaxflash._api import CausalAlignment, Implementation, PackedOptions, Window, choose_path
+from jaxflash._arguments import array
 
 
 @overload
@@ -125,10 +126,11 @@ def varlen_attention(
               query, key, value, boundaries, boundaries, is_causal=True
           )
     """
+    query, key, value = array("query", query), array("key", key), array("value", value)
     for name, x in (("query", query), ("key", key), ("value", value)):
-        if jnp.ndim(x) != 3:
+        if x.ndim != 3:
             raise ValueError(
-                f"{name} must be packed, (tokens, heads, head_size), got shape {jnp.shape(x)}"
+                f"{name} must be packed, (tokens, heads, head_size), got shape {x.shape}"
             )
     cu_seqlens_q = _boundaries("cu_seqlens_q", cu_seqlens_q)
     cu_seqlens_kv = _boundaries("cu_seqlens_kv", cu_seqlens_kv)
@@ -138,8 +140,8 @@ def varlen_attention(
             f"{cu_seqlens_q.shape}, got shape {cu_seqlens_kv.shape}"
         )
     # Ids that no sequence has, and different ones: the tokens past the last sequence meet nobody.
-    query_ids, query_positions = _locate(cu_seqlens_q, jnp.shape(query)[0], outside=-1)
-    key_ids, key_positions = _locate(cu_seqlens_kv, jnp.shape(key)[0], outside=-2)
+    query_ids, query_positions = _locate(cu_seqlens_q, query.shape[0], outside=-1)
+    key_ids, key_positions = _locate(cu_seqlens_kv, key.shape[0], outside=-2)
     spec, operands = _spec.make(
         query,
         key,
@@ -179,7 +181,7 @@ def varlen_attention(
 
 
 def _boundaries(name: str, cu_seqlens) -> jax.Array:
-    cu_seqlens = jnp.asarray(cu_seqlens)
+    cu_seqlens = array(name, cu_seqlens)
     if cu_seqlens.dtype != jnp.int32 or cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
         raise ValueError(
             f"{name} must be int32 of shape (n + 1,) for n >= 1 sequences, "

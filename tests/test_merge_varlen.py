@@ -104,6 +104,8 @@ def test_merge_keeps_the_dtype():
         ([], [], "outs"),
         ([np.ones((5, N, VALUE)), np.ones((4, N, VALUE))], np.ones((2, 5, N)), "outs"),
         (np.ones((2, 5, N, VALUE), np.int32), np.ones((2, 5, N)), "outs"),
+        (np.ones((2, 5, N, VALUE)), None, "lses"),
+        ([np.ones((5, N, VALUE)), None], np.ones((2, 5, N)), "outs"),
     ],
 )  # fmt: skip
 def test_merge_errors(outs, lses, word):
@@ -210,6 +212,8 @@ def test_varlen_padding_is_not_read():
     ("changes", "word"),
     [
         (dict(query=_normal(1, 8, N, H)), "query"),
+        (dict(key=None), "key"),
+        (dict(cu_seqlens_kv=None), "cu_seqlens_kv"),
         (dict(cu_seqlens_q=np.array([0.0, 8.0], np.float32)), "cu_seqlens_q"),
         (dict(cu_seqlens_kv=np.array([0, 4, 8], np.int32)), "cu_seqlens_kv"),
         (dict(cu_seqlens_q=np.array([0], np.int32)), "cu_seqlens_q"),
