@@ -470,9 +470,8 @@ _FEW_KEYS = 64
 def tiling(spec: AttentionSpec, operands: Operands) -> tuple[Blocks, Blocks]:
     """(rows, columns) as blocks: tiles of about `_TILE_ELEMENTS`, wide where rows are few."""
     q, kv_len = operands.query, operands.key.shape[-3]
-    # A symbolic batch size (jax.export) counts as 1.
-    batch = (n for n in q.shape[:-3] if isinstance(n, int))
-    heads = math.prod(batch) * q.shape[-2]
+    # A symbolic number (jax.export) counts as 1.
+    heads = math.prod(n for n in (*q.shape[:-3], q.shape[-2]) if isinstance(n, int))
     at_most = 1 << (max(math.isqrt(_TILE_ELEMENTS // heads).bit_length() - 1, 0))
     at_most = min(max(at_most, _SMALLEST_BLOCK), _LARGEST_BLOCK)
     if operands.query_segment_ids is not None:

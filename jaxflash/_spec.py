@@ -496,6 +496,8 @@ def _is_traced_scale(scale) -> bool:
 
 def _scale(scale, head_dim) -> float:
     if scale is None:
+        if not isinstance(head_dim, int):
+            raise ValueError(f"scale must be given for a symbolic head size ({head_dim}), got None")
         return 1.0 / math.sqrt(head_dim)
     scale = number("scale", scale)
     if not math.isfinite(scale):

@@ -87,8 +87,11 @@ def reasons_against_kernels(spec: AttentionSpec, operands: Operands) -> tuple[st
     """Every reason why the kernels cannot take the call; empty when they can."""
     if not _ffi.extension.kernels:
         return ("this installation was built without CUDA kernels (JAXFLASH_CUDA=OFF)",)
-    reasons = []
     query, key, value = operands.query, operands.key, operands.value
+    reasons = _reasons_against_symbolic_sizes(operands)
+    if reasons:
+        return reasons
+    reasons = []
     dtype = query.dtype.name
     math = _MATH.get((dtype, spec.highest_precision))
     if math is None:
@@ -111,6 +114,25 @@ def reasons_against_kernels(spec: AttentionSpec, operands: Operands) -> tuple[st
         by_position = set(spec.program.parts if spec.program else ()) - {"logits_soft_cap"}
         reasons += [f"{name} with packed sequences" for name in sorted(by_position)]
     return (*reasons, *_reasons_against_program(spec, operands))
+
+
+def _reasons_against_symbolic_sizes(operands: Operands) -> tuple[str, ...]:
+    """Why the kernels cannot take sizes that `jax.export` leaves open: other ones compile."""
+    query, key, value = operands.query, operands.key, operands.value
+    sizes = {
+        "number of query heads": query.shape[-2],
+        "number of key heads": key.shape[-2],
+        "query/key head size": query.shape[-1],
+        "value head size": value.shape[-1],
+    }
+    if operands.query_segment_ids is not None:
+        sizes["query length of segments or packed sequences"] = query.shape[-3]
+        sizes["key length of segments or packed sequences"] = key.shape[-3]
+    return tuple(
+        f"{name} {size}: the kernels need it when the program is exported"
+        for name, size in sizes.items()
+        if not isinstance(size, int)
+    )
 
 
 def _reasons_against_program(spec: AttentionSpec, operands: Operands) -> tuple[str, ...]:

@@ -492,6 +492,45 @@ def test_export_with_symbolic_lengths(features):
         _close(again(*arrays), jax.jit(run)(*arrays))
 
 
+_OPEN_SIZES = {
+    "segments of open lengths": ("b, t, 4, 8", "b, s, 2, 8", "b, t", "b, s"),
+    "open heads": ("b, 24, 2*n, 8", "b, 20, n, 8", "b, 24", "b, 20"),
+    "an open head size": ("b, 24, 4, d", "b, 20, 2, d", "b, 24", "b, 20"),
+}
+
+
+@pytest.mark.parametrize("shapes", _OPEN_SIZES.values(), ids=_OPEN_SIZES)
+def test_export_of_sizes_that_the_kernels_need(shapes):
+    """The blockwise path does without; on CUDA it warns."""
+
+    def gradient(query, key, query_ids, key_ids, implementation=None):
+        def loss(query, key):
+            out = jaxflash.dot_product_attention(
+                query, key, key, segment_ids=(query_ids, key_ids), scale=0.5,
+                implementation=implementation,
+            )  # fmt: skip
+            return jnp.sum(jnp.sin(out))
+
+        return jax.grad(loss, (0, 1))(query, key)
+
+    scope = export.SymbolicScope()
+    dtypes = np.float32, np.float32, np.int32, np.int32
+    symbolic = [
+        jax.ShapeDtypeStruct(export.symbolic_shape(shape, scope=scope), dtype)
+        for shape, dtype in zip(shapes, dtypes, strict=True)
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", jaxflash.SlowPathWarning)
+        exported = export.export(jax.jit(gradient), platforms=["cpu", "cuda"])(*symbolic)
+    query, key, _ = _qkv(B)
+    ids = (np.tile(np.arange(n, dtype=np.int32) // 7, (B, 1)) for n in (T, S))
+    arguments = _on_cpu([query[..., :8], key[..., :8], *ids])
+    _close(jax.jit(exported.call)(*arguments), jax.jit(gradient)(*arguments))
+    if _ffi.extension.kernels:
+        with pytest.raises(NotImplementedError, match="when the program is exported"):
+            jax.eval_shape(functools.partial(gradient, implementation="cuda"), *symbolic)
+
+
 @needs_kernels
 @pytest.mark.parametrize("path", ["cuda", None])
 def test_gradient_exports_for_cuda_with_symbolic_lengths(path):
