@@ -244,7 +244,11 @@ class _Split:
         self.floats = [v for v in moving if v in leaves]
         self.integers = [v for v in others if v in leaves]
         self._is_linear = self._find_linear()
-        self._reverse_only = "custom_vjp_call" in str(self._value_eqns)
+        equations = str(self._value_eqns)
+        self._reverse_only = "custom_vjp_call" in equations
+        # `jax.vmap` of a branch stops the gradient of its operands, also where they are tangents,
+        # which then have no transpose.
+        self._whole_in_reverse = self._reverse_only or "cond[" in equations
 
     def _has_gradient(self, load: _Load) -> bool:
         return jnp.issubdtype(self.captures[load.capture].aval.dtype, jnp.floating)
@@ -380,7 +384,7 @@ class _Split:
         def value(whole):
             return self._plain(floats, integers, whole)
 
-        if not self._reverse_only:
+        if not self._whole_in_reverse:
             return jax.jvp(value, (whole,), (t_whole,))[1]
         gradients = jax.grad(value, allow_int=True)(whole)
         return sum(

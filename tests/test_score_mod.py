@@ -140,6 +140,19 @@ def test_whole_capture_with_a_reverse_derivative_of_its_own():
     _assert_equal(gradients, _qkv(), 0.01 * _table())
 
 
+def test_gradient_of_a_capture_of_branches():
+    def make(table):
+        return lambda score, b, h, q, kv: jax.lax.cond(
+            q > kv, lambda: score * table[h, q], lambda: jnp.sin(score) - table[h, kv]
+        )
+
+    def gradients(attention, qkv, table):
+        gradient = jax.grad(lambda table: _loss(attention, table, qkv, make))
+        return gradient(table), jax.jvp(gradient, (table,), (jnp.cos(table),))
+
+    _assert_equal(gradients, _qkv(), _table())
+
+
 def test_without_jit():
     def gradients(attention, qkv, table):
         return jax.grad(lambda q: _loss(attention, table, (q, *qkv[1:])))(qkv[0])
