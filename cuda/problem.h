@@ -68,6 +68,8 @@ inline constexpr bool is_of_program(MaskKind kind) {
 
 // Rows (keys) whose intervals are summarised together.
 inline constexpr int kRangeBlock = 64;
+// Of all sequences: indices into their summaries stay within 32 bits.
+inline constexpr int64_t kMaxRangeBlocks = int64_t{1} << 30;
 
 // Of each row the interval of keys that it sees, and of each key that of its rows: pairs (begin,
 // end), 8-byte aligned. Of each block of them three intervals: the hull, what all of it see, and a

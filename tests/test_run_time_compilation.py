@@ -799,6 +799,9 @@ _STAGES = """if True:
         refused("one unit or two", name, program=program, shared_units=np.int64(units))
     instantiate("forward", program=program, shared_units=np.int64(0))
     instantiate("paged", program=program)
+    ranges = problem | dict(mask=np.int64(1))
+    instantiate("forward", program=program, problem=ranges)
+    refused("no ranges", "paged", program=program, problem=ranges)
     one = dict(program=program, capture_ranks=np.array([2], np.int64), gradient_program=program)
     instantiate("backward", **one, gradient_loads=np.array([0, 0, 1, 0, 0], np.int64))
     for loads in ([0], [1, 0, 1, 0, 0], [-1, 0, 1, 0, 0], [0, 2, 1, 0, 0], [0, 0, -2, 0, 0]):

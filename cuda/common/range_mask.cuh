@@ -109,8 +109,7 @@ class RangeMask {
                                               Interval neutral, const Merge& merge) const {
     const int count = (length + kRangeBlock - 1) / kRangeBlock;
     int left = (min(part.end, length) - 1) / kRangeBlock - part.begin / kRangeBlock;
-    // In 32 bits, for a call has fewer than 2^30 blocks, and one by one: planning warps have few
-    // registers.
+    // In 32 bits, see kMaxRangeBlocks, and one by one: planning warps have few registers.
     const uint32_t first = static_cast<uint32_t>(batch_) * count + part.begin / kRangeBlock;
     const auto* next = reinterpret_cast<const int2*>(blocks) + first * 3 + kKind;
 #pragma unroll 1

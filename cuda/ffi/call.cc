@@ -77,6 +77,9 @@ ffi::Error describe_shapes(const Attributes& attributes, ffi::AnyBuffer q, Shape
   if (q_shape.length() > kMaxLength || k_shape.length() > kMaxLength) {
     return invalid("sequences are limited to 2^30 positions");
   }
+  for (const int64_t size : {q_shape.heads(), k_shape.heads(), q_shape.dim(), v_shape.dim()}) {
+    if (size > INT32_MAX) return invalid("heads and head sizes are limited to 2^31 - 1");
+  }
   const std::optional<Math> math = math_of(q.element_type(), attributes.highest_precision);
   if (!math) return invalid("q must have a dtype of float16, bfloat16, float32");
   problem->math = *math;
@@ -188,6 +191,9 @@ ffi::Error take_ranges(MaskKind mask, int64_t batch, ffi::RemainingArgs optional
   const size_t count = number_of_ranges(mask);
   if (count == 0) return ffi::Error::Success();
   const auto blocks = [](int64_t length) { return (length + kRangeBlock - 1) / kRangeBlock; };
+  if (batch * std::max(blocks(problem->q_len), blocks(problem->kv_len)) > kMaxRangeBlocks) {
+    return invalid("ranges are limited to 2^30 blocks of 64 positions");
+  }
   Ranges& ranges = problem->ranges;
   const struct {
     const int32_t** data;
@@ -222,6 +228,14 @@ ffi::Error ProgramOperands::take(const ProgramAttributes& program, MaskKind mask
   }
   present_ = true;
   ranks_ = program.capture_ranks;
+  if (program.head_dim != problem->head_dim || program.value_dim != problem->value_dim ||
+      math_of(program.dtype, problem->math == Math::kFloat32) != problem->math) {
+    return invalid("the score program was compiled for other head sizes or another dtype");
+  }
+  // Kernels number batch elements and heads in 32 bits.
+  if (batch_count(full) * full.heads() > INT32_MAX) {
+    return invalid("calls with a score program are limited to 2^31 - 1 heads of all sequences");
+  }
   const size_t batch_rank = full.batch_rank();
   auto numbers = optional.get<ffi::Buffer<ffi::S32>>(first);
   auto heads = optional.get<ffi::Buffer<ffi::S32>>(first + 1);

@@ -114,6 +114,22 @@ ffi::ErrorOr<std::unique_ptr<ProgramState>> instantiate_tangent(
                      {source, unit_slope, head_dim, value_dim, dtype, capture_ranks}, {});
 }
 
+// The rest of a call whose operands have been checked: its batch axes, merged across the operands
+// of these shapes and the program's.
+template <class Params>
+ffi::ErrorOr<BatchAxes> merge_batch_axes(const ProgramState& state, const ProgramOperands& program,
+                                         Shape full, std::vector<Shape> shapes, Params* params) {
+  program.add_shapes(&shapes);
+  const BatchAxes axes(full, shapes);
+  if (!axes.fits()) {
+    return ffi::Unexpected(invalid("too many batch axes that broadcast differently"));
+  }
+  axes.describe(&params->problem);
+  params->program = state.kernels;
+  params->captures = program.describe(full.batch_rank(), axes);
+  return axes;
+}
+
 size_t workspace_bytes(const ForwardParams& params, int64_t shared_units) {
   return params.program == nullptr ? jaxflash_forward_workspace_bytes(&params.problem)
                                    : jaxflash_program_workspace_bytes(
@@ -145,17 +161,12 @@ ffi::Error forward(CUstream_st* stream, ProgramState* state, Attributes attribut
       error.failure()) {
     return error;
   }
-  std::vector<Shape> shapes = {q_shape, k_shape, v_shape};
-  program.add_shapes(&shapes);
-  const BatchAxes axes(full, shapes);
-  if (!axes.fits()) return invalid("too many batch axes that broadcast differently");
-  axes.describe(&params.problem);
-  params.program = state->kernels;
-  params.captures = program.describe(full.batch_rank(), axes);
-  params.q = axes.tensor(q.untyped_data(), q_shape);
-  params.k = axes.tensor(k.untyped_data(), k_shape);
-  params.v = axes.tensor(v.untyped_data(), v_shape);
-  params.out = axes.tensor(out->untyped_data(), full);
+  const auto axes = merge_batch_axes(*state, program, full, {q_shape, k_shape, v_shape}, &params);
+  if (!axes) return axes.error();
+  params.q = axes->tensor(q.untyped_data(), q_shape);
+  params.k = axes->tensor(k.untyped_data(), k_shape);
+  params.v = axes->tensor(v.untyped_data(), v_shape);
+  params.out = axes->tensor(out->untyped_data(), full);
   params.lse = lse->typed_data();
   params.workspace = workspace->untyped_data();
   if (workspace->size_bytes() < workspace_bytes(params, shared_units)) {
@@ -169,6 +180,9 @@ ffi::ErrorOr<std::unique_ptr<ProgramState>> instantiate_paged(
     int64_t value_dim, std::string_view dtype, ffi::Span<const int64_t> capture_ranks,
     int64_t shared_units) {
   if (source.empty()) return ffi::Unexpected(invalid("calls with pages have a score program"));
+  if (attributes.mask != static_cast<int64_t>(MaskKind::kBand)) {
+    return ffi::Unexpected(invalid("calls with pages have no ranges"));
+  }
   return instantiate(Pass::kForward, attributes,
                      {source, unit_slope, head_dim, value_dim, dtype, capture_ranks}, {},
                      {true, shared_units});
@@ -200,17 +214,12 @@ ffi::Error paged(CUstream_st* stream, ProgramState* state, Attributes attributes
       error.failure()) {
     return error;
   }
-  std::vector<Shape> shapes = {q_shape};
-  program.add_shapes(&shapes);
-  const BatchAxes axes(full, shapes);
-  if (!axes.fits()) return invalid("too many batch axes that broadcast differently");
-  axes.describe(&params.problem);
-  params.program = state->kernels;
-  params.captures = program.describe(full.batch_rank(), axes);
-  params.q = axes.tensor(q.untyped_data(), q_shape);
+  const auto axes = merge_batch_axes(*state, program, full, {q_shape}, &params);
+  if (!axes) return axes.error();
+  params.q = axes->tensor(q.untyped_data(), q_shape);
   params.k = pool_tensor(key_pages);
   params.v = pool_tensor(value_pages);
-  params.out = axes.tensor(out->untyped_data(), full);
+  params.out = axes->tensor(out->untyped_data(), full);
   params.lse = lse->typed_data();
   params.workspace = workspace->untyped_data();
   if (workspace->size_bytes() < workspace_bytes(params, shared_units)) {
@@ -280,18 +289,14 @@ ffi::Error backward(CUstream_st* stream, ProgramState* state, Attributes attribu
     return invalid("deterministic_backward does not go with segments and packed sequences");
   }
   std::vector<Shape> shapes = {q_shape, k_shape, v_shape, out_shape, dout_shape};
-  program.add_shapes(&shapes);
   gradients.add_shapes(&shapes);
-  const BatchAxes axes(full, shapes);
-  if (!axes.fits()) return invalid("too many batch axes that broadcast differently");
-  axes.describe(&params.problem);
-  params.program = state->kernels;
-  params.captures = program.describe(full.batch_rank(), axes);
-  params.q = axes.tensor(q.untyped_data(), q_shape);
-  params.k = axes.tensor(k.untyped_data(), k_shape);
-  params.v = axes.tensor(v.untyped_data(), v_shape);
-  params.out = axes.tensor(out.untyped_data(), out_shape);
-  params.dout = axes.tensor(dout.untyped_data(), dout_shape);
+  const auto axes = merge_batch_axes(*state, program, full, std::move(shapes), &params);
+  if (!axes) return axes.error();
+  params.q = axes->tensor(q.untyped_data(), q_shape);
+  params.k = axes->tensor(k.untyped_data(), k_shape);
+  params.v = axes->tensor(v.untyped_data(), v_shape);
+  params.out = axes->tensor(out.untyped_data(), out_shape);
+  params.dout = axes->tensor(dout.untyped_data(), dout_shape);
   params.lse = lse.typed_data();
   if (has_dlse) {
     auto dlse = optional.get<ffi::Buffer<ffi::F32>>(lengths);
@@ -300,9 +305,9 @@ ffi::Error backward(CUstream_st* stream, ProgramState* state, Attributes attribu
     }
     params.dlse = dlse->typed_data();
   }
-  params.dq = axes.tensor(dq->untyped_data(), dq_shape);
-  params.dk = axes.tensor(dk->untyped_data(), dk_shape);
-  params.dv = axes.tensor(dv->untyped_data(), dv_shape);
+  params.dq = axes->tensor(dq->untyped_data(), dq_shape);
+  params.dk = axes->tensor(dk->untyped_data(), dk_shape);
+  params.dv = axes->tensor(dv->untyped_data(), dv_shape);
   params.workspace = workspace->untyped_data();
   params.deterministic = deterministic;
   if (workspace->size_bytes() < jaxflash_backward_workspace_bytes(&params.problem)) {
@@ -311,7 +316,7 @@ ffi::Error backward(CUstream_st* stream, ProgramState* state, Attributes attribu
   Status status = jaxflash_backward(&params, stream);
   if (status.ok() && gradients.wanted()) {
     CaptureGradientArray arrays[kMaxCaptures] = {};
-    gradients.describe(full.batch_rank(), axes, arrays);
+    gradients.describe(full.batch_rank(), *axes, arrays);
     status = jaxflash_capture_gradients(&params, arrays, stream);
   }
   return to_error(status);
@@ -355,23 +360,20 @@ ffi::Error tangent(CUstream_st* stream, ProgramState* state, Attributes attribut
       error.failure()) {
     return error;
   }
-  std::vector<Shape> shapes = {q_shape, k_shape, v_shape, tq_shape, tk_shape, tv_shape, out_shape};
-  program.add_shapes(&shapes);
-  const BatchAxes axes(full, shapes);
-  if (!axes.fits()) return invalid("too many batch axes that broadcast differently");
-  axes.describe(&params.problem);
-  params.program = state->kernels;
+  const auto axes = merge_batch_axes(
+      *state, program, full, {q_shape, k_shape, v_shape, tq_shape, tk_shape, tv_shape, out_shape},
+      &params);
+  if (!axes) return axes.error();
   if (params.program == nullptr) return invalid("tangents need a score program");
-  params.captures = program.describe(full.batch_rank(), axes);
-  params.q = axes.tensor(q.untyped_data(), q_shape);
-  params.k = axes.tensor(k.untyped_data(), k_shape);
-  params.v = axes.tensor(v.untyped_data(), v_shape);
-  params.tq = axes.tensor(tq.untyped_data(), tq_shape);
-  params.tk = axes.tensor(tk.untyped_data(), tk_shape);
-  params.tv = axes.tensor(tv.untyped_data(), tv_shape);
-  params.out = axes.tensor(out.untyped_data(), out_shape);
+  params.q = axes->tensor(q.untyped_data(), q_shape);
+  params.k = axes->tensor(k.untyped_data(), k_shape);
+  params.v = axes->tensor(v.untyped_data(), v_shape);
+  params.tq = axes->tensor(tq.untyped_data(), tq_shape);
+  params.tk = axes->tensor(tk.untyped_data(), tk_shape);
+  params.tv = axes->tensor(tv.untyped_data(), tv_shape);
+  params.out = axes->tensor(out.untyped_data(), out_shape);
   params.lse = lse.typed_data();
-  params.tout = axes.tensor(tout->untyped_data(), full);
+  params.tout = axes->tensor(tout->untyped_data(), full);
   params.tlse = tlse->typed_data();
   return to_error(jaxflash_tangent(&params, stream));
 }
