@@ -658,6 +658,23 @@ def test_unusable_folder_does_no_harm(cache, tmp_path):
     assert file.read_text() == ""
 
 
+def test_remains_of_killed_processes_do_no_harm(cache):
+    value = _fresh()
+    _tiny(value)
+    (file,) = cache.iterdir()
+    sound = file.read_bytes()
+    file.unlink()
+    # The next process has the number of one that was killed while it wrote this file.
+    run_python(f"""if True:
+        import os, pathlib
+        from jaxflash import _ffi
+        for number in range(3):
+            pathlib.Path({str(cache)!r}, f".{file.name}.{{os.getpid()}}.{{number}}.tmp").touch()
+        _ffi.extension.compile_kernel({_TINY % value!r}, "tiny", "sm_90a")
+    """)
+    assert len(file.read_bytes()) == len(sound)
+
+
 def test_full_disk_does_no_harm(cache):
     value = _fresh()
     assert not _elsewhere(value, limit=100).from_disk
@@ -716,10 +733,19 @@ def test_head_size_without_a_kernel():
         _program(programs.SCALE, pass_name="forward", head_dim=512, **_H200)
 
 
-@pytest.mark.parametrize("library", ["/nonexistent/libnvrtc.so.13", "libc.so.6", None])
-def test_without_a_compiler(library):
+@pytest.mark.parametrize(
+    "libraries",
+    [
+        ["/nonexistent/libnvrtc.so.13"],
+        [f"/{'long' * 20}/{i}/libnvrtc.so.13" for i in range(9)],
+        ["libc.so.6"],
+        [],
+    ],
+    ids=["missing", "many", "another", "none"],
+)
+def test_without_a_compiler(libraries):
     """Told in one sentence, with what to install; plain calls do not care."""
-    locations = [] if library is None else [(library, None)]
+    locations = [(library, None) for library in libraries]
     run_python(f"""if True:
         from jaxflash import _ffi, _nvrtc
         _ffi.extension.set_compiler({locations!r}, "/nonexistent")

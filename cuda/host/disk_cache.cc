@@ -61,9 +61,13 @@ class Reader {
 
 class File {
  public:
-  File(const std::string& path, int flags) : descriptor_(open(path.c_str(), flags, 0666)) {}
+  File() = default;
   File(const File&) = delete;
   ~File() { close(); }
+  bool open(const std::string& path, int flags) {
+    descriptor_ = ::open(path.c_str(), flags, 0666);
+    return is_open();
+  }
   bool is_open() const { return descriptor_ >= 0; }
   int descriptor() const { return descriptor_; }
   bool close() {
@@ -73,7 +77,7 @@ class File {
   }
 
  private:
-  int descriptor_;
+  int descriptor_ = -1;
 };
 
 }  // namespace
@@ -103,10 +107,14 @@ bool make_folders(const std::string& folder) {
 bool write_file(const std::string& folder, const std::string& name, const std::string& text) {
   if (!make_folders(folder)) return false;
   static std::atomic<unsigned> serial{0};
-  char unique[64];
-  std::snprintf(unique, sizeof(unique), ".%ld.%u.tmp", static_cast<long>(getpid()), serial++);
-  const std::string path = folder + "/" + name, temporary = folder + "/." + name + unique;
-  File file(temporary, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC);
+  const std::string path = folder + "/" + name;
+  std::string temporary;
+  File file;
+  do {  // another container's process of the same number may be at it, or may have been killed
+    char unique[64];
+    std::snprintf(unique, sizeof(unique), ".%ld.%u.tmp", static_cast<long>(getpid()), serial++);
+    temporary = folder + "/." + name + unique;
+  } while (!file.open(temporary, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC) && errno == EEXIST);
   if (!file.is_open()) return false;
   size_t written = 0;
   while (written < text.size()) {
@@ -125,10 +133,11 @@ bool write_file(const std::string& folder, const std::string& name, const std::s
 
 bool read_file(const std::string& path, std::string* text) {
   // A pipe of that name must not hold us up.
-  const File file(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+  File file;
   struct stat found;
-  if (!file.is_open() || fstat(file.descriptor(), &found) != 0 || !S_ISREG(found.st_mode) ||
-      found.st_size < 0 || static_cast<size_t>(found.st_size) > kLargestFile) {
+  if (!file.open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK) ||
+      fstat(file.descriptor(), &found) != 0 || !S_ISREG(found.st_mode) || found.st_size < 0 ||
+      static_cast<size_t>(found.st_size) > kLargestFile) {
     return false;
   }
   text->resize(static_cast<size_t>(found.st_size));

@@ -70,7 +70,8 @@ Status Nvrtc::get(const Nvrtc** nvrtc) {
       if (!problem.empty()) problems += (problems.empty() ? "" : "; ") + problem;
     }
     if (loaded == nullptr) {
-      return error_status("score functions are compiled by NVRTC %d.%d or newer, and %s: %s",
+      // Cut, so that a Status has room for the advice.
+      return error_status("score functions are compiled by NVRTC %d.%d or newer, and %.300s: %s",
                           kOldestMajor, kOldestMinor,
                           problems.empty() ? "none was found" : problems.c_str(), kInstall);
     }
