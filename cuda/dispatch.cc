@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdio>
 #include <cstring>
 #include <iterator>
 #include <memory>
@@ -26,25 +27,33 @@ namespace {
 
 constexpr const char* kMathNames[] = {"float16", "bfloat16", "tf32", "float32"};
 
-// 10 * major + minor of the current device. Asked once per device: a handler has microseconds.
-Status current_arch(int* arch) {
-  constexpr int kMaxDevices = 64;
-  static std::atomic<int> known[kMaxDevices];  // 0: not asked yet
-  constexpr char kDoing[] = "jaxflash needs an NVIDIA GPU and its driver; asking for the GPU";
+constexpr char kAskingForGpu[] = "jaxflash needs an NVIDIA GPU and its driver; asking for the GPU";
 
-  int device = 0;
-  if (Status status = cuda_status(cudaGetDevice(&device), kDoing); !status.ok()) return status;
-  if (device < kMaxDevices) {
-    *arch = known[device].load(std::memory_order_relaxed);
-    if (*arch != 0) return {};
-  }
+Status current_device(int* device) { return cuda_status(cudaGetDevice(device), kAskingForGpu); }
+
+// 10 * major + minor.
+Status arch_of_gpu(int device, int* arch) {
   int major = 0, minor = 0;
   cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   if (error == cudaSuccess) {
     error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
   }
-  if (Status status = cuda_status(error, kDoing); !status.ok()) return status;
   *arch = 10 * major + minor;
+  return cuda_status(error, kAskingForGpu);
+}
+
+// Of the current device. Asked once per device: a handler has microseconds.
+Status current_arch(int* arch) {
+  constexpr int kMaxDevices = 64;
+  static std::atomic<int> known[kMaxDevices];  // 0: not asked yet
+
+  int device = 0;
+  if (Status status = current_device(&device); !status.ok()) return status;
+  if (device < kMaxDevices) {
+    *arch = known[device].load(std::memory_order_relaxed);
+    if (*arch != 0) return {};
+  }
+  if (Status status = arch_of_gpu(device, arch); !status.ok()) return status;
   if (device < kMaxDevices) known[device].store(*arch, std::memory_order_relaxed);
   return {};
 }
@@ -134,26 +143,17 @@ int portable_arch_for(int arch) {
 }
 
 Status traits_of_gpu(int device, GpuTraits* gpu) {
-  int major = 0, minor = 0;
-  cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
-  }
-  if (error == cudaSuccess) {
-    error =
-        cudaDeviceGetAttribute(&gpu->shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  }
-  gpu->arch = 10 * major + minor;
+  if (Status status = arch_of_gpu(device, &gpu->arch); !status.ok()) return status;
   gpu->portable_arch = portable_arch_for(gpu->arch);
-  return cuda_status(error, "asking for the GPU");
+  return cuda_status(
+      cudaDeviceGetAttribute(&gpu->shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+      kAskingForGpu);
 }
 
 Status load_on_current_device(const ScoreKernels& program, const CompiledVariant& variant,
                               LoadedKernel* kernel) {
   int device = 0;
-  if (Status status = cuda_status(cudaGetDevice(&device), "asking for the GPU"); !status.ok()) {
-    return status;
-  }
+  if (Status status = current_device(&device); !status.ok()) return status;
   const auto ask = [device](GpuTraits* gpu) { return traits_of_gpu(device, gpu); };
   return program.load(variant, device, ask, kernel);
 }
@@ -183,45 +183,45 @@ Status expected_variant(const ScoreKernels& program, int arch, const CompiledVar
   return error_status("unknown pass %d", static_cast<int>(program.pass()));
 }
 
+// All kernels of a program, for one kind of GPU.
+Status compile_for(const ScoreKernels& program, const GpuTraits& gpu) {
+  const CompiledVariant* variant = nullptr;
+  Status status = expected_variant(program, gpu.arch, &variant);
+  ScoreKernels::Compiled compiled;
+  if (status.ok()) status = program.compile(*variant, gpu, &compiled);
+  if (!status.ok() || program.capture_gradients() == nullptr) return status;
+  return program.capture_gradients()->compile(gpu);
+}
+
 // Compiles for the GPUs of this machine. Where one of several cannot run the program, calls on it
 // fail, not those on the others.
 Status create_program(const ProgramDescription& description, ScoreKernels** result) {
   auto program = std::make_unique<ScoreKernels>(description);
   int count = 0;
   if (cudaGetDeviceCount(&count) != cudaSuccess) cudaGetLastError();  // none: compiled when needed
-  std::vector<std::pair<int, int>> done;
+  std::vector<std::pair<int, int>> tried;                             // kinds of GPUs
+  bool any = count == 0;
   Status first_failure = {};
   for (int device = 0; device < count; ++device) {
     GpuTraits gpu = {};
     Status status = traits_of_gpu(device, &gpu);
-    const std::pair<int, int> kind{gpu.arch, gpu.shared_bytes};
-    if (status.ok() && std::find(done.begin(), done.end(), kind) != done.end()) continue;
-    const CompiledVariant* variant = nullptr;
-    if (status.ok()) status = expected_variant(*program, gpu.arch, &variant);
     if (status.ok()) {
-      std::shared_ptr<RuntimeKernel> kernel, merge;
-      ProgramKernel tile;
-      status = program->compile(*variant, gpu, &kernel, &tile, &merge);
+      const std::pair<int, int> kind{gpu.arch, gpu.shared_bytes};
+      if (std::find(tried.begin(), tried.end(), kind) != tried.end()) continue;
+      tried.push_back(kind);
+      status = compile_for(*program, gpu);
     }
-    if (status.ok() && program->capture_gradients() != nullptr) {
-      status = program->capture_gradients()->compile(gpu);
-    }
-    if (status.ok()) {
-      done.push_back(kind);
-    } else if (first_failure.ok()) {
-      first_failure = status;
-    }
+    any |= status.ok();
+    if (first_failure.ok()) first_failure = status;
   }
-  if (done.empty() && !first_failure.ok()) return first_failure;
+  if (!any) return first_failure;
   *result = program.release();
   return {};
 }
 
 Status current_device_of(const CaptureGradients& gradients, CaptureGradients::Device** result) {
   int device = 0;
-  if (Status status = cuda_status(cudaGetDevice(&device), "asking for the GPU"); !status.ok()) {
-    return status;
-  }
+  if (Status status = current_device(&device); !status.ok()) return status;
   const auto ask = [device](GpuTraits* gpu) { return traits_of_gpu(device, gpu); };
   return gradients.device(device, ask, result);
 }
@@ -355,11 +355,10 @@ Status jaxflash_compile_program(const jaxflash::ProgramDescription* description,
   if (Status status = jaxflash::expected_variant(program, arch, &variant); !status.ok()) {
     return status;
   }
-  std::shared_ptr<jaxflash::RuntimeKernel> kernel, merge;
-  jaxflash::ProgramKernel tile;
-  Status status = program.compile(*variant, {arch, shared_bytes, jaxflash::portable_arch_for(arch)},
-                                  &kernel, &tile, &merge);
-  if (status.ok()) *report = kernel->report();
+  jaxflash::ScoreKernels::Compiled compiled;
+  Status status =
+      program.compile(*variant, {arch, shared_bytes, jaxflash::portable_arch_for(arch)}, &compiled);
+  if (status.ok()) *report = compiled.kernel->report();
   return status;
 }
 

@@ -38,8 +38,7 @@ std::string with_mask(std::string name, MaskKind mask) {
 }  // namespace
 
 Status ScoreKernels::compile(const CompiledVariant& variant, const GpuTraits& gpu,
-                             std::shared_ptr<RuntimeKernel>* kernel, ProgramKernel* tile,
-                             std::shared_ptr<RuntimeKernel>* merge) const {
+                             Compiled* compiled) const {
   ProgramKernel tiles[kMaxProgramTiles] = {};
   const bool ranges = mask_ == MaskKind::kRanges || mask_ == MaskKind::kSegments;
   const int count = variant.program_kernels(
@@ -59,7 +58,6 @@ Status ScoreKernels::compile(const CompiledVariant& variant, const GpuTraits& gp
   } else {
     request.architecture += "a";
   }
-
   if (variant.math == Math::kFloat32) request.options.push_back("-DJAXFLASH_PRECISE_MATH");
 
   const auto choose = [&](const char* name, const char* header) {
@@ -67,34 +65,36 @@ Status ScoreKernels::compile(const CompiledVariant& variant, const GpuTraits& gp
     request.source = "#include \"common/program.cuh\"\n#include \"common/range_mask.cuh\"\n" +
                      source_ + "\n#include \"" + header + "\"\n";
   };
-  *kernel = nullptr;
+  *compiled = {};
   for (int i = 0; i < count; ++i) {
     request.tile = tiles[i].tile_name;
     choose(tiles[i].name, tiles[i].header);
-    std::shared_ptr<RuntimeKernel> compiled;
-    if (Status status = RuntimeKernel::get(request, &compiled); !status.ok()) return status;
-    if (*kernel == nullptr || compiled->costs().better_than((*kernel)->costs())) {
-      *kernel = std::move(compiled);
-      *tile = tiles[i];
+    std::shared_ptr<RuntimeKernel> kernel;
+    if (Status status = RuntimeKernel::get(request, &kernel); !status.ok()) return status;
+    if (compiled->kernel == nullptr || kernel->costs().better_than(compiled->kernel->costs())) {
+      compiled->kernel = std::move(kernel);
+      compiled->tile = tiles[i];
     }
-    if ((*kernel)->costs().harmless()) break;
+    if (compiled->kernel->costs().harmless()) break;
   }
-  if (tile->merge_header == nullptr) return {};
+  const ProgramKernel& tile = compiled->tile;
+  if (tile.merge_header == nullptr) return {};
   request.label += " merge";
-  request.tile = tile->tile_name;
-  choose(tile->merge_name, tile->merge_header);
-  return RuntimeKernel::get(request, merge);
+  request.tile = tile.tile_name;
+  choose(tile.merge_name, tile.merge_header);
+  return RuntimeKernel::get(request, &compiled->merge);
 }
 
 Status ScoreKernels::load_new(const CompiledVariant& variant, int device, const GpuTraits& gpu,
                               LoadedKernel* kernel) const {
-  std::shared_ptr<RuntimeKernel> compiled, merge;
-  ProgramKernel tile;
-  if (Status status = compile(variant, gpu, &compiled, &tile, &merge); !status.ok()) return status;
-  kernel->tile = tile.tile;
+  Compiled compiled;
+  if (Status status = compile(variant, gpu, &compiled); !status.ok()) return status;
+  kernel->tile = compiled.tile.tile;
   kernel->merge = nullptr;
-  Status status = compiled->load(device, tile.shared_bytes, &kernel->handle);
-  if (status.ok() && merge != nullptr) status = merge->load(device, 0, &kernel->merge);
+  Status status = compiled.kernel->load(device, compiled.tile.shared_bytes, &kernel->handle);
+  if (status.ok() && compiled.merge != nullptr) {
+    status = compiled.merge->load(device, 0, &kernel->merge);
+  }
   if (status.ok()) loaded_.push_back({&variant, device, *kernel});
   return status;
 }

@@ -25,12 +25,14 @@ struct ScoreKernels {
   // nullptr where none is wanted.
   const CaptureGradients* capture_gradients() const { return capture_gradients_.get(); }
 
+  struct Compiled {
+    ProgramKernel tile;
+    std::shared_ptr<RuntimeKernel> kernel;
+    std::shared_ptr<RuntimeKernel> merge;  // of its parts; nullptr: there are none
+  };
   // The kernel of the first tile of the variant that hardly spills and does not serialise its
-  // warpgroup instructions; where there is none, of the one that does so least. And the one that
-  // merges its parts, if there is one.
-  Status compile(const CompiledVariant& variant, const GpuTraits& gpu,
-                 std::shared_ptr<RuntimeKernel>* kernel, ProgramKernel* tile,
-                 std::shared_ptr<RuntimeKernel>* merge) const;
+  // warpgroup instructions; where there is none, of the one that does so least.
+  Status compile(const CompiledVariant& variant, const GpuTraits& gpu, Compiled* compiled) const;
 
   // The same on the device, which must be the current one. `ask` is called where that is new.
   template <class AskGpu>
