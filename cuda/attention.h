@@ -5,7 +5,6 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "common/capture_gradient.h"
 #include "problem.h"
 
 struct CUstream_st;
@@ -51,7 +50,7 @@ struct ProgramDescription {
   bool paged;            // keys and values lie in pages
   int32_t shared_units;  // forward: jaxflash_shared_units of the calls to come
   // Backward: the same program with a struct Load0, Load1 ... for each of these loads of captured
-  // arrays, whose gradients are wanted; see common/capture_gradient.h. nullptr without any.
+  // arrays, whose gradients are wanted. nullptr without any.
   const char* gradient_source;
   const CaptureLoad* gradient_loads;
   int32_t num_gradient_loads;

@@ -121,6 +121,23 @@ struct Captures {
   const int32_t* head_numbers;                  // (N), or nullptr: 0 ... N - 1
 };
 
+// A load of a captured array whose gradient is wanted, see common/capture_gradient.h. The kernels'
+// `Load` (common/capture_gradient_sums.cuh) has the same constants.
+struct CaptureLoad {
+  int32_t capture;
+  int32_t rank;        // of its own axes
+  int32_t query_axis;  // whose index is the row's number, or -1
+  int32_t key_axis;    // whose index is the column's number, or -1
+  bool scatter;        // another index depends on the row or the column: nothing is owned
+  bool narrow;         // the gradient has the capture's 16-bit dtype: every element is stored once
+};
+
+// Where the gradient of a capture goes: (*B, its own axes).
+struct CaptureGradientArray {
+  void* data;                           // nullptr: nobody wants it
+  int64_t batch_stride[kMaxBatchAxes];  // in elements, 0 where the axis is summed over
+};
+
 // Keys and values in a pool of pages. Those of a sequence lie in pages table[0], table[1] ... of
 // its row; numbers outside of 0 ... count - 1 mean the nearest, and those of pages in which no key
 // is seen are not looked at.

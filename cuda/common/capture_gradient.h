@@ -40,17 +40,6 @@ struct FragmentTile {
   }
 };
 
-// A load as the host needs to know it; the kernels' `Load` (common/capture_gradient_sums.cuh) has
-// the same constants.
-struct CaptureLoad {
-  int32_t capture;
-  int32_t rank;        // of its own axes
-  int32_t query_axis;  // whose index is the row's number, or -1
-  int32_t key_axis;    // whose index is the column's number, or -1
-  bool scatter;        // another index depends on the row or the column: nothing is owned
-  bool narrow;         // the gradient has the capture's 16-bit dtype: every element is stored once
-};
-
 // What the kernel is told.
 struct CaptureGradient {
   void* data;                           // (*B, *own axes of the capture), each batch axis full or 1
@@ -71,12 +60,6 @@ struct CaptureGradient {
 
 // Words of CaptureGradient::turns. They lie in the accumulator of dq, which nobody reads any more.
 inline int64_t capture_gradient_turns(const CaptureGradient& plan) { return 2 + plan.pieces(); }
-
-// Where the gradient of a capture goes.
-struct CaptureGradientArray {
-  void* data;                           // nullptr: nobody wants it
-  int64_t batch_stride[kMaxBatchAxes];  // as in CaptureGradient
-};
 
 inline int64_t capture_gradient_elements(const Problem& problem, const Capture& capture,
                                          const CaptureGradientArray& array, int32_t rank) {

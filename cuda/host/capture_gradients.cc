@@ -6,6 +6,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "common/launch.h"
 #include "common/program_kernels.h"
 #include "common/status.h"
 #include "common/workspace.h"
@@ -220,11 +221,56 @@ Status CaptureGradients::load(Device& device, Family family) const {
   return {};
 }
 
-Status CaptureGradients::launch(Device& device, const BackwardParams& call,
+namespace {
+
+// A kernel on the GPU, and a call of it.
+struct Launch {
+  const CaptureGradients::LoadedLoad& load;
+  const BackwardParams& params;
+  const CaptureGradient& plan;
+  CUstream_st* stream;
+
+  int64_t parts() const { return plan.pieces() * plan.parts; }
+
+  template <class... Parameters>
+  Status blocks(int64_t count, const Parameters&... arguments) const {
+    const CaptureGradients::Geometry& tile = load.geometry;
+    return cuda_status(jaxflash::launch(Kernel<Parameters...>(load.handle), Start::kAfter,
+                                        {static_cast<unsigned>(count)}, tile.threads,
+                                        tile.shared_bytes, stream, arguments...),
+                       "launching the kernel for the gradient of a capture");
+  }
+
+  // A block for each part.
+  Status portable(const BackwardWorkspace& workspace) const {
+    constexpr int64_t kMaxGrid = (int64_t{1} << 31) - 1;
+    for (int64_t first = 0; first < parts(); first += kMaxGrid) {
+      const int64_t count = std::min(parts() - first, kMaxGrid);
+      Status status = blocks(count, params, workspace, plan, first);
+      if (!status.ok()) return status;
+    }
+    return {};
+  }
+
+  // Blocks that stay and take one part after another.
+  Status hopper(const sm90::CaptureGradientMaps& maps, int multiprocessors) const {
+    if (parts() == 0) return {};
+    sm90::CaptureGradientArgs args{};
+    Status status =
+        sm90::capture_gradient_args(params, maps, load.geometry.rows, load.geometry.keys, args);
+    if (!status.ok()) return status;
+    args.plan = plan;
+    args.parts = parts();
+    return blocks(std::min<int64_t>(parts(), multiprocessors), args);
+  }
+};
+
+}  // namespace
+
+Status CaptureGradients::launch(Device& device, const BackwardParams& params,
                                 const CaptureGradientArray* arrays, CUstream_st* stream) const {
-  BackwardParams params = call;
   const Problem& problem = params.problem;
-  BackwardWorkspace workspace = backward_workspace(problem);
+  const BackwardWorkspace workspace = backward_workspace(problem);
   const bool no_rows = workspace.bytes == 0 || problem.q_len == 0 || problem.kv_len == 0;
   Family family = this->family(device.gpu);
   sm90::CaptureGradientMaps maps;
@@ -233,6 +279,10 @@ Status CaptureGradients::launch(Device& device, const BackwardParams& call,
   }
   if (Status status = load(device, family); !status.ok()) return status;
   const std::vector<LoadedLoad>& loads = device.loads[static_cast<int>(family)];
+  const auto clear = [stream](void* data, int64_t bytes, const char* doing) {
+    return cuda_status(cudaMemsetAsync(data, 0, bytes, stream), doing);
+  };
+
   bool written[kMaxCaptures] = {};
   for (size_t i = 0; i < loads_.size(); ++i) {
     const CaptureLoad& load = loads_[i];
@@ -244,56 +294,28 @@ Status CaptureGradients::launch(Device& device, const BackwardParams& call,
                               int64_t{device.multiprocessors} * tile.blocks_per_sm,
                               written[load.capture], params.deterministic);
     written[load.capture] = true;
-    const int64_t elements =
-        capture_gradient_elements(problem, params.captures.of[load.capture], array, load.rank);
-    if (no_rows && plan.adds) continue;
-    if (plan.zeros || no_rows) {
-      if (Status status =
-              cuda_status(cudaMemsetAsync(array.data, 0, elements * (load.narrow ? 2 : 4), stream),
-                          "clearing the gradient of a capture");
-          !status.ok()) {
-        return status;
-      }
+    Status status = {};
+    if (plan.zeros || (no_rows && !plan.adds)) {
+      const int64_t elements =
+          capture_gradient_elements(problem, params.captures.of[load.capture], array, load.rank);
+      status =
+          clear(array.data, elements * (load.narrow ? 2 : 4), "clearing the gradient of a capture");
     }
-    if (no_rows) continue;
-    if (plan.ordered) {
-      plan.turns = reinterpret_cast<uint32_t*>(workspace.dq_of(params.workspace, 0));
-      if (Status status =
-              cuda_status(cudaMemsetAsync(plan.turns, 0, capture_gradient_turns(plan) * 4, stream),
-                          "clearing the turns of a gradient");
-          !status.ok()) {
-        return status;
-      }
-    }
-    const int64_t blocks = plan.pieces() * plan.parts;
-    if (blocks == 0) continue;
-    const auto launch = [&](int64_t grid, void** arguments) {
-      cudaLaunchConfig_t config{};
-      config.gridDim = dim3(static_cast<unsigned>(grid));
-      config.blockDim = dim3(tile.threads);
-      config.dynamicSmemBytes = tile.shared_bytes;
-      config.stream = stream;
-      return cuda_status(cudaLaunchKernelExC(&config, loads[i].handle, arguments),
-                         "launching the kernel for the gradient of a capture");
-    };
-    if (family == Family::kHopper) {
-      sm90::CaptureGradientArgs args{};
-      Status status = sm90::capture_gradient_args(params, maps, tile.rows, tile.keys, args);
-      args.plan = plan;
-      args.parts = blocks;
-      void* arguments[] = {&args};
-      if (status.ok()) {
-        status = launch(std::min<int64_t>(blocks, device.multiprocessors), arguments);
-      }
+    if (no_rows) {
       if (!status.ok()) return status;
       continue;
     }
-    constexpr int64_t kMaxGrid = (int64_t{1} << 31) - 1;
-    for (int64_t first = 0; first < blocks; first += kMaxGrid) {
-      void* arguments[] = {&params, &workspace, &plan, &first};
-      Status status = launch(std::min(blocks - first, kMaxGrid), arguments);
-      if (!status.ok()) return status;
+    if (status.ok() && plan.ordered) {
+      plan.turns = reinterpret_cast<uint32_t*>(workspace.dq_of(params.workspace, 0));
+      status =
+          clear(plan.turns, capture_gradient_turns(plan) * 4, "clearing the turns of a gradient");
     }
+    const Launch launch{loads[i], params, plan, stream};
+    if (status.ok()) {
+      status = family == Family::kHopper ? launch.hopper(maps, device.multiprocessors)
+                                         : launch.portable(workspace);
+    }
+    if (!status.ok()) return status;
   }
   return {};
 }
