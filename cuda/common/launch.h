@@ -47,6 +47,15 @@ inline Status shared_memory_per_block(int* bytes) {
   return cuda_status(error, "asking for the GPU's shared memory");
 }
 
+inline Status multiprocessors_of_gpu(int* count) {
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
+  }
+  return cuda_status(error, "asking for the GPU's multiprocessors");
+}
+
 // When a kernel may start.
 enum class Start {
   kAfter,   // once the kernel before it in the stream is done

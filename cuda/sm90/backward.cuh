@@ -108,12 +108,10 @@ KeyTileOrder key_tile_order(const BackwardParams& params, const BackwardWorkspac
   return {problem, key_tiles, heads, section_heads, descending};
 }
 
-// dk and dv, and dq where it is direct. Without rows to add to, nothing has cleared the ticket, and
-// dk and dv become 0.
+// Of the main kernel. `direct_dq`: where dq goes if it is stored; nullptr: it is added up.
 template <Math kMath, class Tile>
-Status launch_backward(Kernel<BackwardArgs> kernel, const BackwardParams& params,
-                       const BackwardWorkspace& workspace, const MappedTensor* direct_dq,
-                       cudaStream_t stream) {
+Status backward_args(const BackwardParams& params, const BackwardWorkspace& workspace,
+                     const MappedTensor* direct_dq, BackwardArgs& args) {
   using Traits = BackwardTraits<Tile, kMath>;
   const Problem& problem = params.problem;
   BackwardMaps maps;
@@ -125,18 +123,6 @@ Status launch_backward(Kernel<BackwardArgs> kernel, const BackwardParams& params
     maps.q = maps.k;
     maps.dout = maps.v;
   }
-  if (encode_tiled() == nullptr) {
-    return error_status("the CUDA driver has no cuTensorMapEncodeTiled: update it");
-  }
-  constexpr char kDoing[] = "asking for the current GPU";
-  int device = 0;
-  int multiprocessors = 0;
-  if (Status status = cuda_status(cudaGetDevice(&device), kDoing); !status.ok()) return status;
-  cudaError_t error =
-      cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  if (Status status = cuda_status(error, kDoing); !status.ok()) return status;
-
-  BackwardArgs args{};
   const struct {
     TensorMap& map;
     const MappedTensor& tensor;
@@ -145,19 +131,13 @@ Status launch_backward(Kernel<BackwardArgs> kernel, const BackwardParams& params
       {args.q, maps.q, Tile::kRows},           {args.k, maps.k, Tile::kKeys},
       {args.v, maps.v, Tile::kKeys},           {args.dout, maps.dout, Tile::kRows},
       {args.dk, maps.dk, Traits::kStoredKeys}, {args.dv, maps.dv, Traits::kStoredKeys}};
-  for (const auto& operand : operands) {
-    const CUresult encoded = encode(operand.map, operand.tensor, kMath, operand.box_length);
-    if (encoded != CUDA_SUCCESS) {
-      return error_status("cuTensorMapEncodeTiled failed with CUresult %d",
-                          static_cast<int>(encoded));
-    }
+  for (const auto& [map, tensor, box_length] : operands) {
+    Status status = encode(map, tensor, kMath, box_length);
+    if (!status.ok()) return status;
   }
   if (direct_dq != nullptr) {
-    const CUresult encoded = encode(args.dq, *direct_dq, kMath, Traits::kDqPartRows);
-    if (encoded != CUDA_SUCCESS) {
-      return error_status("cuTensorMapEncodeTiled failed with CUresult %d",
-                          static_cast<int>(encoded));
-    }
+    Status status = encode(args.dq, *direct_dq, kMath, Traits::kDqPartRows);
+    if (!status.ok()) return status;
   }
   for (int axis = 0; axis < kBatchDims; ++axis) {
     args.q_batch_step[axis] = maps.q.batch_step[axis];
@@ -175,14 +155,31 @@ Status launch_backward(Kernel<BackwardArgs> kernel, const BackwardParams& params
   args.captures = params.captures;
   args.workspace = workspace;
   args.workspace_data = params.workspace;
+  return {};
+}
 
+// dk and dv, and dq where it is direct. Without rows to add to, nothing has cleared the ticket, and
+// dk and dv become 0.
+template <Math kMath, class Tile>
+Status launch_backward(Kernel<BackwardArgs> kernel, const BackwardParams& params,
+                       const BackwardWorkspace& workspace, const MappedTensor* direct_dq,
+                       cudaStream_t stream) {
+  using Traits = BackwardTraits<Tile, kMath>;
+  int multiprocessors = 0;
+  if (Status status = multiprocessors_of_gpu(&multiprocessors); !status.ok()) return status;
+  BackwardArgs args{};
+  if (Status status = backward_args<kMath, Tile>(params, workspace, direct_dq, args);
+      !status.ok()) {
+    return status;
+  }
   const uint32_t tiles = args.order.key_tiles * args.order.heads;
   const Grid grid{std::min<uint32_t>(tiles, multiprocessors / Tile::kBlocks) * Tile::kBlocks,
                   Tile::kBlocks};
   // Without rows there was no delta kernel, and what came before may not be ours.
-  error = launch(kernel, problem.q_len > 0 ? Start::kBeside : Start::kAfter, grid, Traits::kThreads,
-                 Traits::kSharedBytes, stream, args);
-  return cuda_status(error, "launching the backward kernel");
+  const Start start = params.problem.q_len > 0 ? Start::kBeside : Start::kAfter;
+  return cuda_status(
+      launch(kernel, start, grid, Traits::kThreads, Traits::kSharedBytes, stream, args),
+      "launching the backward kernel");
 }
 
 // All three kernels; the main one's shared memory has been allowed.

@@ -108,32 +108,15 @@ inline bool takes(const ForwardParams& params) {
 
 namespace detail {
 
-// The kernel's shared memory has been allowed. `merge` is for tiles that share keys.
 template <Math kMath, class Tile>
-Status launch_forward(Kernel<ForwardArgs> kernel, Kernel<ForwardArgs> merge,
-                      const ForwardParams& params, cudaStream_t stream) {
-  using Traits = ForwardTraits<Tile, kMath, BandMask>;
+Status forward_args(const ForwardParams& params, int multiprocessors, ForwardArgs& args) {
   const Problem& problem = params.problem;
-  const int64_t batch = batch_size(problem);
-  if (batch == 0 || problem.q_heads == 0 || problem.q_len == 0) return Status{};
-
   ForwardMaps maps;
   if (!map_forward(params, maps)) {
     return error_status("the Hopper forward kernel does not take these strides: ask takes() first");
   }
   if (problem.kv_len == 0) maps.k = maps.v = maps.q;  // never read, but a map cannot be empty
-  if (encode_tiled() == nullptr) {
-    return error_status("the CUDA driver has no cuTensorMapEncodeTiled: update it");
-  }
-  constexpr char kDoing[] = "asking for the current GPU";
-  int device = 0;
-  int multiprocessors = 0;
-  if (Status status = cuda_status(cudaGetDevice(&device), kDoing); !status.ok()) return status;
-  cudaError_t error =
-      cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  if (Status status = cuda_status(error, kDoing); !status.ok()) return status;
 
-  ForwardArgs args{};
   args.unit = unit_shape(problem, params.program != nullptr && !Tile::kShares);
   const int positions = 1 << args.unit.log2_positions;
   int box_keys = Tile::kKeys;
@@ -143,32 +126,34 @@ Status launch_forward(Kernel<ForwardArgs> kernel, Kernel<ForwardArgs> merge,
     while (Tile::kKeys % (1 << args.pages.log2_box) != 0) --args.pages.log2_box;
     box_keys = 1 << args.pages.log2_box;
   }
-  CUresult encoded = encode(args.q, maps.q, kMath, positions, args.unit.heads);
-  if (encoded == CUDA_SUCCESS) encoded = encode(args.k, maps.k, kMath, box_keys);
-  if (encoded == CUDA_SUCCESS) encoded = encode(args.v, maps.v, kMath, box_keys);
-  if (encoded == CUDA_SUCCESS) {
-    encoded = encode(args.out, maps.out, kMath, positions, args.unit.heads);
-  }
-  if (encoded != CUDA_SUCCESS) {
-    return error_status("cuTensorMapEncodeTiled failed with CUresult %d",
-                        static_cast<int>(encoded));
+  const struct {
+    TensorMap& map;
+    const MappedTensor& tensor;
+    int box_length;
+    int box_heads;
+  } operands[4] = {{args.q, maps.q, positions, args.unit.heads},
+                   {args.k, maps.k, box_keys, 1},
+                   {args.v, maps.v, box_keys, 1},
+                   {args.out, maps.out, positions, args.unit.heads}};
+  for (const auto& [map, tensor, box_length, box_heads] : operands) {
+    Status status = encode(map, tensor, kMath, box_length, box_heads);
+    if (!status.ok()) return status;
   }
   for (int axis = 0; axis < kBatchDims; ++axis) {
     args.q_batch_step[axis] = maps.q.batch_step[axis];
     args.k_batch_step[axis] = maps.k.batch_step[axis];
     args.v_batch_step[axis] = maps.v.batch_step[axis];
+    args.out_batch_stride[axis] = maps.out.stride[3 + axis];
   }
   args.group = problem.q_heads / problem.kv_heads;
   args.by_units = Divisor(args.group / args.unit.heads);
   args.by_kv_heads = Divisor(problem.kv_heads);
   args.by_inner_batch = Divisor(static_cast<uint32_t>(maps.batch.extent[0]));
+  const int64_t batch = batch_size(problem);
   args.order = tile_order<Tile>(problem, args.unit, batch, multiprocessors);
   args.problem = problem;
   args.lse = params.lse;
   args.out_data = static_cast<uint16_t*>(params.out.data);
-  for (int axis = 0; axis < kBatchDims; ++axis) {
-    args.out_batch_stride[axis] = maps.out.stride[3 + axis];
-  }
   args.out_seq_stride = params.out.seq_stride;
   args.out_head_stride = params.out.head_stride;
   args.scale_log2 = problem.scale * kLog2E;
@@ -183,9 +168,25 @@ Status launch_forward(Kernel<ForwardArgs> kernel, Kernel<ForwardArgs> merge,
     args.sharing.out = reinterpret_cast<float*>(workspace + layout.out);
     args.sharing.lse = reinterpret_cast<float*>(workspace + layout.lse);
   }
+  return {};
+}
 
-  error = launch(kernel, Start::kAfter, {args.order.blocks}, Traits::kThreads, Traits::kSharedBytes,
-                 stream, args);
+// The kernel's shared memory has been allowed. `merge` is for tiles that share keys.
+template <Math kMath, class Tile>
+Status launch_forward(Kernel<ForwardArgs> kernel, Kernel<ForwardArgs> merge,
+                      const ForwardParams& params, cudaStream_t stream) {
+  using Traits = ForwardTraits<Tile, kMath, BandMask>;
+  const Problem& problem = params.problem;
+  if (batch_size(problem) == 0 || problem.q_heads == 0 || problem.q_len == 0) return {};
+
+  int multiprocessors = 0;
+  if (Status status = multiprocessors_of_gpu(&multiprocessors); !status.ok()) return status;
+  ForwardArgs args{};
+  if (Status status = forward_args<kMath, Tile>(params, multiprocessors, args); !status.ok()) {
+    return status;
+  }
+  cudaError_t error = launch(kernel, Start::kAfter, {args.order.blocks}, Traits::kThreads,
+                             Traits::kSharedBytes, stream, args);
   if (Status status = cuda_status(error, "launching the forward kernel"); !status.ok()) {
     return status;
   }

@@ -132,6 +132,7 @@ inline EncodeTiled encode_tiled() {
     cudaDriverEntryPointQueryResult found;
     const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry,
                                                                12000, cudaEnableDefault, &found);
+    if (error != cudaSuccess) cudaGetLastError();
     const bool ok = error == cudaSuccess && found == cudaDriverEntryPointSuccess;
     return ok ? reinterpret_cast<EncodeTiled>(entry) : nullptr;
   }();
@@ -140,9 +141,12 @@ inline EncodeTiled encode_tiled() {
 
 // Map whose boxes are 64 elements (128 bytes, swizzled) by `box_length` positions of `box_heads`
 // heads.
-inline CUresult encode(TensorMap& map, const MappedTensor& tensor, Math math, int box_length,
-                       int box_heads = 1) {
+inline Status encode(TensorMap& map, const MappedTensor& tensor, Math math, int box_length,
+                     int box_heads = 1) {
   static_assert(sizeof(TensorMap) == sizeof(CUtensorMap));
+  if (encode_tiled() == nullptr) {
+    return error_status("the CUDA driver has no cuTensorMapEncodeTiled: update it");
+  }
   cuuint64_t extents[5];
   cuuint64_t strides[4];  // bytes, of axes 1 to 4
   for (int axis = 0; axis < 5; ++axis) extents[axis] = tensor.extent[axis];
@@ -153,28 +157,22 @@ inline CUresult encode(TensorMap& map, const MappedTensor& tensor, Math math, in
   const cuuint32_t box[5] = {64, static_cast<cuuint32_t>(box_length),
                              static_cast<cuuint32_t>(box_heads), 1, 1};
   const cuuint32_t element_strides[5] = {1, 1, 1, 1, 1};
-  return encode_tiled()(
+  const CUresult encoded = encode_tiled()(
       reinterpret_cast<CUtensorMap*>(&map),
       math == Math::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
       5, tensor.data, extents, strides, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
       CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (encoded == CUDA_SUCCESS) return {};
+  return error_status("cuTensorMapEncodeTiled failed with CUresult %d", static_cast<int>(encoded));
 }
 
 inline Status encode(MappedOperand& operand, const MappedTensor& tensor, Math math,
                      int box_length) {
-  if (encode_tiled() == nullptr) {
-    return error_status("the CUDA driver has no cuTensorMapEncodeTiled: update it");
-  }
-  const CUresult encoded = encode(operand.map, tensor, math, box_length);
-  if (encoded != CUDA_SUCCESS) {
-    return error_status("cuTensorMapEncodeTiled failed with CUresult %d",
-                        static_cast<int>(encoded));
-  }
   for (int axis = 0; axis < kBatchDims; ++axis) {
     operand.batch_step[axis] = tensor.batch_step[axis];
   }
-  return {};
+  return encode(operand.map, tensor, math, box_length);
 }
 
 }  // namespace jaxflash::sm90
