@@ -101,13 +101,29 @@ cudaError_t launch(Kernel<Parameters...> kernel, Start start, Grid grid, int thr
   return cudaLaunchKernelExC(&config, kernel.handle, pointers);
 }
 
+inline constexpr int64_t kMaxGrid = (int64_t{1} << 31) - 1;
+
+// A block of `kernel(params, first_head)` for each of `tiles` tiles of any number of heads.
+template <class Params>
+cudaError_t launch_heads(Kernel<Params, uint64_t> kernel, int64_t heads, int64_t tiles, int threads,
+                         int shared_bytes, const Params& params, cudaStream_t stream) {
+  if (heads * tiles == 0) return cudaSuccess;
+  const int64_t at_once = kMaxGrid / tiles;
+  for (int64_t first = 0; first < heads; first += at_once) {
+    const Grid grid{static_cast<unsigned>(std::min(heads - first, at_once) * tiles)};
+    const cudaError_t error = launch(kernel, Start::kAfter, grid, threads, shared_bytes, stream,
+                                     params, static_cast<uint64_t>(first));
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
 // Any number of blocks of `kernel(params, workspace, first_block, more...)`.
 template <class... More>
 cudaError_t launch_blocks(Kernel<BackwardParams, BackwardWorkspace, int64_t, More...> kernel,
                           Start start, int64_t blocks, int threads, int shared_bytes,
                           const BackwardParams& params, const BackwardWorkspace& workspace,
                           cudaStream_t stream, More... more) {
-  constexpr int64_t kMaxGrid = (int64_t{1} << 31) - 1;
   for (int64_t first = 0; first < blocks; first += kMaxGrid) {
     const Grid grid{static_cast<unsigned>(std::min(blocks - first, kMaxGrid))};
     const cudaError_t error = launch(kernel, start, grid, threads, shared_bytes, stream, params,

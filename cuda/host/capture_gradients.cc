@@ -243,7 +243,6 @@ struct Launch {
 
   // A block for each part.
   Status portable(const BackwardWorkspace& workspace) const {
-    constexpr int64_t kMaxGrid = (int64_t{1} << 31) - 1;
     for (int64_t first = 0; first < parts(); first += kMaxGrid) {
       const int64_t count = std::min(parts() - first, kMaxGrid);
       Status status = blocks(count, params, workspace, plan, first);

@@ -18,9 +18,7 @@ namespace jaxflash::sm80 {
 namespace detail {
 
 template <Math kMath, int kHeadDim>
-using BackwardTilesOf =
-    BackwardTiles<kMath == Math::kFloat32 ? 0 : sizeof(typename MathTraits<kMath>::Element),
-                  kHeadDim>;
+using BackwardTilesOf = BackwardTiles<kTileGroup<kMath>, kHeadDim>;
 
 using MainKernel = Kernel<BackwardParams, BackwardWorkspace, int64_t>;
 

@@ -14,13 +14,12 @@ struct CaptureGradientTraits {
   using Fragments = FragmentTile<Tile::kRows, Tile::kKeys, Tile::kRowWarps, Tile::kKeyWarps>;
   static constexpr Math kMath = kMath_;
   static constexpr int kHeadDim = kHeadDim_;
-  static constexpr int kElementBytes = kMath == Math::kFloat16 || kMath == Math::kBFloat16 ? 2 : 4;
   static constexpr int kThreads = Fragments::kThreads;
   static_assert(kWorkspaceRows % Tile::kRows == 0, "padding");
   static_assert(Fragments::staging_floats(true) >= Fragments::staging_floats(false), "of any load");
 
-  static constexpr int kRowBytes = Tile::kRows * kHeadDim * kElementBytes;  // q, dout
-  static constexpr int kKeyBytes = Tile::kKeys * kHeadDim * kElementBytes;  // k, v
+  static constexpr int kRowBytes = Tile::kRows * kHeadDim * kElementBytes<kMath>;  // q, dout
+  static constexpr int kKeyBytes = Tile::kKeys * kHeadDim * kElementBytes<kMath>;  // k, v
 
   static constexpr int kQ = 0;
   static constexpr int kKey = kQ + kRowBytes;
@@ -35,11 +34,9 @@ struct CaptureGradientTraits {
 // The tile for GPUs whose blocks may have that much shared memory.
 template <Math kMath, int kHeadDim>
 struct CaptureGradientChoice {
-  static constexpr int kGroup = kMath == Math::kFloat32 ? 0 : kMath == Math::kTF32 ? 4 : 2;
-  using Large = CaptureGradientTraits<kMath, kHeadDim,
-                                      typename CaptureGradientTiles<kGroup, kHeadDim>::Large>;
-  using Small = CaptureGradientTraits<kMath, kHeadDim,
-                                      typename CaptureGradientTiles<kGroup, kHeadDim>::Small>;
+  using Tiles = CaptureGradientTiles<kTileGroup<kMath>, kHeadDim>;
+  using Large = CaptureGradientTraits<kMath, kHeadDim, typename Tiles::Large>;
+  using Small = CaptureGradientTraits<kMath, kHeadDim, typename Tiles::Small>;
 };
 
 }  // namespace jaxflash::sm80

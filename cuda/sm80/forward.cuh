@@ -3,8 +3,6 @@
 
 #include <cuda_runtime.h>
 
-#include <algorithm>
-
 #include "attention.h"
 #include "common/launch.h"
 #include "common/program_kernels.h"
@@ -17,9 +15,7 @@ namespace jaxflash::sm80 {
 namespace detail {
 
 template <Math kMath, int kHeadDim>
-using ForwardTilesOf =
-    ForwardTiles<kMath == Math::kFloat32 ? 0 : sizeof(typename MathTraits<kMath>::Element),
-                 kHeadDim>;
+using ForwardTilesOf = ForwardTiles<kTileGroup<kMath>, kHeadDim>;
 
 // The kernel's shared memory has been allowed.
 template <Math kMath, int kHeadDim, class Tile>
@@ -28,20 +24,9 @@ Status launch_forward(Kernel<ForwardParams, uint64_t> kernel, const ForwardParam
   const Problem& problem = params.problem;
   const int64_t heads = batch_size(problem) * problem.q_heads;
   const int64_t tiles = (int64_t{problem.q_len} + Tile::kRows - 1) / Tile::kRows;
-  if (heads * tiles == 0) return {};
-
-  constexpr int kBytes = ForwardSmem<kMath, kHeadDim, Tile>::kBytes;
-  const int64_t heads_per_launch = ((int64_t{1} << 31) - 1) / tiles;  // the largest grid
-  for (int64_t first = 0; first < heads; first += heads_per_launch) {
-    const int64_t blocks = std::min(heads - first, heads_per_launch) * tiles;
-    const cudaError_t error =
-        launch(kernel, Start::kAfter, {static_cast<unsigned>(blocks)}, Tile::kThreads, kBytes,
-               stream, params, static_cast<uint64_t>(first));
-    if (error != cudaSuccess) {
-      return cuda_status(error, "launching the attention forward kernel");
-    }
-  }
-  return {};
+  return cuda_status(launch_heads(kernel, heads, tiles, Tile::kThreads,
+                                  ForwardSmem<kMath, kHeadDim, Tile>::kBytes, params, stream),
+                     "launching the forward kernel");
 }
 
 template <Math kMath, int kHeadDim, class Tile>

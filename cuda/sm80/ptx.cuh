@@ -98,12 +98,6 @@ __device__ __forceinline__ void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (
 
 // ---- Conversions ------------------------------------------------------------------------------
 
-__device__ __forceinline__ float cvt_f32_f16(uint16_t bits) {
-  float value;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
-  return value;
-}
-
 // Rounds to TF32, ties away from zero.
 __device__ __forceinline__ uint32_t cvt_rna_tf32(float value) {
   uint32_t rounded;

@@ -4,8 +4,6 @@
 
 #include <cuda_runtime_api.h>
 
-#include <algorithm>
-
 #include "attention.h"
 #include "common/launch.h"
 #include "common/program_kernels.h"
@@ -56,17 +54,9 @@ Status tangent_program(const TangentParams& params, const LoadedKernel& kernel,
     const Problem& problem = params.problem;
     const int64_t heads = batch_size(problem) * problem.q_heads;
     const int64_t tiles = (int64_t{problem.q_len} + Tile::kRows - 1) / Tile::kRows;
-    if (heads * tiles == 0) return {};
-    const int64_t heads_per_launch = ((int64_t{1} << 31) - 1) / tiles;  // the largest grid
-    for (int64_t first = 0; first < heads; first += heads_per_launch) {
-      const int64_t blocks = std::min(heads - first, heads_per_launch) * tiles;
-      const cudaError_t error =
-          launch(Kernel<TangentParams, uint64_t>(kernel.handle), Start::kAfter,
-                 {static_cast<unsigned>(blocks)}, Tile::kThreads, Traits::kSharedBytes, stream,
-                 params, static_cast<uint64_t>(first));
-      if (error != cudaSuccess) return cuda_status(error, "launching the tangent kernel");
-    }
-    return {};
+    return cuda_status(launch_heads(Kernel<TangentParams, uint64_t>(kernel.handle), heads, tiles,
+                                    Tile::kThreads, Traits::kSharedBytes, params, stream),
+                       "launching the tangent kernel");
   };
   return use_tile(detail::TangentTraitsList<kMath, kHeadDim>{}, kernel.tile, run);
 }

@@ -11,8 +11,7 @@ struct TangentTraits {
   using Tile = Tile_;
   static constexpr Math kMath = kMath_;
   static constexpr int kHeadDim = kHeadDim_;
-  static constexpr int kElementBytes = kMath == Math::kFloat16 || kMath == Math::kBFloat16 ? 2 : 4;
-  static constexpr int kRowBytes = kHeadDim * kElementBytes;
+  static constexpr int kRowBytes = kHeadDim * kElementBytes<kMath>;
 
   // Q and tQ, then stages of K, tK, V and tV.
   static constexpr int kQueryBytes = Tile::kRows * kRowBytes;
@@ -24,9 +23,9 @@ struct TangentTraits {
 // The tiles, to be taken where a block may have their shared memory.
 template <Math kMath, int kHeadDim>
 struct TangentChoice {
-  static constexpr int kGroup = kMath == Math::kFloat32 ? 0 : kMath == Math::kTF32 ? 4 : 2;
-  using Large = TangentTraits<kMath, kHeadDim, typename TangentTiles<kGroup, kHeadDim>::Large>;
-  using Small = TangentTraits<kMath, kHeadDim, typename TangentTiles<kGroup, kHeadDim>::Small>;
+  using Tiles = TangentTiles<kTileGroup<kMath>, kHeadDim>;
+  using Large = TangentTraits<kMath, kHeadDim, typename Tiles::Large>;
+  using Small = TangentTraits<kMath, kHeadDim, typename Tiles::Small>;
 };
 
 }  // namespace jaxflash::sm80

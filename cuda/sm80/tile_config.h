@@ -1,7 +1,18 @@
 // Tiles of both passes: one row for each size of the elements and of the heads, with its reason.
 #pragma once
 
+#include "problem.h"
+
 namespace jaxflash::sm80 {
+
+// Of an element of q, k, v and the gradients.
+template <Math kMath>
+inline constexpr int kElementBytes = kMath == Math::kFloat16 || kMath == Math::kBFloat16 ? 2 : 4;
+
+// The kGroup of the tables below: the size of the elements, and 0 for kFloat32, whose split operands
+// need twice the registers.
+template <Math kMath>
+inline constexpr int kTileGroup = kMath == Math::kFloat32 ? 0 : kElementBytes<kMath>;
 
 // --- forward ------------------------------------------------------------------------------------
 
@@ -20,8 +31,7 @@ struct ForwardTile {
 };
 
 // `Large` where a block may have its shared memory, otherwise `Small`, which fits the 99 KB of GPUs
-// of compute capability 8.6, 8.9 and 12.0. kGroup is the size of the elements, and 0 for kFloat32:
-// its split operands need twice the registers.
+// of compute capability 8.6, 8.9 and 12.0.
 template <int kGroup, int kHeadDim>
 struct ForwardTiles;
 
