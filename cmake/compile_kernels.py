@@ -1,6 +1,7 @@
 """Runs nvcc (the arguments are its command line) and reads what ptxas reports.
 
-Serialised warpgroup instructions (C7510 ... C7519) are mere information to ptxas but cost most of a
+Warpgroup instructions that wait for one another (C7510 ... C7519), and registers that a warpgroup
+asks for and does not get (C7508 and its like), are mere information to ptxas but cost most of a
 Hopper kernel's speed: they fail the build. The report of registers and spills is folded into a line
 per kernel; everything else passes through.
 """
@@ -13,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-_SERIALISED = re.compile(r"\(C751\d\)")
+_LOSS = re.compile(r"\(C75\d\d\)")
 _ENTRY = re.compile(r"Compiling entry function '(\w+)' for '(\w+)'")
 _SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _USED = re.compile(r"Used (\d+) registers")
@@ -34,7 +35,7 @@ def fold(lines: list[str]) -> list[str]:
         elif (found := _USED.search(line)) and entry:
             folded.append(f"  {arch} {found[1]} registers{spills}: {entry[:160]}")
             entry = ""
-        elif not _CHATTER.search(line) or _SERIALISED.search(line):
+        elif not _CHATTER.search(line) or _LOSS.search(line):
             folded.append(line)
     return folded
 
@@ -47,8 +48,10 @@ def main(command: list[str]) -> int:
     print(f"{source}: {time.monotonic() - start:.0f} s", *fold(lines), sep="\n", flush=True)
     if run.returncode:
         return run.returncode
-    if any(_SERIALISED.search(line) for line in lines):
-        print(f"{source}: error: ptxas serialised warpgroup instructions", file=sys.stderr)
+    if any(_LOSS.search(line) for line in lines):
+        print(
+            f"{source}: error: ptxas serialised warpgroups or ignored setmaxnreg", file=sys.stderr
+        )
         # What fails leaves no object, or a second run of the build would find it up to date.
         if "-o" in command:
             Path(command[command.index("-o") + 1]).unlink(missing_ok=True)

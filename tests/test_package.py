@@ -39,6 +39,27 @@ def test_sources_alone_say_what_to_do(tmp_path):
     assert "pip install" in message
 
 
+@pytest.mark.parametrize(
+    ("report", "fails"),
+    [
+        ("ptxas info : Used 168 registers", False),
+        ("ptxas info : (C7508) Potential Performance Loss: 'setmaxnreg' ignored", True),
+        ("ptxas info : (C7512) Potential Performance Loss: wgmma.mma_async serialized", True),
+    ],
+)
+def test_build_stops_at_what_ptxas_calls_a_loss(tmp_path, report, fails):
+    """And leaves no object that a second run would take for done."""
+    built = tmp_path / "kernel.o"
+    compiler = ["sh", "-c", f'echo "{report}"; touch "$1"', "nvcc-stand-in", str(built)]
+    done = subprocess.run(
+        [sys.executable, _ROOT / "cmake" / "compile_kernels.py", *compiler, "-o", built],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode != 0) == fails, done.stdout
+    assert built.exists() != fails
+    assert (report in done.stdout) == fails
+
+
 @pytest.mark.skipif(not _ffi.extension.kernels, reason="the library was built without kernels")
 def test_kernels_of_other_sources_are_refused(tmp_path):
     """A library whose hash is another than the one that the extension was built with."""

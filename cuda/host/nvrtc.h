@@ -12,9 +12,10 @@ namespace jaxflash {
 
 // What ptxas says of a kernel.
 struct KernelCosts {
-  int registers = 0;        // that a thread is launched with
-  int spilled = 0;          // bytes of a thread: of stores or of loads, whichever are more
-  bool serialised = false;  // warpgroup instructions wait for one another: slow on Hopper
+  int registers = 0;  // that a thread is launched with
+  int spilled = 0;    // bytes of a thread: of stores or of loads, whichever are more
+  // Warpgroup instructions wait for one another, or setmaxnreg is ignored: slow on Hopper.
+  bool serialised = false;
 
   // Another tile costs more than these spills, measured at head size 64.
   bool harmless() const { return !serialised && spilled <= 64; }
