@@ -131,27 +131,8 @@ Problem forward_problem(const std::string& dtype, int64_t batch, int64_t q_len, 
   return problem;
 }
 
-#endif  // JAXFLASH_WITH_KERNELS
-
-}  // namespace
-
-NB_MODULE(_extension, m) {
-  m.doc() = "FFI handlers of the jaxflash kernels, and what the kernel library was built with.";
-  m.attr("ffi_api_version") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
-  m.def(
-      "wrong_platform_handler", [] { return capsule(wrong_platform_handler()); },
-      "Handler that reports a platform without kernels.");
-
-#ifdef JAXFLASH_WITH_KERNELS
-  if (const std::string hash = jaxflash_source_hash(); hash != JAXFLASH_SOURCE_HASH) {
-    throw nb::import_error(("jaxflash: libjaxflash_cuda.so was built from other sources (hash " +
-                            hash +
-                            ") than the extension beside it (" JAXFLASH_SOURCE_HASH
-                            "); install the package again, with JAXFLASH_PREBUILT_KERNELS unset or "
-                            "naming a library of the same sources")
-                               .c_str());
-  }
-  m.attr("kernels") = true;
+// The custom calls.
+void define_handlers(nb::module_& m) {
   m.def(
       "cuda_handlers",
       [] {
@@ -171,6 +152,10 @@ NB_MODULE(_extension, m) {
                               nb::capsule(static_cast<void*>(type.info)));
       },
       "(type id, type info) of the state that a call keeps, for jax.ffi.register_ffi_type.");
+}
+
+// Kernels that are compiled at run time.
+void define_compiler(nb::module_& m) {
   m.def(
       "set_compiler",
       [](const std::vector<std::pair<std::string, std::optional<std::string>>>& locations,
@@ -271,6 +256,10 @@ NB_MODULE(_extension, m) {
         return path;
       },
       "Folder of the cache on disk; empty if there is none.");
+}
+
+// What calls of some sizes need.
+void define_sizes(nb::module_& m) {
   m.def(
       "forward_workspace_bytes",
       [](const std::string& dtype, int64_t batch, int64_t q_len, int64_t kv_len, int64_t q_heads,
@@ -313,6 +302,10 @@ NB_MODULE(_extension, m) {
       nb::kw_only(), nb::arg("batch"), nb::arg("q_len"), nb::arg("kv_len"), nb::arg("q_heads"),
       nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("value_dim"),
       "Bytes of workspace that the backward pass of one problem needs.");
+}
+
+// What was compiled ahead of time, and for which GPUs.
+void define_library(nb::module_& m) {
   m.def("build_info", [] { return std::string(jaxflash_build_info()); });
   m.def("variants", [] {
     const Variant* variants = nullptr;
@@ -345,6 +338,33 @@ NB_MODULE(_extension, m) {
     }
     return rows;
   });
+}
+
+#endif  // JAXFLASH_WITH_KERNELS
+
+}  // namespace
+
+NB_MODULE(_extension, m) {
+  m.doc() = "FFI handlers of the jaxflash kernels, and what the kernel library was built with.";
+  m.attr("ffi_api_version") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
+  m.def(
+      "wrong_platform_handler", [] { return capsule(wrong_platform_handler()); },
+      "Handler that reports a platform without kernels.");
+
+#ifdef JAXFLASH_WITH_KERNELS
+  if (const std::string hash = jaxflash_source_hash(); hash != JAXFLASH_SOURCE_HASH) {
+    throw nb::import_error(("jaxflash: libjaxflash_cuda.so was built from other sources (hash " +
+                            hash +
+                            ") than the extension beside it (" JAXFLASH_SOURCE_HASH
+                            "); install the package again, with JAXFLASH_PREBUILT_KERNELS unset or "
+                            "naming a library of the same sources")
+                               .c_str());
+  }
+  m.attr("kernels") = true;
+  define_handlers(m);
+  define_compiler(m);
+  define_sizes(m);
+  define_library(m);
 #else
   m.attr("kernels") = false;
 #endif
