@@ -10,6 +10,7 @@
 #include "common/program_kernels.h"
 #include "common/status.h"
 #include "common/workspace.h"
+#include "host/program_request.h"
 #include "sm80/capture_gradient_traits.h"
 #include "sm90/capture_gradient.h"
 
@@ -17,82 +18,70 @@ namespace jaxflash {
 
 namespace {
 
-// Calls use(Traits{}).
-template <Math kMath, int kHeadDim, class Use>
-void use_traits(int shared_bytes, const Use& use) {
-  using Choice = sm80::CaptureGradientChoice<kMath, kHeadDim>;
-  if (Choice::Large::kSharedBytes <= shared_bytes) {
-    use(typename Choice::Large{});
-  } else {
-    use(typename Choice::Small{});
-  }
-}
-
-template <Math kMath, class Use>
-bool use_traits(int head_dim, int shared_bytes, const Use& use) {
+// Calls use(size), a constant, for the smallest head size that kernels are written for and that is
+// enough; false where none is.
+template <class Use>
+bool use_head_dim(int head_dim, const Use& use) {
   if (head_dim <= 64) {
-    use_traits<kMath, 64>(shared_bytes, use);
+    use(std::integral_constant<int, 64>{});
   } else if (head_dim <= 128) {
-    use_traits<kMath, 128>(shared_bytes, use);
+    use(std::integral_constant<int, 128>{});
   } else if (head_dim <= 256) {
-    use_traits<kMath, 256>(shared_bytes, use);
+    use(std::integral_constant<int, 256>{});
   } else {
     return false;
   }
   return true;
 }
 
+// Likewise.
 template <class Use>
-bool use_traits(Math math, int head_dim, int shared_bytes, const Use& use) {
+void use_math(Math math, const Use& use) {
   switch (math) {
     case Math::kFloat16:
-      return use_traits<Math::kFloat16>(head_dim, shared_bytes, use);
+      return use(std::integral_constant<Math, Math::kFloat16>{});
     case Math::kBFloat16:
-      return use_traits<Math::kBFloat16>(head_dim, shared_bytes, use);
+      return use(std::integral_constant<Math, Math::kBFloat16>{});
     case Math::kTF32:
-      return use_traits<Math::kTF32>(head_dim, shared_bytes, use);
+      return use(std::integral_constant<Math, Math::kTF32>{});
     case Math::kFloat32:
-      return use_traits<Math::kFloat32>(head_dim, shared_bytes, use);
-  }
-  return false;
-}
-
-// Calls use(Traits{}) for the traits of a tile of the Hopper kernel.
-template <class Tile, bool kScatters, Math kMath, class Use>
-void use_hopper(int head_dim, const Use& use) {
-  if (head_dim <= 64) {
-    use(sm90::CaptureGradientTraits<kMath, 64, Tile, kScatters>{});
-  } else if (head_dim <= 128) {
-    use(sm90::CaptureGradientTraits<kMath, 128, Tile, kScatters>{});
-  } else {
-    use(sm90::CaptureGradientTraits<kMath, 256, Tile, kScatters>{});
-  }
-}
-
-template <class Tile, class Use>
-void use_hopper(Math math, int head_dim, bool scatters, const Use& use) {
-  const auto of_math = [&](auto scattering) {
-    if (math == Math::kFloat16) {
-      use_hopper<Tile, decltype(scattering)::value, Math::kFloat16>(head_dim, use);
-    } else {
-      use_hopper<Tile, decltype(scattering)::value, Math::kBFloat16>(head_dim, use);
-    }
-  };
-  if (scatters) {
-    of_math(std::true_type{});
-  } else {
-    of_math(std::false_type{});
+      return use(std::integral_constant<Math, Math::kFloat32>{});
   }
 }
 
 template <class Traits>
-CaptureGradients::Geometry geometry_of(std::string name, int shared_bytes, int blocks_per_sm) {
+CaptureGradients::Geometry geometry_of(int blocks_per_sm) {
   using Tile = typename Traits::Tile;
-  const TypeName tile = type_name<Tile>();
-  return {std::move(name),  std::string(tile.begin, tile.length),
-          Tile::kRows,      Tile::kKeys,
-          Traits::kThreads, shared_bytes,
+  const TypeName traits = type_name<Traits>(), tile = type_name<Tile>();
+  return {std::string(traits.begin, traits.length),
+          std::string(tile.begin, tile.length),
+          Tile::kRows,
+          Tile::kKeys,
+          Traits::kThreads,
+          Traits::kSharedBytes,
           blocks_per_sm};
+}
+
+using Geometries = std::vector<CaptureGradients::Geometry>;
+
+template <Math kMath, int kHeadDim>
+void add_hopper(bool scatters, Geometries* result) {
+  for_each_tile(sm90::CaptureGradientTiles{}, [&](int, auto tile) {
+    using Tile = decltype(tile);
+    using Scattering = sm90::CaptureGradientTraits<kMath, kHeadDim, Tile, true>;
+    using Owning = sm90::CaptureGradientTraits<kMath, kHeadDim, Tile, false>;
+    result->push_back(scatters ? geometry_of<Scattering>(1) : geometry_of<Owning>(1));
+  });
+}
+
+template <Math kMath, int kHeadDim>
+void add_portable(int shared_bytes, Geometries* result) {
+  using Choice = sm80::CaptureGradientChoice<kMath, kHeadDim>;
+  using Large = typename Choice::Large;
+  using Small = typename Choice::Small;
+  result->push_back(Large::kSharedBytes <= shared_bytes
+                        ? geometry_of<Large>(Large::Tile::kBlocksPerSM)
+                        : geometry_of<Small>(Small::Tile::kBlocksPerSM));
 }
 
 }  // namespace
@@ -119,22 +108,14 @@ CaptureGradients::Family CaptureGradients::family(const GpuTraits& gpu) const {
 Status CaptureGradients::geometries(const GpuTraits& gpu, Family family, const CaptureLoad& load,
                                     std::vector<Geometry>* result) const {
   const int head_dim = std::max(problem_.head_dim, problem_.value_dim);
-  if (family == Family::kHopper) {
-    for_each_tile(sm90::CaptureGradientTiles{}, [&](int, auto tile) {
-      use_hopper<decltype(tile)>(problem_.math, head_dim, load.scatter, [&](auto traits) {
-        using Traits = decltype(traits);
-        const TypeName name = type_name<Traits>();
-        result->push_back(
-            geometry_of<Traits>(std::string(name.begin, name.length), Traits::kSharedBytes, 1));
-      });
+  const bool known = use_head_dim(head_dim, [&](auto size) {
+    use_math(problem_.math, [&](auto math) {
+      if (family == Family::kHopper) {
+        add_hopper<math(), size()>(load.scatter, result);
+      } else {
+        add_portable<math(), size()>(gpu.shared_bytes, result);
+      }
     });
-    return {};
-  }
-  const bool known = use_traits(problem_.math, head_dim, gpu.shared_bytes, [&](auto traits) {
-    using Traits = decltype(traits);
-    const TypeName name = type_name<Traits>();
-    result->push_back(geometry_of<Traits>(std::string(name.begin, name.length),
-                                          Traits::kSharedBytes, Traits::Tile::kBlocksPerSM));
   });
   if (!known) return error_status("gradients of captures take head sizes up to 256");
   if (result->back().shared_bytes > gpu.shared_bytes) {
@@ -148,33 +129,23 @@ Status CaptureGradients::get(const GpuTraits& gpu, Family family, size_t load, G
                              std::shared_ptr<RuntimeKernel>* kernel) const {
   std::vector<Geometry> tiles;
   if (Status status = geometries(gpu, family, loads_[load], &tiles); !status.ok()) return status;
-  const bool hopper = family == Family::kHopper;
-  const std::string name = hopper ? "sm90" : "sm80";
-  KernelRequest request;
+  const bool portable = family == Family::kPortable;
+  const std::string name = portable ? "sm80" : "sm90";
+  KernelRequest request = program_request(gpu, portable, problem_.math);
   request.label =
       name + " capture gradient " + std::to_string(std::max(problem_.head_dim, problem_.value_dim));
-  request.architecture = "sm_" + std::to_string(gpu.arch) + (hopper ? "a" : "");
-  if (!hopper) {
-    request.options.push_back("-DJAXFLASH_PORTABLE_ARCH=" + std::to_string(gpu.portable_arch));
-  }
-  if (problem_.math == Math::kFloat32) request.options.push_back("-DJAXFLASH_PRECISE_MATH");
-  request.source = "#include \"common/program.cuh\"\n#include \"common/range_mask.cuh\"\n" +
-                   source_ + "\n#include \"" + name + "/capture_gradient_kernel.cuh\"\n";
-  *kernel = nullptr;
-  for (Geometry& tile : tiles) {
-    request.tile = tile.tile;
-    request.kernel = "jaxflash::" + name + "::capture_gradient_kernel<" + tile.name + ", " +
-                     mask_name(mask_) + ", jaxflash::Program, jaxflash::Program::Load" +
-                     std::to_string(load) + ">";
-    std::shared_ptr<RuntimeKernel> compiled;
-    if (Status status = RuntimeKernel::get(request, &compiled); !status.ok()) return status;
-    if (*kernel == nullptr || compiled->costs().better_than((*kernel)->costs())) {
-      *kernel = std::move(compiled);
-      *geometry = std::move(tile);
-    }
-    if ((*kernel)->costs().harmless()) break;
-  }
-  return {};
+  request.source = program_source(source_, name + "/capture_gradient_kernel.cuh");
+  const auto ask = [&](int tile, KernelRequest* of_tile) {
+    of_tile->tile = tiles[tile].tile;
+    of_tile->kernel = "jaxflash::" + name + "::capture_gradient_kernel<" + tiles[tile].name + ", " +
+                      mask_name(mask_) + ", jaxflash::Program, jaxflash::Program::Load" +
+                      std::to_string(load) + ">";
+  };
+  int chosen = 0;
+  Status status =
+      choose_tile(std::move(request), static_cast<int>(tiles.size()), ask, &chosen, kernel);
+  if (status.ok()) *geometry = std::move(tiles[chosen]);
+  return status;
 }
 
 Status CaptureGradients::compile(const GpuTraits& gpu) const {

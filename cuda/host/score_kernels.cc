@@ -2,6 +2,7 @@
 
 #include "common/program_kernels.h"
 #include "common/status.h"
+#include "host/program_request.h"
 
 namespace jaxflash {
 
@@ -44,7 +45,7 @@ Status ScoreKernels::compile(const CompiledVariant& variant, const GpuTraits& gp
   const int count = variant.program_kernels(
       {unit_slope_, ranges, one_sided_, paged_, shared_units_, gpu.shared_bytes}, tiles);
   const Variant& name = variant.variant;
-  KernelRequest request;
+  KernelRequest request = program_request(gpu, variant.target.newer, variant.math);
   request.label = std::string(name.family) + " " + name.pass + " " + name.math + " " +
                   std::to_string(name.head_dim);
   if (name.value_dim != name.head_dim) request.label += "/" + std::to_string(name.value_dim);
@@ -52,36 +53,22 @@ Status ScoreKernels::compile(const CompiledVariant& variant, const GpuTraits& gp
     return error_status("no tile of %s fits into %d bytes of shared memory", request.label.c_str(),
                         gpu.shared_bytes);
   }
-  request.architecture = "sm_" + std::to_string(gpu.arch);
-  if (variant.target.newer) {
-    request.options.push_back("-DJAXFLASH_PORTABLE_ARCH=" + std::to_string(gpu.portable_arch));
-  } else {
-    request.architecture += "a";
-  }
-  if (variant.math == Math::kFloat32) request.options.push_back("-DJAXFLASH_PRECISE_MATH");
-
-  const auto choose = [&](const char* name, const char* header) {
-    request.kernel = with_mask(name, mask_);
-    request.source = "#include \"common/program.cuh\"\n#include \"common/range_mask.cuh\"\n" +
-                     source_ + "\n#include \"" + header + "\"\n";
-  };
   *compiled = {};
-  for (int i = 0; i < count; ++i) {
-    request.tile = tiles[i].tile_name;
-    choose(tiles[i].name, tiles[i].header);
-    std::shared_ptr<RuntimeKernel> kernel;
-    if (Status status = RuntimeKernel::get(request, &kernel); !status.ok()) return status;
-    if (compiled->kernel == nullptr || kernel->costs().better_than(compiled->kernel->costs())) {
-      compiled->kernel = std::move(kernel);
-      compiled->tile = tiles[i];
-    }
-    if (compiled->kernel->costs().harmless()) break;
+  const auto ask = [&](int tile, KernelRequest* of_tile) {
+    of_tile->tile = tiles[tile].tile_name;
+    of_tile->kernel = with_mask(tiles[tile].name, mask_);
+    of_tile->source = program_source(source_, tiles[tile].header);
+  };
+  int chosen = 0;
+  if (Status status = choose_tile(request, count, ask, &chosen, &compiled->kernel); !status.ok()) {
+    return status;
   }
-  const ProgramKernel& tile = compiled->tile;
+  const ProgramKernel& tile = compiled->tile = tiles[chosen];
   if (tile.merge_header == nullptr) return {};
   request.label += " merge";
   request.tile = tile.tile_name;
-  choose(tile.merge_name, tile.merge_header);
+  request.kernel = with_mask(tile.merge_name, mask_);
+  request.source = program_source(source_, tile.merge_header);
   return RuntimeKernel::get(request, &compiled->merge);
 }
 

@@ -30,8 +30,7 @@ struct ScoreKernels {
     std::shared_ptr<RuntimeKernel> kernel;
     std::shared_ptr<RuntimeKernel> merge;  // of its parts; nullptr: there are none
   };
-  // The kernel of the first tile of the variant that hardly spills and does not serialise its
-  // warpgroup instructions; where there is none, of the one that does so least.
+  // On the best of the variant's tiles, see choose_tile().
   Status compile(const CompiledVariant& variant, const GpuTraits& gpu, Compiled* compiled) const;
 
   // The same on the device, which must be the current one. `ask` is called where that is new.
