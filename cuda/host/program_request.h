@@ -29,23 +29,29 @@ inline std::string program_source(const std::string& program, const std::string&
 }
 
 // The first of `count` tiles whose kernel hardly spills and does not serialise its warpgroup
-// instructions; where there is none, the one that does so least. `ask(tile, &request)` fills in
-// what depends on the tile.
+// instructions; where there is none, the one that does so least. A tile that does not compile is
+// passed over, as beside a large program it may not fit. `ask(tile, &request)` fills in what
+// depends on the tile.
 template <class Ask>
 Status choose_tile(KernelRequest request, int count, const Ask& ask, int* chosen,
                    std::shared_ptr<RuntimeKernel>* kernel) {
   *kernel = nullptr;
+  Status first_failure = {};
   for (int tile = 0; tile < count; ++tile) {
     ask(tile, &request);
     std::shared_ptr<RuntimeKernel> compiled;
-    if (Status status = RuntimeKernel::get(request, &compiled); !status.ok()) return status;
+    Status status = RuntimeKernel::get(request, &compiled);
+    if (!status.ok()) {
+      if (first_failure.ok()) first_failure = status;
+      continue;
+    }
     if (*kernel == nullptr || compiled->costs().better_than((*kernel)->costs())) {
       *kernel = std::move(compiled);
       *chosen = tile;
     }
     if ((*kernel)->costs().harmless()) break;
   }
-  return {};
+  return *kernel == nullptr ? first_failure : Status{};
 }
 
 }  // namespace jaxflash
