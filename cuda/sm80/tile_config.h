@@ -9,8 +9,8 @@ namespace jaxflash::sm80 {
 template <Math kMath>
 inline constexpr int kElementBytes = kMath == Math::kFloat16 || kMath == Math::kBFloat16 ? 2 : 4;
 
-// The kGroup of the tables below: the size of the elements, and 0 for kFloat32, whose split operands
-// need twice the registers.
+// The kGroup of the tables below: the size of the elements, and 0 for kFloat32, whose split
+// operands need twice the registers.
 template <Math kMath>
 inline constexpr int kTileGroup = kMath == Math::kFloat32 ? 0 : kElementBytes<kMath>;
 
