@@ -5,6 +5,7 @@ argument, what came and what is allowed. Arrays may be `jax.ShapeDtypeStruct`.
 from __future__ import annotations
 
 import operator
+import typing
 from collections.abc import Callable
 from typing import Any
 
@@ -14,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 
-def array(name: str, x) -> Any:
+def array(name: str, x: Any) -> jax.Array:
+    """The argument as an array; a `jax.ShapeDtypeStruct` stands for one."""
     if isinstance(x, jax.Array | jax.ShapeDtypeStruct):
-        return x
+        return typing.cast(jax.Array, x)
     if x is None:
         raise ValueError(f"{name} must be an array, got None")
     try:
