@@ -1,4 +1,4 @@
-// Division by a number that the host knows: a multiplication instead of a loop of instructions.
+// Divisions without a loop of instructions: by a number that the host knows, or without a remainder.
 #pragma once
 
 #include "common/integers.h"
@@ -31,5 +31,19 @@ class Divisor {
   uint32_t multiplier_;
   uint32_t shift_;
 };
+
+#ifdef __CUDACC__
+// Of a multiple of a divisor > 0, where the quotient is below 2^32: modulo that, by the inverse of
+// the divisor's odd part. Each step doubles the bits that are right, of which odd numbers, their
+// own inverses modulo 8, have three.
+__device__ __forceinline__ uint32_t exact_quotient(uint64_t multiple, uint32_t divisor) {
+  const int shift = __ffs(static_cast<int>(divisor)) - 1;
+  const uint32_t odd = divisor >> shift;
+  uint32_t inverse = odd;
+#pragma unroll
+  for (int bits = 3; bits < 32; bits *= 2) inverse *= 2 - odd * inverse;
+  return static_cast<uint32_t>(multiple >> shift) * inverse;
+}
+#endif
 
 }  // namespace jaxflash

@@ -3,7 +3,7 @@
 //
 //   warpgroups 0 ... kWarpGroups - 1   consumers (forward/consumers.cuh): a unit of 64 rows each
 //   last warpgroup, one warp each      producers (forward/producers.cuh): plans and loads Q, loads
-//                                      K, loads V, stores the output
+//                                      K and what products start from, loads V, stores the output
 //
 // The planning warp announces tiles ahead of time, so that the others only read what they need. A
 // consumer begins the next tile with its first scores, which run beside the epilogue of this one.
@@ -25,7 +25,7 @@ namespace jaxflash::sm90 {
 template <class Traits, class Scores>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     forward_kernel(const __grid_constant__ ForwardArgs args) {
-  using Producers = ForwardProducers<Traits, Scores::kStarts>;
+  using Producers = ForwardProducers<Traits, Scores>;
   using Tile = typename Traits::Tile;
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   auto& smem = *reinterpret_cast<typename Traits::SharedMemory*>(shared_bytes);
@@ -37,6 +37,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     prefetch_tensor_map(&args.k);
     prefetch_tensor_map(&args.v);
     prefetch_tensor_map(&args.out);
+    if constexpr (Traits::kLoadsStarts) prefetch_tensor_map(&args.starts);
     for (int stage = 0; stage < Tile::kQStages; ++stage) {
       for (int g = 0; g < Traits::kWarpGroups; ++g) {
         smem.q_full[stage][g].init(1);

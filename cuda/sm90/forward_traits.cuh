@@ -56,6 +56,7 @@ struct ForwardArgs {
   KeySharing sharing;  // where Tile::kShares
   Captures captures;   // of a score program; plain kernels do not look
   PageBoxes pages;     // of PagedKeys
+  TensorMap starts;    // where Tile::kLoadsStarts: boxes of 64 keys x 64 rows, see StartSource
 };
 
 // The rows along the sequence that tile `index` of a kv head covers.
@@ -99,6 +100,14 @@ class ContiguousKeys;
 template <int kKeys>
 class PagedKeys;
 
+// Of each unit, what the products of a tile of keys start from.
+template <bool kLoadsStarts, int kStages, int kWarpGroups, int kBytes>
+struct StartBuffers {};
+template <int kStages, int kWarpGroups, int kBytes>
+struct StartBuffers<true, kStages, kWarpGroups, kBytes> {
+  alignas(1024) uint8_t starts[kStages][kWarpGroups][kBytes];
+};
+
 template <class Tile_, Math kMath_, class Mask_, class Keys_ = ContiguousKeys<Tile_::kKeys>>
 struct ForwardTraits {
   using Tile = Tile_;
@@ -131,6 +140,13 @@ struct ForwardTraits {
   static constexpr int kKBytes = kPanels * kKeyPanelBytes;
   static constexpr int kVBytes = kValuePanels * kKeyPanelBytes;
 
+  // What products start from, likewise: 64 rows of a unit, 64 keys of 16 bits wide.
+  static constexpr bool kLoadsStarts = Tile::kLoadsStarts;
+  static constexpr int kStartPanels = Tile::kKeys / 64;
+  static constexpr int kStartPanelBytes = 64 * kPanelRowBytes;
+  static constexpr int kStartBytes = kStartPanels * kStartPanelBytes;
+  static_assert(!kLoadsStarts || Tile::kKeys % 64 == 0, "whole panels");
+
   static_assert(Tile::kKeys % 16 == 0 && Tile::kKeys <= 256);
   static_assert(Tile::kHeadDim % 16 == 0 && Tile::kValueDim % 16 == 0);
   static constexpr bool kDirect = Tile::kOutput == Output::kDirect;
@@ -147,14 +163,14 @@ struct ForwardTraits {
   // Warps that read plans: all but the planning one, and the storing one where it has no work.
   static constexpr int kPlanReaders = 4 * kWarpGroups + (kDirect ? 2 : 3);
 
-  struct SharedMemory {
+  struct SharedMemory : StartBuffers<kLoadsStarts, Tile::kStages, kWarpGroups, kStartBytes> {
     alignas(1024) uint8_t q[Tile::kQStages][kWarpGroups][kQBytes];
     alignas(1024) uint8_t k[Tile::kStages][kKBytes];
     alignas(1024) uint8_t v[Tile::kStages][kVBytes];
     Barrier q_full[Tile::kQStages][kWarpGroups];   // Q has landed
     Barrier o_full[Tile::kQStages][kWarpGroups];   // the output lies in Q's place
     Barrier q_empty[Tile::kQStages][kWarpGroups];  // and has been read out; or Q has been used up
-    Barrier k_full[Tile::kStages];
+    Barrier k_full[Tile::kStages];   // and what products start from, where it is loaded
     Barrier k_empty[Tile::kStages];  // every consumer warp is through with it
     Barrier v_full[Tile::kStages];
     Barrier v_empty[Tile::kStages];

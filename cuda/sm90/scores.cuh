@@ -5,10 +5,11 @@
 // hides, it hides in tiles that are not known to be visible as a whole.
 //
 // Where it starts products, what is added to a tile's is loaded while they are awaited or the tile
-// before is worked on, into the registers of the scores, which are free then: the accumulators
-// begin with it, over the scale, and scores are scaled products again.
+// before is worked on, into the registers of the scores, which are free then, or by a producer: the
+// accumulators begin with it, over the scale, and scores are scaled products again.
 #pragma once
 
+#include "common/divisor.h"
 #include "common/program.cuh"
 #include "sm90/forward_traits.cuh"
 #include "sm90/softmax.cuh"
@@ -175,6 +176,19 @@ class ProgramScores {
         prefetch_l2(Program::neighbours(head_of(r), rows_[r]) + next + 4 * kPart * step);
       }
     }
+  }
+  // Where the row of a head begins that is at `position`, among all rows of what is loaded.
+  __device__ __forceinline__ static int start_row(const ForwardArgs& args, int batch, int head,
+                                                  int position) {
+    const int b = batch_number(args.captures, args.problem, batch);
+    const int h = head_number(args.captures, head);
+    const auto program_head = Program::head(args.captures, args.problem, batch, b, h);
+    const auto row = Program::row(program_head, position);
+    using Neighbour = typename Program::Neighbour;
+    const void* data = args.captures.of[Program::kStartCapture].data;
+    const int64_t elements =
+        Program::neighbours(program_head, row) - static_cast<const Neighbour*>(data);
+    return static_cast<int>(exact_quotient(elements, Program::neighbours_end(program_head)));
   }
   // Makes it of what has been loaded.
   template <int kElements>

@@ -23,7 +23,8 @@ enum class Output {
 // kHeadDim and kValueDim are the largest sizes of query/key and value heads that the row takes;
 // smaller heads are filled up with zeros by TMA.
 template <int kHeadDim_, int kValueDim_, int kWarpGroups_, int kKeys_, int kStages_, int kQStages_,
-          Overlap kOverlap_, Output kOutput_, bool kTurns_, bool kShares_ = false>
+          Overlap kOverlap_, Output kOutput_, bool kTurns_, bool kShares_ = false,
+          bool kLoadsStarts_ = false>
 struct ForwardTile {
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kValueDim = kValueDim_;
@@ -35,6 +36,8 @@ struct ForwardTile {
   static constexpr Output kOutput = kOutput_;
   static constexpr bool kTurns = kTurns_;    // warpgroups issue their products in turn
   static constexpr bool kShares = kShares_;  // blocks share the keys of a tile, see KeyShares
+  // What products start from comes beside the keys, see StartSource.
+  static constexpr bool kLoadsStarts = kLoadsStarts_;
 };
 
 // A tile, and the calls that it is for: those of at most so many queries whose rows see at most so

@@ -54,6 +54,15 @@ class ConsumerBuffers {
     return v_base_ + v_ring_.stage * descriptor_step(Traits::kVBytes);
   }
 
+  // Where the product of the tile of K starts from, if that is loaded beside it.
+  __device__ __forceinline__ uint32_t starts() const {
+    if constexpr (Traits::kLoadsStarts) {
+      return shared_address(smem_.starts[k_ring_.stage][group_]);
+    } else {
+      return 0;
+    }
+  }
+
   // One arrival a warp: a warp's wait covers its own part of a product only.
   __device__ __forceinline__ void release_k() {
     if (lane_ == 0) smem_.k_empty[k_ring_.stage].arrive();

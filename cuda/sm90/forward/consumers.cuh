@@ -84,7 +84,7 @@ struct ForwardConsumers {
         buffers.wait_k();
         buffers.wait_v();
       }
-      product.start(tile, pin);
+      product.start(tile, pin, buffers.starts());
       buffers.take_turn();
       if constexpr (Tile::kOverlap == Overlap::kNone) {
         step(buffers, product, probabilities, output, q, release_scores);
@@ -144,7 +144,7 @@ struct ForwardConsumers {
       if constexpr (Scores::kStarts) begin_rows(plan);
       product.load_start(tile);
       buffers.wait_k();
-      product.start(tile, pin);
+      product.start(tile, pin, buffers.starts());
       buffers.take_turn();
       product.issue(q, buffers.k());
       buffers.pass_turn();

@@ -41,17 +41,19 @@ class ScoreProduct {
   __device__ __forceinline__ ScoreProduct(Scores& scores, float (&s)[kKeys / 2], int thread)
       : scores_(scores), s_(s), thread_(thread) {}
 
-  // What the products of a tile start from: loaded ahead of waits, computed behind them. Into the
-  // turn ptxas cannot move what a store depends on.
+  // What the products of a tile start from: loaded ahead of waits, or behind them from `starts`,
+  // where a producer has laid it; and computed behind them. Into the turn ptxas cannot move what a
+  // store depends on.
   __device__ __forceinline__ void load_start(int tile) {
-    if constexpr (Scores::kStarts) {
+    if constexpr (Scores::kStarts && !Tile::kLoadsStarts) {
       const int column = Fragment::column(thread_);
       scores_.load_start(s_, tile * kKeys, column);
       scores_.template prefetch_start<kKeys / 2>(tile * kKeys, column);
     }
   }
-  __device__ __forceinline__ void start(int tile, uint32_t pin) {
+  __device__ __forceinline__ void start(int tile, uint32_t pin, uint32_t starts) {
     if constexpr (Scores::kStarts) {
+      if constexpr (Tile::kLoadsStarts) read(starts);
       scores_.begin_keys(tile * kKeys + Fragment::column(thread_));
       scores_.start(s_);
       float all[2] = {0.f, 0.f};
@@ -82,6 +84,21 @@ class ScoreProduct {
   __device__ __forceinline__ void hold() { sm90::hold(s_); }
 
  private:
+  // The thread's pairs of a unit's tile, packed. 16-byte pieces of a row are swizzled.
+  __device__ __forceinline__ void read(uint32_t starts) {
+    const int lane = thread_ % 32;
+    const uint32_t row = starts + (thread_ / 32 * 16 + lane % 16) * Traits::kPanelRowBytes;
+    const uint32_t piece = ((lane / 16) ^ (lane % 8)) * 16;
+#pragma unroll
+    for (int i = 0; i < kKeys / 2; i += 8) {
+      const int panel = i / 32;
+      uint32_t pairs[4];
+      ldmatrix_x4(row + panel * Traits::kStartPanelBytes + (piece ^ (i % 32 * 4)), pairs);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) s_[i + 2 * j] = __uint_as_float(pairs[j]);
+    }
+  }
+
   Scores& scores_;
   float (&s_)[kKeys / 2];
   int thread_;

@@ -4,15 +4,17 @@
 
 #include "common/mask.cuh"
 #include "sm90/forward/key_source.cuh"
+#include "sm90/forward/start_source.cuh"
 #include "sm90/forward_traits.cuh"
 #include "sm90/unseen_keys.cuh"
 
 namespace jaxflash::sm90 {
 
-// kBatchFastest: heads of all batch elements follow one another by batch element, as they may share
-// what a program reads of each head. Otherwise by head.
-template <class Traits, bool kBatchFastest = false>
+template <class Traits, class Scores>
 struct ForwardProducers {
+  // Heads of all batch elements follow one another by batch element, as they may share what a
+  // program reads of each head. Otherwise by head.
+  static constexpr bool kBatchFastest = Scores::kStarts;
   using Tile = typename Traits::Tile;
   using Mask = typename Traits::Mask;
   using Plan = typename Traits::Plan;
@@ -144,11 +146,13 @@ struct ForwardProducers {
       if (!plan.exists) return;
       const auto tiles = plan.tiles;
       Keys keys(args, plan, args.k_batch_step);
+      const StartSource<Traits, Scores> starts(args, plan);
       smem.plans.release(count);
       if (Keys::kByWarp || threadIdx.x % 32 == 0) {
         for (int tile = tiles.end - 1; tile >= tiles.begin;
              tile = tiles.before(tile), ring.advance()) {
           smem.k_empty[ring.stage].wait(ring.phase ^ 1);
+          starts.load(args.starts, smem, ring.stage, tile * kKeys);
           keys.template load<Traits::kPanels>(args.k, smem.k[ring.stage], smem.k_full[ring.stage],
                                               tile * kKeys);
         }

@@ -20,6 +20,8 @@ struct Barrier {
   __device__ __forceinline__ void arrive_expecting(int bytes) {
     mbarrier_arrive_expect_tx(address(), bytes);
   }
+  // Only holds it open, ahead of the arrival.
+  __device__ __forceinline__ void expect(int bytes) { mbarrier_expect_tx(address(), bytes); }
   __device__ __forceinline__ bool completed(uint32_t parity) const {
     return mbarrier_test_wait_parity(address(), parity);
   }
