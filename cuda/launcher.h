@@ -31,11 +31,12 @@ struct ProgramKernel {
 // What the choice of a tile for a score program depends on.
 struct ProgramTraits {
   bool unit_slope;
-  bool ranges;       // the mask is one of ranges alone: segments, packed sequences
-  bool one_sided;    // its band limits one side only
-  bool paged;        // keys and values lie in pages
-  int shared_units;  // see ProgramDescription
-  int shared_bytes;  // that a block may have on the GPU
+  bool ranges;        // the mask is one of ranges alone: segments, packed sequences
+  bool one_sided;     // its band limits one side only
+  bool paged;         // keys and values lie in pages
+  int shared_units;   // see ProgramDescription
+  int start_capture;  // likewise
+  int shared_bytes;   // that a block may have on the GPU
 };
 
 inline constexpr int kMaxProgramTiles = 4;
@@ -45,6 +46,7 @@ struct LoadedKernel {
   int tile;
   const void* handle;  // for cudaLaunchKernelExC
   const void* merge;   // likewise; nullptr: there is none
+  int start_capture;   // see ProgramDescription
 };
 
 // What does not depend on the pass.

@@ -29,6 +29,7 @@ def compile_program(
     one_sided: bool = False,
     paged: bool = False,
     shared_units: int = 0,
+    start_capture: int = -1,
 ) -> tuple[str, str, str, int, int, bool, float, bool]: ...
 def compile_kernel(
     source: str, kernel: str, architecture: str

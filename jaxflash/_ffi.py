@@ -249,11 +249,13 @@ class Forward(Pass):
             *self.result_of_rows(operands, value),
             _result_type(query, (workspace,), jnp.uint8, [None]),
         )
+        start = None if self.program is None else self.program.start_capture
         out, lse, _ = jax.ffi.ffi_call(target, results)(
             *operands,
             problem=_attributes(self.spec, self.lengths, self.mask),
             **_program_attributes(self.program, query, value),
             shared_units=np.int64(shared_units or 0),
+            start_capture=np.int64(-1 if start is None else start),
         )
         return out, lse
 

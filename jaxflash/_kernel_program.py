@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,12 +27,15 @@ class KernelProgram(NamedTuple):
         unit_slope: see `_printer.cuda.Printed`.
         exact_length: see there.
         capture_ranks: how many axes each of `captures` has, without batch axes.
+        start_capture: the capture of which forward kernels can load what products start from in
+            tiles, or None.
     """
 
     source: str
     unit_slope: bool
     exact_length: int | None
     capture_ranks: tuple[int, ...]
+    start_capture: int | None
 
 
 class KernelGradients(NamedTuple):
@@ -120,7 +124,10 @@ def _program(
     )
     if isinstance(printed, NotPrintable):
         raise printed
-    return KernelProgram(printed.source, printed.unit_slope, printed.exact_length, ranks)
+    start = printed.start_capture
+    if start is not None and not _comes_in_tiles(operands.captures[start], operands):
+        start = None
+    return KernelProgram(printed.source, printed.unit_slope, printed.exact_length, ranks, start)
 
 
 def gradients(
@@ -174,6 +181,18 @@ def _paired(capture_types: Sequence[Any], operands: Operands) -> tuple[int, ...]
         return ()
     types = enumerate(capture_types)
     return tuple(i for i, t in types if t.shape and t.shape[-1] == kv_len)
+
+
+def _comes_in_tiles(capture: Any, operands: Operands) -> bool:
+    """Whether a capture whose last axes are those of queries and keys is a matrix to TMA."""
+    *others, q_len, kv_len = capture.shape
+    return (
+        all(isinstance(n, int) for n in capture.shape)
+        and q_len == operands.query.shape[-3]
+        and kv_len % 8 == 0
+        and math.prod(others) * q_len < 2**30
+        and capture.dtype.itemsize == 2
+    )
 
 
 def _divides_by_scale(spec: AttentionSpec) -> bool:

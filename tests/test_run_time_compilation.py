@@ -72,6 +72,7 @@ def _program(
     one_sided: bool = False,
     paged: bool = False,
     shared_units: int = 0,
+    start_capture: int = -1,
 ) -> _config.CompiledKernel:
     return _config.CompiledKernel(
         *_extension.compile_program(
@@ -89,6 +90,7 @@ def _program(
             one_sided=one_sided,
             paged=paged,
             shared_units=shared_units,
+            start_capture=start_capture,
         )
     )
 
@@ -802,7 +804,8 @@ _STAGES = """if True:
                 has_dlse=np.bool_(False), deterministic=np.bool_(False), gradient_program="",
                 gradient_loads=np.zeros(0, np.int64)) | attributes
         else:
-            attributes = dict(shared_units=np.int64(1)) | attributes
+            attributes = dict(
+                shared_units=np.int64(1), start_capture=np.int64(-1)) | attributes
         x = jax.ShapeDtypeStruct((4,), "float32")
         jax.jit(lambda x: jax.ffi.ffi_call(name, x)(x, **attributes)).lower(x).compile()
 

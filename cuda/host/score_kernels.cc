@@ -14,6 +14,7 @@ ScoreKernels::ScoreKernels(const ProgramDescription& description)
       one_sided_(description.one_sided),
       paged_(description.paged),
       shared_units_(description.shared_units),
+      start_capture_(description.start_capture),
       problem_{} {
   problem_.math = description.math;
   problem_.head_dim = description.head_dim;
@@ -43,7 +44,8 @@ Status ScoreKernels::compile(const CompiledVariant& variant, const GpuTraits& gp
   ProgramKernel tiles[kMaxProgramTiles] = {};
   const bool ranges = mask_ == MaskKind::kRanges || mask_ == MaskKind::kSegments;
   const int count = variant.program_kernels(
-      {unit_slope_, ranges, one_sided_, paged_, shared_units_, gpu.shared_bytes}, tiles);
+      {unit_slope_, ranges, one_sided_, paged_, shared_units_, start_capture_, gpu.shared_bytes},
+      tiles);
   const Variant& name = variant.variant;
   KernelRequest request = program_request(gpu, variant.target.newer, variant.math);
   request.label = std::string(name.family) + " " + name.pass + " " + name.math + " " +
@@ -78,6 +80,7 @@ Status ScoreKernels::load_new(const CompiledVariant& variant, int device, const 
   if (Status status = compile(variant, gpu, &compiled); !status.ok()) return status;
   kernel->tile = compiled.tile.tile;
   kernel->merge = nullptr;
+  kernel->start_capture = start_capture_;
   Status status = compiled.kernel->load(device, compiled.tile.shared_bytes, &kernel->handle);
   if (status.ok() && compiled.merge != nullptr) {
     status = compiled.merge->load(device, 0, &kernel->merge);

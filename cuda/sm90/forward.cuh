@@ -43,6 +43,19 @@ inline bool map_forward(const ForwardParams& params, ForwardMaps& maps) {
   return mappable(maps.q) && mappable(maps.k) && mappable(maps.v) && mappable(maps.out);
 }
 
+// A capture as a matrix: all of its rows, which have an element of 16 bits for each key.
+inline MappedTensor map_rows(const Problem& problem, const Capture& capture) {
+  int64_t elements = 1;
+  for (const int32_t extent : capture.extent) elements *= std::max(extent, 1);
+  for (int axis = 0; axis < problem.num_batch_axes; ++axis) {
+    elements = std::max(elements, capture.batch_stride[axis] * problem.batch_extent[axis]);
+  }
+  return {const_cast<void*>(capture.data),
+          {problem.kv_len, elements / problem.kv_len, 1, 1, 1},
+          {1, problem.kv_len, 0, 0, 0},
+          {0, 0}};
+}
+
 // Tiles of one call: their indices, and the rounds beyond the last, stay within 31 bits.
 inline constexpr int64_t kMaxTiles = int64_t{1} << 30;
 
@@ -108,8 +121,10 @@ inline bool takes(const ForwardParams& params) {
 
 namespace detail {
 
+// `start_capture`: see launch_forward().
 template <Math kMath, class Tile>
-Status forward_args(const ForwardParams& params, int multiprocessors, ForwardArgs& args) {
+Status forward_args(const ForwardParams& params, int start_capture, int multiprocessors,
+                    ForwardArgs& args) {
   const Problem& problem = params.problem;
   ForwardMaps maps;
   if (!map_forward(params, maps)) {
@@ -137,6 +152,17 @@ Status forward_args(const ForwardParams& params, int multiprocessors, ForwardArg
                    {args.out, maps.out, positions, args.unit.heads}};
   for (const auto& [map, tensor, box_length, box_heads] : operands) {
     Status status = encode(map, tensor, kMath, box_length, box_heads);
+    if (!status.ok()) return status;
+  }
+  if constexpr (Tile::kLoadsStarts) {
+    const bool empty = problem.kv_len == 0;  // see above
+    const MappedTensor starts =
+        empty ? maps.q : map_rows(problem, params.captures.of[start_capture]);
+    if (!mappable(starts)) {
+      return error_status("array %d of a score program must lie on a multiple of 16 bytes",
+                          start_capture);
+    }
+    Status status = encode(args.starts, starts, kMath, 64);
     if (!status.ok()) return status;
   }
   for (int axis = 0; axis < kBatchDims; ++axis) {
@@ -171,10 +197,11 @@ Status forward_args(const ForwardParams& params, int multiprocessors, ForwardArg
   return {};
 }
 
-// The kernel's shared memory has been allowed. `merge` is for tiles that share keys.
+// The kernel's shared memory has been allowed. `merge` is for tiles that share keys,
+// `start_capture` for those that load what products start from.
 template <Math kMath, class Tile>
 Status launch_forward(Kernel<ForwardArgs> kernel, Kernel<ForwardArgs> merge,
-                      const ForwardParams& params, cudaStream_t stream) {
+                      const ForwardParams& params, cudaStream_t stream, int start_capture = -1) {
   using Traits = ForwardTraits<Tile, kMath, BandMask>;
   const Problem& problem = params.problem;
   if (batch_size(problem) == 0 || problem.q_heads == 0 || problem.q_len == 0) return {};
@@ -182,7 +209,8 @@ Status launch_forward(Kernel<ForwardArgs> kernel, Kernel<ForwardArgs> merge,
   int multiprocessors = 0;
   if (Status status = multiprocessors_of_gpu(&multiprocessors); !status.ok()) return status;
   ForwardArgs args{};
-  if (Status status = forward_args<kMath, Tile>(params, multiprocessors, args); !status.ok()) {
+  if (Status status = forward_args<kMath, Tile>(params, start_capture, multiprocessors, args);
+      !status.ok()) {
     return status;
   }
   cudaError_t error = launch(kernel, Start::kAfter, {args.order.blocks}, Traits::kThreads,
@@ -294,10 +322,14 @@ int forward_program_kernels(const ProgramTraits& program,
   ProgramKernelList list(program, kernels);
   using Choice = ForwardProgramTiles<kHeadDim, kValueDim>;
   for_each_tile(typename Choice::Tiles{}, [&](int number, auto tile) {
-    if (!program.unit_slope && number < Choice::kWithSlope) return;
-    if (program.ranges && !program.one_sided && number < Choice::kWithRanges) return;
-    if (program.ranges && program.one_sided && number < Choice::kWithSlope) return;
     using Tile = decltype(tile);
+    if constexpr (Tile::kLoadsStarts) {
+      if (program.start_capture < 0) return;
+    } else {
+      if (!program.unit_slope && number < Choice::kWithSlope) return;
+      if (program.ranges && !program.one_sided && number < Choice::kWithRanges) return;
+      if (program.ranges && program.one_sided && number < Choice::kWithSlope) return;
+    }
     using Traits = ForwardTraits<Tile, kMath, BandMask>;
     const TypeName name = type_name<Traits>();
     list.add<Tile>(number, "sm90/forward_kernel.cuh", Traits::kSharedBytes,
@@ -312,8 +344,9 @@ template <Math kMath, int kHeadDim, int kValueDim = kHeadDim>
 Status forward_program(const ForwardParams& params, const LoadedKernel& kernel,
                        cudaStream_t stream) {
   const auto launch = [&](auto tile) {
-    return detail::launch_forward<kMath, decltype(tile)>(
-        Kernel<ForwardArgs>(kernel.handle), Kernel<ForwardArgs>(kernel.merge), params, stream);
+    return detail::launch_forward<kMath, decltype(tile)>(Kernel<ForwardArgs>(kernel.handle),
+                                                         Kernel<ForwardArgs>(kernel.merge), params,
+                                                         stream, kernel.start_capture);
   };
   if (kernel.merge != nullptr) {
     return use_tile(detail::SharingTiles<kHeadDim, kValueDim>{}, kernel.tile, launch);

@@ -159,66 +159,75 @@ struct ForwardTileFor<256, 256> {
 };
 
 // Tiles for score programs, to be tried in this order: a program takes registers, and the next tile
-// leaves more of them. kWithSlope: the number of the first tile for programs that do more with a
-// score than adding to it; their softmax is longer. kWithRanges: of the first for masks of ranges,
-// whose rows see few keys and begin anywhere: 8 documents of 512 take 0.128 ms with two warpgroups
-// at head size 128, 0.173 with three. With a causal band 0.148 and 0.126: kWithSlope for those.
+// leaves more of them. The first one is for programs that say which capture it shall load
+// (kLoadsStarts): its tiles of starts take the shared memory of a second Q, or of stages.
+// kWithSlope: the number of the first of the others for programs that do more with a score than
+// adding to it; their softmax is longer. kWithRanges: of the first of the others for masks of
+// ranges, whose rows see few keys and begin anywhere: 8 documents of 512 take 0.128 ms with two
+// warpgroups at head size 128, 0.173 with three. With a causal band 0.148 and 0.126: kWithSlope for
+// those.
 template <int kHeadDim, int kValueDim>
 struct ForwardProgramTiles;
 
 template <>
 struct ForwardProgramTiles<64, 64> {
-  using Tiles =
-      ProgramTiles<ForwardTile<64, 64, 4, 64, 8, 2, Overlap::kNone, Output::kStaged, false>,
-                   ForwardTile<64, 64, 3, 64, 8, 2, Overlap::kNone, Output::kStaged, false>>;
-  static constexpr int kWithSlope = 0;
-  static constexpr int kWithRanges = 0;
+  using Tiles = ProgramTiles<
+      ForwardTile<64, 64, 4, 64, 3, 2, Overlap::kNone, Output::kStaged, false, false, true>,
+      ForwardTile<64, 64, 4, 64, 8, 2, Overlap::kNone, Output::kStaged, false>,
+      ForwardTile<64, 64, 3, 64, 8, 2, Overlap::kNone, Output::kStaged, false>>;
+  static constexpr int kWithSlope = 1;
+  static constexpr int kWithRanges = 1;
 };
 
 template <>
 struct ForwardProgramTiles<96, 96> {
-  using Tiles =
-      ProgramTiles<ForwardTile<96, 96, 3, 64, 4, 2, Overlap::kNone, Output::kStaged, true>,
-                   ForwardTile<96, 96, 2, 128, 2, 2, Overlap::kValues, Output::kStaged, false>>;
-  static constexpr int kWithSlope = 0;
-  static constexpr int kWithRanges = 0;
+  using Tiles = ProgramTiles<
+      ForwardTile<96, 96, 3, 64, 3, 1, Overlap::kNone, Output::kDirect, true, false, true>,
+      ForwardTile<96, 96, 3, 64, 4, 2, Overlap::kNone, Output::kStaged, true>,
+      ForwardTile<96, 96, 2, 128, 2, 2, Overlap::kValues, Output::kStaged, false>>;
+  static constexpr int kWithSlope = 1;
+  static constexpr int kWithRanges = 1;
 };
 
 template <>
 struct ForwardProgramTiles<128, 128> {
-  using Tiles =
-      ProgramTiles<ForwardTile<128, 128, 3, 80, 3, 2, Overlap::kNone, Output::kStaged, true>,
-                   ForwardTile<128, 128, 3, 64, 4, 2, Overlap::kNone, Output::kStaged, true>,
-                   ForwardTile<128, 128, 2, 128, 2, 2, Overlap::kValues, Output::kStaged, false>>;
-  static constexpr int kWithSlope = 1;
-  static constexpr int kWithRanges = 2;
+  using Tiles = ProgramTiles<
+      ForwardTile<128, 128, 3, 64, 3, 1, Overlap::kNone, Output::kDirect, true, false, true>,
+      ForwardTile<128, 128, 3, 80, 3, 2, Overlap::kNone, Output::kStaged, true>,
+      ForwardTile<128, 128, 3, 64, 4, 2, Overlap::kNone, Output::kStaged, true>,
+      ForwardTile<128, 128, 2, 128, 2, 2, Overlap::kValues, Output::kStaged, false>>;
+  static constexpr int kWithSlope = 2;
+  static constexpr int kWithRanges = 3;
 };
 
 template <>
 struct ForwardProgramTiles<192, 128> {
-  using Tiles =
-      ProgramTiles<ForwardTile<192, 128, 3, 64, 3, 1, Overlap::kNone, Output::kDirect, true>,
-                   ForwardTile<192, 128, 2, 128, 2, 1, Overlap::kValues, Output::kDirect, true>>;
-  static constexpr int kWithSlope = 0;
-  static constexpr int kWithRanges = 0;
+  using Tiles = ProgramTiles<
+      ForwardTile<192, 128, 3, 64, 2, 1, Overlap::kNone, Output::kDirect, true, false, true>,
+      ForwardTile<192, 128, 3, 64, 3, 1, Overlap::kNone, Output::kDirect, true>,
+      ForwardTile<192, 128, 2, 128, 2, 1, Overlap::kValues, Output::kDirect, true>>;
+  static constexpr int kWithSlope = 1;
+  static constexpr int kWithRanges = 1;
 };
 
 template <>
 struct ForwardProgramTiles<192, 192> {
-  using Tiles =
-      ProgramTiles<ForwardTile<192, 192, 2, 96, 2, 1, Overlap::kValues, Output::kDirect, true>,
-                   ForwardTile<192, 192, 2, 64, 2, 1, Overlap::kValues, Output::kDirect, true>>;
-  static constexpr int kWithSlope = 0;
-  static constexpr int kWithRanges = 0;
+  using Tiles = ProgramTiles<
+      ForwardTile<192, 192, 2, 64, 2, 1, Overlap::kValues, Output::kDirect, true, false, true>,
+      ForwardTile<192, 192, 2, 96, 2, 1, Overlap::kValues, Output::kDirect, true>,
+      ForwardTile<192, 192, 2, 64, 2, 1, Overlap::kValues, Output::kDirect, true>>;
+  static constexpr int kWithSlope = 1;
+  static constexpr int kWithRanges = 1;
 };
 
 template <>
 struct ForwardProgramTiles<256, 256> {
-  using Tiles =
-      ProgramTiles<ForwardTile<256, 256, 2, 64, 2, 1, Overlap::kValues, Output::kDirect, true>,
-                   ForwardTile<256, 256, 2, 48, 2, 1, Overlap::kValues, Output::kDirect, true>>;
-  static constexpr int kWithSlope = 0;
-  static constexpr int kWithRanges = 0;
+  using Tiles = ProgramTiles<
+      ForwardTile<256, 256, 2, 64, 2, 1, Overlap::kValues, Output::kDirect, true, false, true>,
+      ForwardTile<256, 256, 2, 64, 2, 1, Overlap::kValues, Output::kDirect, true>,
+      ForwardTile<256, 256, 2, 48, 2, 1, Overlap::kValues, Output::kDirect, true>>;
+  static constexpr int kWithSlope = 1;
+  static constexpr int kWithRanges = 1;
 };
 
 // --- tangent ------------------------------------------------------------------------------------

@@ -22,11 +22,14 @@ class Printed:
         unit_slope: the logit is the score plus what does not depend on it.
         exact_length: number of rows and columns up to which differences of their numbers are
             computed exactly, or None without a limit.
+        start_capture: the capture that products start from, if its row of a query is the one after
+            that of the query before.
     """
 
     source: str
     unit_slope: bool
     exact_length: int | None
+    start_capture: int | None
 
 
 def print_program(
@@ -91,6 +94,7 @@ def print_program(
         writer.struct(captures if drops else None),
         unit_slope=addend is not None,
         exact_length=1 << 24 if graph.subtracts_positions else None,
+        start_capture=start.neighbours.value[0] if start and start.follows_queries else None,
     )
 
 

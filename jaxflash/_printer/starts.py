@@ -25,6 +25,14 @@ class Start:
     neighbours: Node
     value: Node
 
+    @property
+    def follows_queries(self) -> bool:
+        """Whether the row of a query is the one after that of the query before."""
+        if len(self.neighbours.args) < 2:
+            return False
+        *others, row, _ = self.neighbours.args
+        return (row.op, row.value) == ("input", "q") and all(i.deps == 0 for i in others)
+
 
 def is_of_neighbours(x: Node, paired: Collection[int]) -> bool:
     """Whether a load is of neighbours of a thread: in a `paired` capture, side by side along the
