@@ -20,7 +20,7 @@ NAMES = (
     "decode-cap-12-group-8", "decode-sink-3-window", "decode-dropout-20-group-3",
     "decode-mask-value-gap",
     "capture-bias-64", "capture-table", "capture-keys-deterministic", "mask-value-causal-window",
-    "mask-value-intervals",
+    "mask-value-intervals", "tiles-bias-loaded-64", "tiles-bias-loaded-128",
 )  # fmt: skip
 
 # Of caches in pages: (lengths, page size, queries, head size, dtype). Tables hold numbers outside

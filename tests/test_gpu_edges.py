@@ -176,6 +176,22 @@ def test_logits_that_change_along_the_keys(head_dim, value_dim):
     check_drifts(head_dim, value_dim)
 
 
+@pytest.mark.parametrize(("head_dim", "value_dim"), _HEAD_SIZES)
+def test_bias_of_other_heads_is_not_seen(head_dim, value_dim):
+    """What TMA loads of a bias ends in rows of the next head."""
+    query, key, value, _ = _arrays(0, 100, 136, head_dim, value_dim)
+    bias = np.random.default_rng(1).standard_normal((1, _HEADS, 100, 136), np.float32)
+    hidden = bias.copy()
+    hidden[:, 1::2] = np.nan
+    attend = jax.jit(functools.partial(jaxflash.dot_product_attention, implementation="cuda"))
+    whole, out = (
+        np.asarray(attend(query, key, value, bias=x.astype(jnp.bfloat16)), np.float32)
+        for x in (bias, hidden)
+    )
+    np.testing.assert_allclose(out[:, :, ::2], whole[:, :, ::2], atol=0.02)
+    assert np.isnan(out[:, :, 1::2]).all()
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("q_len", [0, 1, 65])

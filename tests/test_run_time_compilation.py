@@ -309,12 +309,19 @@ def test_masks_of_programs_elsewhere(pass_name, mask):
     assert compiled.name.startswith(f"sm80 {pass_name}")
 
 
-def _dense_bias(head_dim: int, dtype: str, pass_name="forward", **options) -> str:
-    qkv = 3 * (jnp.zeros((1, 64, 2, head_dim), jnp.bfloat16),)
-    bias = jnp.zeros((1, 2, 64, 64), dtype)
-    program = _kernel_program.make(*_api.described(*qkv, bias=bias, **options), pass_name)
+def _dense_bias_program(
+    head_dim: int, dtype: str, pass_name="forward", bias=(1, 2, 64, 64), **options
+) -> _kernel_program.KernelProgram:
+    query = jnp.zeros((1, 64, 2, head_dim), jnp.bfloat16)
+    key = jnp.zeros((1, bias[-1], 2, head_dim), jnp.bfloat16)
+    call = _api.described(query, key, key, bias=jnp.zeros(bias, dtype), **options)
+    program = _kernel_program.make(*call, pass_name)
     assert program is not None
-    return program.source
+    return program
+
+
+def _dense_bias(head_dim: int, dtype: str, pass_name="forward", **options) -> str:
+    return _dense_bias_program(head_dim, dtype, pass_name, **options).source
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -326,6 +333,56 @@ def test_dense_bias_on_hopper(head_dim, dtype):
     compiled = _program(source, pass_name="forward", head_dim=head_dim, **_H200)
     assert not compiled.serialised, compiled
     assert compiled.spilled <= 4, compiled  # of the planning warp, which has 32 registers
+
+
+@pytest.mark.parametrize("options", ["alone", "causal", "dropout"])
+@pytest.mark.parametrize(
+    "sizes", [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)], ids=str
+)
+def test_dense_bias_beside_the_keys_on_hopper(sizes, options):
+    """Rows that follow one another as queries do come by TMA."""
+    dropout = dict(dropout_rate=0.1, dropout_rng=jax.random.key(0))
+    options = dict(alone={}, causal=dict(is_causal=True), dropout=dropout)[options]
+    program = _dense_bias_program(sizes[0], "bfloat16", **options)
+    assert program.start_capture == 0
+    compiled = _program(
+        program.source, pass_name="forward", head_dim=sizes[0], value_dim=sizes[1],
+        start_capture=0, **_H200,
+    )  # fmt: skip
+    assert compiled.tile.endswith("true>"), compiled  # ForwardTile::kLoadsStarts
+    assert not compiled.serialised, compiled
+    assert compiled.spilled == 0, compiled
+
+
+@pytest.mark.parametrize(
+    ("bias", "dtype", "loaded"),
+    [
+        ((1, 1, 64, 64), "float16", True),
+        ((64, 72), "bfloat16", True),
+        ((1, 2, 64, 68), "bfloat16", False),  # rows of no multiple of 16 bytes
+        ((1, 2, 64, 64), "float32", False),
+        ((1, 2, 1, 64), "bfloat16", False),
+        ((1, 1, 1, 64), "bfloat16", False),
+    ],
+)
+def test_which_biases_come_beside_the_keys(bias, dtype, loaded):
+    program = _dense_bias_program(64, dtype, bias=bias)
+    assert "kStarts = true" in program.source
+    assert program.start_capture == (0 if loaded else None)
+
+
+@pytest.mark.parametrize("row", ["q + 1", "63 - q", "q // 2"])
+def test_rows_in_another_order_do_not_come_beside_the_keys(row):
+    bias = jnp.zeros((64, 64), jnp.bfloat16)
+    rows = {"q + 1": lambda q: q + 1, "63 - q": lambda q: 63 - q, "q // 2": lambda q: q // 2}
+    qkv = 3 * (jnp.zeros((1, 64, 2, 64), jnp.bfloat16),)
+    call = _api.described(
+        *qkv, score_mod=lambda s, b, h, q, kv: s + bias[rows[row](q), kv].astype(s.dtype)
+    )
+    program = _kernel_program.make(*call, "forward")
+    assert program is not None
+    assert "kStarts = true" in program.source
+    assert program.start_capture is None
 
 
 @_BY_UNITS
@@ -826,6 +883,8 @@ _STAGES = """if True:
         refused("dtype", name, program=program, dtype="float64")
     for name, units in (("forward", -1), ("forward", 3), ("paged", 0), ("paged", 3)):
         refused("one unit or two", name, program=program, shared_units=np.int64(units))
+    for capture in (-2, 0):
+        refused("not captured", program=program, start_capture=np.int64(capture))
     instantiate("forward", program=program, shared_units=np.int64(0))
     instantiate("paged", program=program)
     ranges = problem | dict(mask=np.int64(1))

@@ -1,4 +1,5 @@
-// Divisions without a loop of instructions: by a number that the host knows, or without a remainder.
+// Divisions without a loop of instructions: by a number that the host knows, or without a
+// remainder.
 #pragma once
 
 #include "common/integers.h"
