@@ -19,10 +19,10 @@ from jaxflash._kernel_program import KernelGradients, KernelProgram
 from jaxflash._spec import AttentionSpec, Operands
 
 # The names are part of exported programs: a changed contract gets a new number.
-FORWARD_TARGET = "jaxflash_forward_v4"
+FORWARD_TARGET = "jaxflash_forward_v5"
 BACKWARD_TARGET = "jaxflash_backward_v3"
 TANGENT_TARGET = "jaxflash_tangent_v2"
-PAGED_TARGET = "jaxflash_paged_v2"
+PAGED_TARGET = "jaxflash_paged_v3"
 _STATE_TYPE = "jaxflash_program_v2"
 
 # cuda/problem.h: kUnlimited.
