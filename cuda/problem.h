@@ -104,6 +104,8 @@ struct Problem {
 // of their own.
 inline constexpr int kMaxCaptures = 8;
 inline constexpr int kMaxCaptureRank = 6;
+// Sums over the queries that a program's backward pass computes at most beside dk and dv.
+inline constexpr int kMaxKeySums = 2;
 
 // A dense array (*B, *own axes).
 struct Capture {
@@ -199,6 +201,8 @@ struct BackwardParams {
   bool deterministic;  // bitwise the same gradients from run to run
   const ScoreKernels* program;  // as in ForwardParams
   Captures captures;
+  // The program's sums over the queries, (*B, N, S) dense, where it has them: see program.cuh.
+  float* key_sums[kMaxKeySums];
 };
 
 }  // namespace jaxflash

@@ -32,6 +32,9 @@
 //   int kStartCapture                              of this number,
 //   int neighbours_end(head)                       as many
 //   bool kSharesLoads                              neighbouring elements take parts of one load
+//   int kKeySums                                   backward: how many sums over the queries are
+//                                                  wanted of d score, one for each head and key,
+//   void key_weights(head, row, column, q, kv, distance, weights)   times these factors
 //   Dropout dropout(captures, problem, batch, b, h)    with kDrops: those of which bits
 //
 // `b` and `h` are the numbers that the program means, `batch` counts the elements of this call.

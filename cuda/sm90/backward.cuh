@@ -153,6 +153,7 @@ Status backward_args(const BackwardParams& params, const BackwardWorkspace& work
   args.problem = problem;
   args.scale_log2 = problem.scale * kLog2E;
   args.captures = params.captures;
+  std::copy_n(params.key_sums, kMaxKeySums, args.key_sums);
   args.workspace = workspace;
   args.workspace_data = params.workspace;
   return {};

@@ -45,7 +45,8 @@ struct BackwardArgs {
   float scale_log2;  // scale * log2(e)
   BackwardWorkspace workspace;
   void* workspace_data;
-  Captures captures;  // of a score program; plain kernels do not look
+  Captures captures;             // of a score program; plain kernels do not look
+  float* key_sums[kMaxKeySums];  // see BackwardParams; likewise
 
   __device__ __forceinline__ bool ordered() const { return deterministic && !direct_dq; }
 };

@@ -168,6 +168,77 @@ __device__ __forceinline__ void find_seen(bool (&seen)[2], const Mask& mask, int
   seen[1] = key + 8 >= keys.begin && key + 8 < keys.end;
 }
 
+// Sums over the rows of one head at a time, for the thread's two keys: a program's kKeySums.
+// `first_key`: of the warpgroup.
+template <int kCount>
+class KeySums {
+ public:
+  __device__ __forceinline__ KeySums() { clear(); }
+
+  __device__ __forceinline__ void add(int sum, int lower, float ds, float weight) {
+    of_[sum][lower] = fmaf(ds, weight, of_[sum][lower]);
+  }
+
+  // Stores them where another head begins. Ahead of the step's products: behind them, registers
+  // would not suffice.
+  template <class Block>
+  __device__ __forceinline__ void begin_step(const BackwardArgs& args, const Block& block, int row,
+                                             int head, int first_key) {
+    if (head > 0 && row == block.first_row) store(args, block, head - 1, first_key);
+  }
+  // Those of the last head, or of all heads if there was no step.
+  template <class Block>
+  __device__ __forceinline__ void end_tile(const BackwardArgs& args, const Block& block,
+                                           int first_key) {
+#pragma unroll 1
+    for (int head = block.steps() == 0 ? 0 : block.group - 1; head < block.group; ++head) {
+      store(args, block, head, first_key);
+    }
+  }
+
+ private:
+  template <class Block>
+  __device__ __forceinline__ void store(const BackwardArgs& args, const Block& block, int head,
+                                        int first_key) {
+    const int thread = late_thread();
+    const int key = first_key + Fragment::row(thread);
+    const int kv_len = args.problem.kv_len;
+    const int64_t head_index =
+        int64_t{block.batch} * args.problem.q_heads + block.first_head() + head;
+    bool seen[2];  // where not, 0 whatever the key holds
+    find_seen(seen, block.mask, first_key);
+#pragma unroll
+    for (int sum = 0; sum < kCount; ++sum) {
+      float* const sums = args.key_sums[sum];
+#pragma unroll
+      for (int lower = 0; lower < 2; ++lower) {
+        float total = of_[sum][lower];
+        total += __shfl_xor_sync(~0u, total, 1);
+        total += __shfl_xor_sync(~0u, total, 2);
+        if (thread % 4 == 0 && key + 8 * lower < kv_len && sums != nullptr) {
+          sums[head_index * kv_len + key + 8 * lower] = seen[lower] ? total : 0.f;
+        }
+      }
+    }
+    clear();
+  }
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (auto& sum : of_) sum[0] = sum[1] = 0.f;
+  }
+
+  float of_[kCount][2];
+};
+template <>
+class KeySums<0> {
+ public:
+  template <class Block>
+  __device__ __forceinline__ void begin_step(const BackwardArgs&, const Block&, int, int, int) {}
+  template <class Block>
+  __device__ __forceinline__ void end_tile(const BackwardArgs&, const Block&, int) {}
+};
+
 // Stages 64 keys of dk or dv, or 64 rows of dq; 0 for rows of the thread that are not `seen`.
 template <class Traits, int kColumns>
 __device__ __forceinline__ void stage(uint8_t* tile, const float (&acc)[kColumns / 2], float scale,

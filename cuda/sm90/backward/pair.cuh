@@ -74,6 +74,7 @@ struct PairConsumers {
   template <int kGroup>
   __device__ __forceinline__ static void consume(const BackwardArgs& args, SharedMemory& smem) {
     constexpr bool kValues = kGroup == 0;
+    constexpr int kSums = kValues ? 0 : Score::kKeySums;
     const int thread = threadIdx.x % 128;
     const int column = Fragment::column(thread);
     Score score(args);
@@ -108,6 +109,7 @@ struct PairConsumers {
       int head = 0;
       int done = 0;  // steps of this tile
 
+      KeySums<kSums> key_sums;
       float sum[kDim / 2];  // dv or dk
       float dq[32];
 #pragma unroll
@@ -158,7 +160,7 @@ struct PairConsumers {
       constexpr bool kStarts = kValues && Score::kStarts;
       float x[kRows / 2];  // s or dp; between two steps what the next scores start from
       const auto prepare = [&](int row, int head) {
-        if ((kValues || Score::kDrops) && row == block.first_row) {
+        if ((kValues || Score::kDrops || kSums > 0) && row == block.first_row) {
           score.begin_head(args, block, head, first_key);
         }
         if constexpr (kStarts) score.load_start(x, row, first_key);
@@ -176,6 +178,7 @@ struct PairConsumers {
       for (steps.begin(block.steps()); steps.more(); steps.advance()) {
         uint32_t packed[kRows / 4];
 
+        key_sums.begin_step(args, block, row, head, first_key);
         if constexpr (!kStarts) prepare(row, head);
         if (kValues) {
           steps.wait_q();
@@ -224,6 +227,7 @@ struct PairConsumers {
           prepare_next();
         } else {
           named_barrier_sync(kPFull, Traits::kConsumerThreads);
+          const auto sum_up = score.adder_to(key_sums, row, first_key);
           const uint32_t source = handed_p(smem);
 #pragma unroll
           for (int i = 0; i < kRows / 8; ++i) {
@@ -231,7 +235,9 @@ struct PairConsumers {
             load_shared_f32x4(source + i * kHandedBytes, p);
             const auto ds = [&](int j) {
               const int k = 4 * i + j;
-              return p[j] * (kept.of(k, x[k]) - score.share_of(values.of(k)));
+              const float result = p[j] * (kept.of(k, x[k]) - score.share_of(values.of(k)));
+              sum_up(k, result);
+              return result;
             };
             packed[2 * i] = pack<kMath>(ds(0), ds(1));
             packed[2 * i + 1] = pack<kMath>(ds(2), ds(3));
@@ -256,6 +262,7 @@ struct PairConsumers {
         block.advance(row, head);
         ++done;
       }
+      key_sums.end_tile(args, block, first_key);
 
       // v is no longer read: the other warpgroup has passed kDqComputed with its last dp.
       if (kValues) {

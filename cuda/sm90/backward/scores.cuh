@@ -19,6 +19,7 @@ class ScaledLogits {
   static constexpr bool kWeightsAreProbabilities = true;
   static constexpr bool kMasks = false;
   static constexpr bool kDrops = false;
+  static constexpr int kKeySums = 0;
 
   __device__ __forceinline__ explicit ScaledLogits(const BackwardArgs& args)
       : scale_log2_(args.scale_log2) {}
@@ -28,6 +29,9 @@ class ScaledLogits {
                                              int /*key*/) {}
   __device__ __forceinline__ void draw(KeepAll&, int /*row*/, int /*key*/) const {}
   __device__ __forceinline__ float share_of(float delta) const { return delta; }
+  __device__ __forceinline__ auto adder_to(KeySums<0>&, int /*row*/, int /*key*/) const {
+    return [](int /*i*/, float /*ds*/) {};
+  }
 
   // lse as for_columns takes it; `row` and `key` of the warpgroup's first element. `common_rows`
   // see all of its keys: other tiles are masked.
@@ -87,6 +91,7 @@ class ProgramLogits {
   static constexpr bool kWeightsAreProbabilities = Program::kUnitSlope;
   static constexpr bool kMasks = Program::kMasks;
   static constexpr bool kDrops = Program::kDrops;
+  static constexpr int kKeySums = Program::kKeySums;
 
   __device__ __forceinline__ explicit ProgramLogits(const BackwardArgs& args)
       : scale_log2_(args.scale_log2) {}
@@ -156,6 +161,27 @@ class ProgramLogits {
   }
   __device__ __forceinline__ float share_of(float delta) const {
     return kDrops ? delta * share_ : delta;
+  }
+
+  // What takes element i of ds; `row` and `key` as of weigh().
+  __device__ __forceinline__ auto adder_to(KeySums<kKeySums>& sums, int row, int key) const {
+    if constexpr (kKeySums == 0) {
+      return [](int /*i*/, float /*ds*/) {};
+    } else {
+      const int thread = late_thread();
+      const int first_row = row + Fragment::column(thread);
+      const int first_key = key + Fragment::row(thread);
+      return [this, &sums, first_row, first_key](int i, float ds) {
+        const int lower = Fragment::lower(i);
+        const int q = first_row + Fragment::column_of(i), kv = first_key + 8 * lower;
+        const auto distance = static_cast<float>(first_row + diagonal_ - first_key - 8 * lower);
+        float weights[kKeySums];
+        Program::key_weights(head_, Program::row(head_, q), columns_[lower], q, kv,
+                             distance + Fragment::column_of(i), weights);
+#pragma unroll
+        for (int sum = 0; sum < kKeySums; ++sum) sums.add(sum, lower, ds, weights[sum]);
+      };
+    }
   }
 
   // As of ScaledLogits, where weights are probabilities.

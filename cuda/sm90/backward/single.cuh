@@ -125,6 +125,7 @@ struct SingleConsumers {
 #pragma unroll
       for (float& value : dv) value = 0.f;
 
+      KeySums<Score::kKeySums> key_sums;
       // dk and dv of the tile before may still be on their way out of where ds goes.
       const auto wait_for_ds_buffer = [&] {
         if (head == 0 && row == block.first_row) smem.dkv_empty.wait(reader.parity() ^ 1);
@@ -154,6 +155,7 @@ struct SingleConsumers {
         uint32_t ds[kRows / 4];
         float dq[32];
 
+        key_sums.begin_step(args, block, row, head, own_key);
         if constexpr (!Score::kStarts) prepare(row, head);
         steps.wait_q();
         if (kIdleSteps && (row + kRows <= own_rows.begin || row >= own_rows.end)) {
@@ -198,8 +200,10 @@ struct SingleConsumers {
         ColumnValues first_delta;
         first_delta.load(delta);
         if (steps.last()) arrive_warp(smem.v_empty[keys.stage]);
+        const auto sum_up = score.adder_to(key_sums, row, own_key);
         for_columns<kRows / 2>(first_delta, delta, [&](int i, float delta_of_row) {
           dp[i] = s[i] * (kept.of(i, dp[i]) - score.share_of(delta_of_row));
+          sum_up(i, dp[i]);
           if (i % 2 == 0) return;
           ds[i / 2] = pack<kMath>(dp[i - 1], dp[i]);
           if (!kEarlyPack) p[i / 2] = kept.of_pair(i - 1, pack<kMath>(s[i - 1], s[i]));
@@ -231,6 +235,7 @@ struct SingleConsumers {
 
       hold(dk);
       hold(dv);
+      key_sums.end_tile(args, block, own_key);
       if (block.steps() == 0) {
         arrive_warp(smem.v_empty[keys.stage]);
         arrive_warp(smem.k_empty[keys.stage]);
