@@ -53,7 +53,8 @@ struct ProgramDescription {
   // its row of a query the one after that of the query before; -1: it is not, or there is none.
   int32_t start_capture;
   // Backward: the same program with a struct Load0, Load1 ... for each of these loads of captured
-  // arrays, whose gradients are wanted. nullptr without any.
+  // arrays, whose gradients are wanted, key sums behind the others, in their order. nullptr without
+  // any.
   const char* gradient_source;
   const CaptureLoad* gradient_loads;
   int32_t num_gradient_loads;
@@ -89,7 +90,8 @@ JAXFLASH_API jaxflash::Status jaxflash_backward(const jaxflash::BackwardParams* 
 // Its kernels are compiled at run time: a call has a program.
 JAXFLASH_API jaxflash::Status jaxflash_tangent(const jaxflash::TangentParams* params,
                                                CUstream_st* stream);
-// After jaxflash_backward, of the same call: gradients of captures. `arrays` has kMaxCaptures.
+// After jaxflash_backward, of the same call: gradients of captures, and key sums where the backward
+// kernel did not have them. `arrays` has kMaxCaptures.
 JAXFLASH_API jaxflash::Status jaxflash_capture_gradients(
     const jaxflash::BackwardParams* params, const jaxflash::CaptureGradientArray* arrays,
     CUstream_st* stream);

@@ -190,7 +190,7 @@ Status compile_for(const ScoreKernels& program, const GpuTraits& gpu) {
   ScoreKernels::Compiled compiled;
   if (status.ok()) status = program.compile(*variant, gpu, &compiled);
   if (!status.ok() || program.capture_gradients() == nullptr) return status;
-  return program.capture_gradients()->compile(gpu);
+  return program.capture_gradients()->compile(gpu, !variant->sums_keys);
 }
 
 // Compiles for the GPUs of this machine. Where one of several cannot run the program, calls on it
@@ -254,6 +254,11 @@ Problem with_query_heads(Problem problem) {
   problem.q_len = 0;
   return problem;
 }
+BackwardParams with_query_heads(BackwardParams params) {
+  if (params.problem.q_heads == 0) std::fill(params.key_sums, std::end(params.key_sums), nullptr);
+  params.problem = with_query_heads(params.problem);
+  return params;
+}
 
 }  // namespace
 }  // namespace jaxflash
@@ -274,9 +279,8 @@ Status jaxflash_forward(const ForwardParams* params, CUstream_st* stream) {
 }
 
 Status jaxflash_backward(const BackwardParams* params, CUstream_st* stream) {
-  BackwardParams with_heads = *params;
-  with_heads.problem = jaxflash::with_query_heads(params->problem);
-  return jaxflash::launch(jaxflash::kBackward, "backward", with_heads, stream);
+  return jaxflash::launch(jaxflash::kBackward, "backward", jaxflash::with_query_heads(*params),
+                          stream);
 }
 
 Status jaxflash_tangent(const TangentParams* params, CUstream_st* stream) {
@@ -288,9 +292,12 @@ Status jaxflash_capture_gradients(const BackwardParams* params,
                                   CUstream_st* stream) {
   if (params->program == nullptr || params->program->capture_gradients() == nullptr) return {};
   const jaxflash::CaptureGradients& gradients = *params->program->capture_gradients();
+  const jaxflash::Launcher<BackwardParams>* ran = nullptr;
   jaxflash::CaptureGradients::Device* device = nullptr;
-  Status status = jaxflash::current_device_of(gradients, &device);
-  return status.ok() ? gradients.launch(*device, *params, arrays, stream) : status;
+  Status status =
+      jaxflash::select(jaxflash::kBackward, "backward", jaxflash::with_query_heads(*params), &ran);
+  if (status.ok()) status = jaxflash::current_device_of(gradients, &device);
+  return status.ok() ? gradients.launch(*device, *params, arrays, !ran->sums_keys, stream) : status;
 }
 
 const Variant* jaxflash_forward_variant(const ForwardParams* params) {
@@ -345,7 +352,8 @@ Status jaxflash_load_program(const jaxflash::ScoreKernels* program) {
   const jaxflash::CaptureGradients& gradients = *program->capture_gradients();
   jaxflash::CaptureGradients::Device* device = nullptr;
   status = jaxflash::current_device_of(gradients, &device);
-  return status.ok() ? gradients.load(*device, gradients.family(device->gpu)) : status;
+  return status.ok() ? gradients.load(*device, gradients.family(device->gpu), !variant->sums_keys)
+                     : status;
 }
 
 Status jaxflash_compile_program(const jaxflash::ProgramDescription* description, int32_t arch,

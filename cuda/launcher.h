@@ -57,6 +57,7 @@ struct CompiledVariant {
   bool (*takes_sizes)(const Problem&);  // whether head sizes and scale are right; nullptr: any are
   // Score programs: the tiles to try, best first. Returns how many.
   int (*program_kernels)(const ProgramTraits&, ProgramKernel (&)[kMaxProgramTiles]);
+  bool sums_keys;  // backward: writes BackwardParams::key_sums
 };
 
 template <class Params>

@@ -126,13 +126,19 @@ struct Captures {
 // A load of a captured array whose gradient is wanted, see common/capture_gradient.h. The kernels'
 // `Load` (common/capture_gradient_sums.cuh) has the same constants.
 struct CaptureLoad {
-  int32_t capture;
+  int32_t capture;     // or -1: a key sum
   int32_t rank;        // of its own axes
   int32_t query_axis;  // whose index is the row's number, or -1
   int32_t key_axis;    // whose index is the column's number, or -1
   bool scatter;        // another index depends on the row or the column: nothing is owned
   bool narrow;         // the gradient has the capture's 16-bit dtype: every element is stored once
+
+  bool is_key_sum() const { return capture < 0; }
 };
+
+// A sum over the queries for each head and key of a batch element, BackwardParams::key_sums: the
+// gradient of an array (N, S) for each batch element, had one been read.
+inline constexpr CaptureLoad kKeySumLoad = {-1, 2, -1, 1, false, false};
 
 // Where the gradient of a capture goes: (*B, its own axes).
 struct CaptureGradientArray {

@@ -124,7 +124,7 @@ def _backward(
         taken = [i for i, reasons in captures.items() if not reasons]
         of_captures = _kernel_program.gradients(spec, operands, taken)
         if _OF_KERNELS & set(wanted) or of_captures is not None:
-            program = _kernel_program.make(spec, operands, "backward")
+            program = _kernel_program.make(spec, operands, "backward", wanted=taken)
             dqkv, more = _kernels.backward(
                 spec, program, of_captures, operands, out, lse, dout, dlse
             )

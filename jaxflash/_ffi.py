@@ -20,7 +20,7 @@ from jaxflash._spec import AttentionSpec, Operands
 
 # The names are part of exported programs: a changed contract gets a new number.
 FORWARD_TARGET = "jaxflash_forward_v5"
-BACKWARD_TARGET = "jaxflash_backward_v3"
+BACKWARD_TARGET = "jaxflash_backward_v4"
 TANGENT_TARGET = "jaxflash_tangent_v2"
 PAGED_TARGET = "jaxflash_paged_v3"
 _STATE_TYPE = "jaxflash_program_v2"
@@ -127,6 +127,7 @@ def _gradient_attributes(gradients: KernelGradients | None) -> dict:
     return dict(
         gradient_program="" if gradients is None else gradients.source,
         gradient_loads=np.array(numbers, np.int64).reshape(-1),
+        key_sums=np.int64(0 if gradients is None else gradients.key_sums),
     )
 
 
@@ -352,8 +353,9 @@ class Backward(Pass):
         captures = () if gradients is None else gradients.captures
         self.captures = tuple(len(axes) + 2 + i for i in captures)
         of_captures = (self.operand_axes[i] for i in self.captures)
-        self.result_axes = ("tnh", "skh", "skv", *of_captures)
-        self.result_sums = ((), (), (), *summed)
+        key_sums = 0 if gradients is None else gradients.key_sums
+        self.result_axes = ("tnh", "skh", "skv", *("ns",) * key_sums, *of_captures)
+        self.result_sums = ((),) * (3 + key_sums) + summed
 
     def _static(self) -> tuple:
         return *super()._static(), self.has_dlse, self.gradients, self.result_sums
@@ -392,11 +394,16 @@ class Backward(Pass):
         return dq, dk, dv, *more
 
     def _gradient_types(self, operands):
-        """Of the gradients of captures."""
+        """Of sums over the queries, and of the gradients of captures."""
         if self.gradients is None:
             return
         axes = self._batch_axes(operands)
-        sums = self.full_sums(len(axes))[3:]
+        query, key = operands[:2]
+        shape = (*(size for size, _ in axes), query.shape[-2], key.shape[-3])
+        mesh_axes = [*(part for _, part in axes), _mesh_axes(query)[-2], None]
+        for _ in range(self.gradients.key_sums):
+            yield _result_type(query, shape, jnp.float32, mesh_axes)
+        sums = self.full_sums(len(axes))[3 + self.gradients.key_sums :]
         numbers = self.gradients.captures
         for number, operand, summed in zip(numbers, self.captures, sums, strict=True):
             x = operands[operand]

@@ -16,7 +16,7 @@ from jaxflash._printer import CAPTURE_DTYPES, MAX_CAPTURES, NotPrintable
 from jaxflash._spec import AttentionSpec, Operands
 
 if TYPE_CHECKING:
-    from jaxflash._printer.cuda import Load, Printed, PrintedGradients
+    from jaxflash._printer.cuda import KeyLoad, Load, Printed, PrintedGradients
 
 
 class KernelProgram(NamedTuple):
@@ -44,14 +44,18 @@ class KernelGradients(NamedTuple):
     Attributes:
         source: the C++ struct `jaxflash::Program` with a struct for each load.
         loads: see `_printer.cuda.PrintedGradients`.
+        key_sums: see there.
+        key_loads: see there.
     """
 
     source: str
     loads: tuple[Load, ...]
+    key_sums: int
+    key_loads: tuple[KeyLoad, ...]
 
     @property
     def captures(self) -> tuple[int, ...]:
-        """Numbers of the captures, in the order of their gradients."""
+        """Numbers of the captures, in the order of their gradients, without those of key loads."""
         return tuple(dict.fromkeys(load.capture for load in self.loads))
 
     def is_narrow(self, capture: int) -> bool:
@@ -60,10 +64,14 @@ class KernelGradients(NamedTuple):
 
 
 def make(
-    spec: AttentionSpec, operands: Operands, pass_: Pass, always: bool = False
+    spec: AttentionSpec,
+    operands: Operands,
+    pass_: Pass,
+    always: bool = False,
+    wanted: Sequence[int] = (),
 ) -> KernelProgram | None:
     """The program of a call, or None where a pass of the kernels needs none, unless it has one
-    `always`.
+    `always`. `wanted`: captures whose gradients are computed along with the backward pass.
 
     Raises:
         NotPrintable: the text says why, naming the equation.
@@ -77,7 +85,7 @@ def make(
         and not (spec.dropout_rate > 0.0 or has_ranges or always)
     ):
         return None
-    return _program(spec, operands, pass_)
+    return _program(spec, operands, pass_, wanted=tuple(wanted))
 
 
 def tangents(spec: AttentionSpec, operands: Operands, moving: Sequence[int]) -> KernelProgram:
@@ -90,7 +98,11 @@ def tangents(spec: AttentionSpec, operands: Operands, moving: Sequence[int]) -> 
 
 
 def _program(
-    spec: AttentionSpec, operands: Operands, pass_: Pass, moving: tuple[int, ...] = ()
+    spec: AttentionSpec,
+    operands: Operands,
+    pass_: Pass,
+    moving: tuple[int, ...] = (),
+    wanted: tuple[int, ...] = (),
 ) -> KernelProgram:
     program, predicates = _parts(spec, operands, pass_)
     drops = spec.dropout_rate > 0.0
@@ -120,8 +132,9 @@ def _program(
     words = pass_ == "forward" and mask is not None
     words = words and _dense_mask.packed_axis(mask, pass_) is not None
     printed = _printed(
-        program, predicates, is_difference, sink_dtype, drops, paired, starts, moving, words
-    )
+        program, predicates, is_difference, sink_dtype, drops, paired, starts, moving, words,
+        wanted, _sizes(operands, wanted),
+    )  # fmt: skip
     if isinstance(printed, NotPrintable):
         raise printed
     start = printed.start_capture
@@ -151,11 +164,37 @@ def gradients(
     paired = _paired([t for x in (program, *predicates) for t in x.capture_types], operands)
     starts = paired if _divides_by_scale(spec) else ()
     printed = _printed_gradients(
-        program, predicates, tuple(wanted), lengths, is_difference, dropout, paired, starts
-    )
+        program, predicates, tuple(wanted), lengths, is_difference, dropout, paired, starts,
+        _sizes(operands, wanted),
+    )  # fmt: skip
     if isinstance(printed, NotPrintable):
         raise printed
-    return KernelGradients(printed.source, printed.loads) if printed.loads else None
+    if not (printed.loads or printed.key_loads):
+        return None
+    return KernelGradients(printed.source, printed.loads, printed.key_sums, printed.key_loads)
+
+
+def _sizes(operands: Operands, wanted: Sequence[int]) -> tuple[tuple[str, Any], ...]:
+    """How many batch elements, heads and keys index gradients of some captures."""
+    *batch, _, heads, _ = operands.query.shape
+    sizes = {"h": heads, "kv": operands.key.shape[-3]}
+    # An array with batch axes of its own has them in its gradient.
+    if all(n == 1 for i in wanted for n in operands.captures[i].shape[: len(batch)]):
+        sizes["b"] = math.prod(batch)
+    return tuple(sizes.items())
+
+
+def gradient_of_sum(load: KeyLoad, x, capture):
+    """The gradient of a capture's load, given the sum over the queries (*B, N, S) that it is made
+    of: summed over what does not index the load, float32."""
+    batch_rank = x.ndim - 2
+    x = x.reshape(*(1,) * batch_rank, -1, *x.shape[-2:]) if "b" in load.axes else x[..., None, :, :]
+    numbers = {name: batch_rank + i for i, name in enumerate(("b", "h", "kv"))}
+    own = [numbers[name] for name in load.axes if name is not None]
+    summed = [axis for axis in numbers.values() if axis not in own]
+    batch = [i for i in range(batch_rank) if capture.shape[i] == 1]
+    x = x.sum((*batch, *summed), keepdims=True)
+    return x.transpose(*range(batch_rank), *own, *summed).reshape(capture.shape)
 
 
 def _parts(
@@ -238,6 +277,8 @@ def _printed(
     starts: tuple[int, ...],
     moving: tuple[int, ...],
     words: bool,
+    wanted: tuple[int, ...],
+    sizes: tuple[tuple[str, Any], ...],
 ) -> Printed | NotPrintable:
     from jaxflash._printer import cuda  # a tenth of the time of `import jaxflash`
 
@@ -252,6 +293,8 @@ def _printed(
             starts=starts,
             moving=moving,
             words=words,
+            wanted=wanted,
+            sizes=dict(sizes),
         )
     except NotPrintable as reason:
         return reason
@@ -267,6 +310,7 @@ def _printed_gradients(
     dropout: int | None,
     paired: tuple[int, ...],
     starts: tuple[int, ...],
+    sizes: tuple[tuple[str, Any], ...],
 ) -> PrintedGradients | NotPrintable:
     from jaxflash._printer import cuda  # a tenth of the time of `import jaxflash`
 
@@ -280,6 +324,7 @@ def _printed_gradients(
             dropout=dropout,
             paired=paired,
             starts=starts,
+            sizes=dict(sizes),
         )
     except NotPrintable as reason:
         return reason

@@ -70,7 +70,7 @@ def backward(
         gradients,
         tuple(tuple(n == 1 for n in operands.captures[i].shape[:batch_rank]) for i in captures),
     )
-    dq, dk, dv, *more = _partition.mapped(kernel)(
+    dq, dk, dv, *results = _partition.mapped(kernel)(
         operands.query,
         operands.key,
         operands.value,
@@ -81,10 +81,16 @@ def backward(
         *_program_operands(spec, program, operands, "backward"),
         *_given(*(ranges or ())),
     )
-    of_captures = {
-        i: x.astype(operands.captures[i].dtype) for i, x in zip(captures, more, strict=True)
-    }
-    return (dq, dk, dv), of_captures
+    of_captures: dict[int, Any] = {}
+    if gradients is not None:
+        sums, results = results[: gradients.key_sums], results[gradients.key_sums :]
+        of_captures |= zip(captures, results, strict=True)
+        for load in gradients.key_loads:
+            x = _kernel_program.gradient_of_sum(
+                load, sums[load.sum], operands.captures[load.capture]
+            )
+            of_captures[load.capture] = of_captures.get(load.capture, 0.0) + x
+    return (dq, dk, dv), {i: x.astype(operands.captures[i].dtype) for i, x in of_captures.items()}
 
 
 def tangent(

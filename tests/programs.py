@@ -16,6 +16,7 @@ struct Program {{
   static constexpr bool kSharesLoads = false;
   static constexpr bool kCapturesMove = {captures_move};
   static constexpr bool kStarts = false;
+  static constexpr int kKeySums = 0;
   struct Head {{
     float scale;
     float value;

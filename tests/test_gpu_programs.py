@@ -84,7 +84,7 @@ def _backward(source, query, key, value, out, dout, lse, *captures, causal=False
         problem=_problem(causal, highest),
         **_program(source, query, value, captures, query.ndim - 3),
         has_dlse=np.bool_(False), deterministic=np.bool_(False),
-        gradient_program="", gradient_loads=np.zeros(0, np.int64),
+        gradient_program="", gradient_loads=np.zeros(0, np.int64), key_sums=np.int64(0),
     )[:3]  # fmt: skip
 
 

@@ -413,6 +413,7 @@ def _backward_call(arrays, results, workspace=1 << 24, has_dlse=False):
             deterministic=np.bool_(False),
             gradient_program="",
             gradient_loads=np.zeros(0, np.int64),
+            key_sums=np.int64(0),
         )
 
     return jax.block_until_ready(run(*arrays))

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 import mask_values
 from jaxflash import _api, _kernel_program, _printer, _scores, masks, reference
 from jaxflash._printer import cuda
+from jaxflash._printer.gradients import KeyLoad
 from mask_values import MASK_VALUES
 from score_mods import SCORE_MODS, Sizes
 
@@ -524,6 +525,72 @@ def test_gradients_of_a_dense_bias_are_as_narrow_as_it():
             program, (0,), lengths=shape[1:], distance_is_difference=True
         ).loads
         assert load.narrow == narrow
+
+
+def test_sums_over_queries():
+    """What adds to the score, indexed by batch element, head and key alone."""
+    batch, heads, kv_len = 3, _SIZES.heads, _SIZES.kv_len
+    sizes = {"b": batch, "h": heads, "kv": kv_len}
+    keys, own = jnp.ones((batch, kv_len)), jnp.ones(heads)
+    of_keys, of_head = ("b", "kv"), ("h",)
+    for function, sums in (
+        (lambda s, b, h, q, kv: s + keys[b, kv], [(0, of_keys)]),
+        (lambda s, b, h, q, kv: s + keys[b, kv] - 2.0 * own[h], [(0, of_keys), (1, of_head)]),
+        (lambda s, b, h, q, kv: s + keys[b, kv] + own[h], [(0, of_keys), (0, of_head)]),
+        (lambda s, b, h, q, kv: s + own[h] * (q - kv).astype(jnp.float32), [(0, of_head)]),
+        (lambda s, b, h, q, kv: 30.0 * jnp.tanh((s + keys[b, kv]) / 30.0), [(0, of_keys)]),
+        (lambda s, b, h, q, kv: jnp.where(q >= kv, s + keys[b, kv], -jnp.inf), [(0, of_keys)]),
+        # Of the score, of other captures, of another index, of an index clamped or computed.
+        (lambda s, b, h, q, kv: s * own[h], []),
+        (lambda s, b, h, q, kv: s + keys[b, kv] * own[h], []),
+        (lambda s, b, h, q, kv: s + keys[b, q], []),
+        (lambda s, b, h, q, kv: s + keys[h, kv], []),
+        (lambda s, b, h, q, kv: s + own[h // 2], []),
+        (lambda s, b, h, q, kv: 30.0 * jnp.tanh(s / 30.0) + keys[b, kv], []),
+    ):
+        program, _ = _traced(function)
+        wanted = range(len(program.capture_types))
+        options = dict(sizes=sizes, distance_is_difference=True)
+        gradients = cuda.print_gradients(program, wanted, lengths=_LENGTHS, **options)
+        assert [(x.sum, x.axes) for x in gradients.key_loads] == sums
+        assert len(gradients.loads) == (0 if sums else len(wanted))
+        printed = cuda.print_program(program, wanted=wanted, **options)
+        assert f"kKeySums = {gradients.key_sums};" in printed.source
+        assert gradients.source.count("kKeySum = true;") == gradients.key_sums
+
+
+@pytest.mark.parametrize(
+    ("batch", "shape", "axes"),
+    [
+        ((3, 2), (3, 2), ("h", "kv")),
+        ((3, 2), (1, 2), ("kv", "h")),
+        ((3, 2), (1, 1), ("h", None)),
+        ((3, 2), (1, 1), (None, "b", "kv")),
+        ((3, 2), (1, 1), ("kv", "b")),
+        ((3, 2), (3, 1), ()),
+        ((), (), ("b", "h")),
+    ],
+)
+def test_gradients_made_of_sums(batch, shape, axes):
+    """The transpose of reading an array where only batch element, head and key count."""
+    heads, kv_len = 4, 5
+    numbers = {"b": int(np.prod(batch)), "h": heads, "kv": kv_len}
+    capture = np.zeros((*shape, *(numbers.get(name, 1) for name in axes)), np.float32)
+
+    def read(x):
+        x = jnp.broadcast_to(x, (*batch, *x.shape[len(batch) :]))
+        places = np.indices((*batch, heads, kv_len))
+        *of_batch, h, kv = places
+        b = np.zeros_like(h)
+        for number, extent in zip(of_batch, batch, strict=True):
+            b = b * extent + number
+        own = {"b": b, "h": h, "kv": kv, None: np.zeros_like(h)}
+        return x[(*of_batch, *(own[name] for name in axes))]
+
+    sums = np.random.default_rng(0).standard_normal((*batch, heads, kv_len)).astype(np.float32)
+    actual = _kernel_program.gradient_of_sum(KeyLoad(0, 0, axes), jnp.asarray(sums), capture)
+    (expected,) = jax.vjp(read, capture)[1](sums)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_equal_loads_are_one():

@@ -324,6 +324,66 @@ def _dense_bias(head_dim: int, dtype: str, pass_name="forward", **options) -> st
     return _dense_bias_program(head_dim, dtype, pass_name, **options).source
 
 
+_KEY_BIAS = np.zeros((2, 2, 1, 64), np.float32)
+_KEY_SUMS = {
+    "keys": dict(bias=_KEY_BIAS),
+    "slopes": dict(alibi_slopes=np.ones(2, np.float32)),
+    "keys and slopes": dict(bias=_KEY_BIAS, alibi_slopes=np.ones(2, np.float32)),
+    "soft cap": dict(bias=_KEY_BIAS, logits_soft_cap=30.0),
+    "dropout": dict(bias=_KEY_BIAS, dropout_rate=0.1, dropout_rng=jax.random.key(0)),
+}
+
+
+def _summing(name: str, head_dim: int) -> tuple[str, str]:
+    """Sources: of the backward kernel, and of the one that sums instead of it."""
+    qkv = 3 * (jnp.zeros((2, 64, 2, head_dim), jnp.bfloat16),)
+    spec, operands = _api.described(*qkv, **_KEY_SUMS[name])
+    wanted = range(len(operands.captures))
+    program = _kernel_program.make(spec, operands, "backward", wanted=wanted)
+    gradients = _kernel_program.gradients(spec, operands, tuple(wanted))
+    assert program is not None
+    assert gradients is not None
+    assert not gradients.loads
+    assert f"kKeySums = {gradients.key_sums};" in program.source
+    return program.source, gradients.source
+
+
+@pytest.mark.parametrize("mask", [0, 1, 2], ids=["band", "ranges", "segments"])
+@pytest.mark.parametrize("name", _KEY_SUMS)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_sums_over_queries_on_hopper(head_dim, name, mask):
+    source, _ = _summing(name, head_dim)
+    compiled = _program(source, pass_name="backward", head_dim=head_dim, mask=mask, **_H200)
+    assert not compiled.serialised, compiled
+    # The registers of two sums, or of one and of dropout, are too many beside segments.
+    assert compiled.spilled <= (64 if mask < 2 else 136), compiled
+    if mask == 0 and head_dim == 128 and name in ("keys", "slopes"):
+        assert compiled.spilled == 0, compiled
+
+
+@pytest.mark.parametrize("name", ["keys", "slopes", "soft cap"])
+def test_sums_over_queries_elsewhere(name):
+    """The backward kernel leaves them to that of gradients, as it does where TMA cannot read."""
+    backward, gradient = _summing(name, 64)
+    compiled = _program(backward, pass_name="backward", head_dim=64, **_A100)
+    assert compiled.name.startswith("sm80 backward")
+    for family, architecture, traits in (
+        ("sm80", "sm_80", f"{_S80}CaptureGradientChoice<jaxflash::Math::kBFloat16, 64>::Large"),
+        ("sm90", "sm_90a", "jaxflash::sm90::CaptureGradientTraits<jaxflash::Math::kBFloat16, 64, "
+                           "jaxflash::sm90::CaptureGradientTile<128>, false>"),
+    ):  # fmt: skip
+        name = f"jaxflash::{family}::capture_gradient_kernel<{traits}, jaxflash::BandMask, "
+        source = f"""
+            #include "common/program.cuh"
+            #include "common/range_mask.cuh"
+            {gradient}
+            #include "{family}/capture_gradient_kernel.cuh"
+        """
+        name += "jaxflash::Program, jaxflash::Program::Load0>"
+        compiled = _compile(source, name, architecture)
+        assert compiled.spilled <= 24, compiled
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 def test_dense_bias_on_hopper(head_dim, dtype):
@@ -859,7 +919,7 @@ _STAGES = """if True:
         if name == "backward":
             attributes = dict(
                 has_dlse=np.bool_(False), deterministic=np.bool_(False), gradient_program="",
-                gradient_loads=np.zeros(0, np.int64)) | attributes
+                gradient_loads=np.zeros(0, np.int64), key_sums=np.int64(0)) | attributes
         else:
             attributes = dict(
                 shared_units=np.int64(1), start_capture=np.int64(-1)) | attributes
@@ -894,6 +954,10 @@ _STAGES = """if True:
     instantiate("backward", **one, gradient_loads=np.array([0, 0, 1, 0, 0], np.int64))
     for loads in ([0], [1, 0, 1, 0, 0], [-1, 0, 1, 0, 0], [0, 2, 1, 0, 0], [0, 0, -2, 0, 0]):
         refused("unknown loads", "backward", **one, gradient_loads=np.array(loads, np.int64))
+    instantiate("backward", **one, key_sums=np.int64(2))
+    for count in (-1, 3):
+        refused("unknown loads", "backward", **one, key_sums=np.int64(count))
+    refused("unknown loads", "backward", program=program, key_sums=np.int64(1))
 """
 
 

@@ -427,7 +427,7 @@ def test_operands_of_the_custom_calls():
     assert f"tensor<4xi32>, tensor<8xi32>, {captures}" in forward
     assert "capture_ranks = dense<[2, 2, 1]>" in forward
     assert "struct Program" in forward
-    (backward,) = _custom_calls(text, "@jaxflash_backward_v3")
+    (backward,) = _custom_calls(text, "@jaxflash_backward_v4")
     assert f"tensor<4xi32>, tensor<8xi32>, {captures}" in backward
 
 
@@ -541,7 +541,7 @@ def test_gradients_of_captures_are_results_of_the_custom_call():
 
         traced = jax.jit(jax.grad(loss, argnums)).trace(*arguments)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
-        return _custom_calls(text, "@jaxflash_backward_v3"), "dot_general" in text
+        return _custom_calls(text, "@jaxflash_backward_v4"), "dot_general" in text
 
     # Bias (4, 1, 16, 16) has a tile of rows and columns, the table (8, 15) an index of q - kv.
     (backward,), blockwise = gradient((0, 3, 4, 5))
@@ -633,7 +633,7 @@ def test_gradients_of_captures_of_the_custom_call_inside_shard_map(manual):
     mesh, arguments = _split_arguments()
     function = _inside_shard_map(_bias_and_slopes("cuda"), mesh, manual)
     text = function.trace(*arguments).lower(lowering_platforms=("cuda",)).compile().as_text()
-    (backward,) = [x for x in _custom_calls(text, '"jaxflash_backward_v3"') if "custom-call" in x]
+    (backward,) = [x for x in _custom_calls(text, '"jaxflash_backward_v4"') if "custom-call" in x]
     assert f"f32[1,{_N},{_T},{_S}]" in backward
 
 
@@ -654,7 +654,7 @@ def test_gradients_of_captures_on_an_explicit_mesh():
         with pytest.warns(jaxflash.SlowPathWarning, match="explicit mesh"):
             lowered = traced.lower(lowering_platforms=("cuda",))
         text = lowered.compile().as_text()
-    (backward,) = [x for x in _custom_calls(text, '"jaxflash_backward_v3"') if "custom-call" in x]
+    (backward,) = [x for x in _custom_calls(text, '"jaxflash_backward_v4"') if "custom-call" in x]
     assert f"{_T},{_S}]" not in backward.split("custom-call(")[0]
 
 

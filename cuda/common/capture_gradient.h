@@ -44,6 +44,7 @@ struct FragmentTile {
 struct CaptureGradient {
   void* data;                           // (*B, *own axes of the capture), each batch axis full or 1
   int64_t batch_stride[kMaxBatchAxes];  // in elements, 0 where the axis is summed over
+  int32_t extent[kMaxCaptureRank];      // of its own axes
   uint32_t* turns;  // a ticket (2 words), then whose turn it is for each owned piece; nullptr where
                     // the parts of a piece add in any order
   int64_t slots;    // of the batch axes that `data` has
@@ -61,14 +62,25 @@ struct CaptureGradient {
 // Words of CaptureGradient::turns. They lie in the accumulator of dq, which nobody reads any more.
 inline int64_t capture_gradient_turns(const CaptureGradient& plan) { return 2 + plan.pieces(); }
 
-inline int64_t capture_gradient_elements(const Problem& problem, const Capture& capture,
-                                         const CaptureGradientArray& array, int32_t rank) {
+inline int64_t capture_gradient_elements(const Problem& problem, const CaptureGradient& plan,
+                                         int32_t rank) {
   int64_t elements = 1;
   for (int axis = 0; axis < problem.num_batch_axes; ++axis) {
-    if (array.batch_stride[axis] != 0) elements *= problem.batch_extent[axis];
+    if (plan.batch_stride[axis] != 0) elements *= problem.batch_extent[axis];
   }
-  for (int axis = 0; axis < rank; ++axis) elements *= capture.extent[axis];
+  for (int axis = 0; axis < rank; ++axis) elements *= plan.extent[axis];
   return elements;
+}
+
+// That of a key sum: dense.
+inline CaptureGradientArray key_sum_array(const Problem& problem, float* data) {
+  CaptureGradientArray array = {data, {}};
+  int64_t stride = int64_t{problem.q_heads} * problem.kv_len;
+  for (int axis = problem.num_batch_axes - 1; axis >= 0; --axis) {
+    array.batch_stride[axis] = stride;
+    stride *= problem.batch_extent[axis];
+  }
+  return array;
 }
 
 // `concurrent`: blocks that run at once. `adds`: an earlier load has written to the array.
@@ -76,12 +88,16 @@ inline CaptureGradient plan_capture_gradient(const Problem& problem, const Captu
                                              const CaptureLoad& load,
                                              const CaptureGradientArray& array, int rows, int keys,
                                              int64_t concurrent, bool adds, bool deterministic) {
-  const Capture& capture = captures.of[load.capture];
   const auto tiles = [](int64_t length, int64_t tile) { return (length + tile - 1) / tile; };
   const int64_t all_row_tiles = tiles(problem.q_len, rows);
   const int64_t all_key_tiles = tiles(problem.kv_len, keys);
   CaptureGradient plan = {};
   plan.data = array.data;
+  for (int axis = 0; axis < load.rank; ++axis) {
+    plan.extent[axis] = !load.is_key_sum() ? captures.of[load.capture].extent[axis]
+                        : axis == 0        ? problem.q_heads
+                                           : problem.kv_len;
+  }
   for (int axis = 0; axis < kMaxBatchAxes; ++axis)
     plan.batch_stride[axis] = array.batch_stride[axis];
   plan.slots = plan.slices = 1;
@@ -96,11 +112,11 @@ inline CaptureGradient plan_capture_gradient(const Problem& problem, const Captu
     }
     for (int axis = 0; axis < load.rank; ++axis) {
       if (axis == load.query_axis) {
-        plan.row_tiles = static_cast<int32_t>(tiles(capture.extent[axis], rows));
+        plan.row_tiles = static_cast<int32_t>(tiles(plan.extent[axis], rows));
       } else if (axis == load.key_axis) {
-        plan.key_tiles = static_cast<int32_t>(tiles(capture.extent[axis], keys));
+        plan.key_tiles = static_cast<int32_t>(tiles(plan.extent[axis], keys));
       } else {
-        plan.slices *= capture.extent[axis];
+        plan.slices *= plan.extent[axis];
       }
     }
     // The tiles of one piece, of all its heads.

@@ -13,12 +13,13 @@
 //
 // `Load`, printed with the program:
 //
-//   int kCapture, kRank            the array, and the number of its own axes
+//   bool kKeySum                   the gradient is a sum over the queries for each head and key
+//   int kCapture, kRank            the array, or -1 for such a sum; the number of its own axes
 //   int kQueryAxis, kKeyAxis       axis whose index is the row's (the column's) number, or -1
 //   bool kScatter                  some other index depends on the row or the column
 //   bool kDiagonal                 ... through the difference of their numbers alone
 //   Result                         float, or the type of the capture: what is written
-//   int64_t slice(head)            without kScatter: offset that the other axes give
+//   int64_t slice(head)            without kScatter and kKeySum: offset that the other axes give
 //   int64_t index(head, row, column, q, kv, distance)        with kScatter: offset of the element
 //   float partial(head, row, column, q, kv, distance, s)     d logit / d loaded value, natural
 //   units
@@ -341,9 +342,8 @@ class CaptureSums {
 
   __device__ __forceinline__ void store_tile(const GradientPiece& piece, int warp) const {
     const auto result = output(piece);
-    const Capture& capture = captures_.of[Load::kCapture];
     const auto lane = static_cast<int>(laneid());
-    const int rows = capture.extent[Load::kQueryAxis], keys = capture.extent[Load::kKeyAxis];
+    const int rows = plan_.extent[Load::kQueryAxis], keys = plan_.extent[Load::kKeyAxis];
     const int first_row = piece.row_tile * Tile::kRows + warp_row(warp) + lane / 4;
     const int first_key = piece.key_tile * Tile::kKeys + warp_key(warp) + lane % 4 * 2;
     const bool pairs =
@@ -389,7 +389,6 @@ class CaptureSums {
 
   __device__ __forceinline__ void store_staged(const GradientPiece& piece) const {
     const auto result = output(piece);
-    const Capture& capture = captures_.of[Load::kCapture];
     constexpr int kLength = kOnRows ? Tile::kRows : kOnKeys ? Tile::kKeys : 1;
     constexpr int kAddends = kOnRows   ? Tile::kKeyWarps
                              : kOnKeys ? Tile::kRowWarps
@@ -397,8 +396,8 @@ class CaptureSums {
     const int first = kOnRows   ? piece.row_tile * Tile::kRows
                       : kOnKeys ? piece.key_tile * Tile::kKeys
                                 : 0;
-    const int length = kOnRows   ? capture.extent[max(Load::kQueryAxis, 0)]
-                       : kOnKeys ? capture.extent[max(Load::kKeyAxis, 0)]
+    const int length = kOnRows   ? plan_.extent[max(Load::kQueryAxis, 0)]
+                       : kOnKeys ? plan_.extent[max(Load::kKeyAxis, 0)]
                                  : 1;
 #pragma unroll 1
     for (int i = threadIdx.x; i < kLength; i += Tile::kThreads) {

@@ -34,6 +34,7 @@ struct GradientWalk {
   uint32_t slot;
   uint32_t found;  // of the 32 items from `group` on
   int64_t slice_offset;
+  int own_head;        // with Load::kKeySum: whose sum the piece is of
   int64_t candidates;  // heads of all batch elements that the slot stands for
   int64_t key_tiles;   // of an item
   int64_t next, end, group;
@@ -47,14 +48,14 @@ struct GradientWalk {
     piece.row_tile = static_cast<int>(rest % plan.row_tiles);
     rest /= plan.row_tiles;
     int64_t slice = rest % plan.slices;
+    own_head = static_cast<int>(slice);
     slot = static_cast<uint32_t>(rest / plan.slices);
 
-    const Capture& capture = captures.of[Load::kCapture];
     piece.row_stride = piece.key_stride = slice_offset = 0;
     int64_t stride = 1;
 #pragma unroll
     for (int axis = Load::kRank - 1; axis >= 0; --axis) {
-      const int extent = capture.extent[axis];
+      const int extent = plan.extent[axis];
       if (axis == Load::kQueryAxis) {
         piece.row_stride = stride;
       } else if (axis == Load::kKeyAxis) {
@@ -147,11 +148,15 @@ struct GradientWalk {
     const Interval keys = Mask(problem, item.batch).keys({item.first_row, item.first_row + kRows});
     return max(keys.begin, item.first_key) < min(keys.end, item.first_key + kKeys);
   }
-  __device__ __forceinline__ bool reads_piece(const typename Program::Head& head) const {
+  // `program_head`: of the item.
+  __device__ __forceinline__ bool reads_piece(const GradientItem& item,
+                                              const typename Program::Head& program_head) const {
     if constexpr (Load::kScatter) {
       return true;
+    } else if constexpr (Load::kKeySum) {
+      return item.head == own_head;
     } else {
-      return Load::slice(head) == slice_offset;
+      return Load::slice(program_head) == slice_offset;
     }
   }
 
@@ -163,9 +168,9 @@ struct GradientWalk {
   __device__ __forceinline__ bool takes_part(const Problem& problem, const Captures& captures,
                                              const GradientItem& item) const {
     if (!is_visible(problem, item)) return false;
-    return reads_piece(Program::head(captures, problem, item.batch,
-                                     batch_number(captures, problem, item.batch),
-                                     head_number(captures, item.head)));
+    return reads_piece(item, Program::head(captures, problem, item.batch,
+                                           batch_number(captures, problem, item.batch),
+                                           head_number(captures, item.head)));
   }
 };
 

@@ -18,7 +18,9 @@ std::optional<std::vector<CaptureLoad>> loads_of(const ProgramAttributes& progra
   constexpr size_t kNumbers = 5;
   const auto numbers = gradients.loads;
   if (numbers.size() % kNumbers != 0) return std::nullopt;
-  if ((numbers.size() == 0) != gradients.source.empty()) return std::nullopt;
+  const int64_t key_sums = gradients.key_sums;
+  if (key_sums < 0 || key_sums > kMaxKeySums) return std::nullopt;
+  if ((numbers.size() == 0 && key_sums == 0) != gradients.source.empty()) return std::nullopt;
   std::vector<CaptureLoad> loads;
   bool taken[kMaxCaptures] = {};
   for (size_t i = 0; i < numbers.size(); i += kNumbers) {
@@ -38,6 +40,7 @@ std::optional<std::vector<CaptureLoad>> loads_of(const ProgramAttributes& progra
                      static_cast<int32_t>(query_axis), static_cast<int32_t>(key_axis),
                      numbers[i + 3] != 0, numbers[i + 4] != 0});
   }
+  loads.insert(loads.end(), key_sums, kKeySumLoad);
   return loads;
 }
 
@@ -310,22 +313,35 @@ Captures ProgramOperands::describe(size_t batch_rank, const BatchAxes& axes) con
 
 ffi::Error CaptureGradientResults::take(const ProgramAttributes& program,
                                         const GradientAttributes& gradients,
-                                        const ProgramOperands& operands, Shape full,
-                                        ffi::RemainingRets results) {
+                                        const ProgramOperands& operands, const Problem& problem,
+                                        Shape full, ffi::RemainingRets results) {
   const std::optional<std::vector<CaptureLoad>> loads = loads_of(program, gradients);
   if (!loads) return invalid("unknown loads of captured arrays");
   if (!loads->empty() && program.source.empty()) {
     return invalid("gradients of captured arrays need a score program");
   }
   const size_t batch_rank = full.batch_rank();
+  for (int64_t i = 0; i < gradients.key_sums; ++i) {
+    auto buffer = results.get<ffi::AnyBuffer>(i);
+    if (!buffer.has_value()) return invalid("a sum over the queries has no result");
+    const ffi::AnyBuffer sum = **buffer;
+    const auto dims = sum.dimensions();
+    bool fits = sum.element_type() == ffi::DataType::F32 && dims.size() == batch_rank + 2;
+    for (size_t axis = 0; fits && axis < batch_rank; ++axis) fits = dims[axis] == full.batch(axis);
+    if (!fits || dims[batch_rank] != problem.q_heads || dims[batch_rank + 1] != problem.kv_len) {
+      return invalid("a sum over the queries must be float32, for each head and key");
+    }
+    key_sums_.push_back(sum);
+  }
   for (const CaptureLoad& load : *loads) {
+    if (load.is_key_sum()) continue;
     if (!results_.empty() && results_.back().capture == load.capture) {
       if (results_.back().narrow || load.narrow) {
         return invalid("the gradient of several loads is float32");
       }
       continue;
     }
-    auto buffer = results.get<ffi::AnyBuffer>(results_.size());
+    auto buffer = results.get<ffi::AnyBuffer>(key_sums_.size() + results_.size());
     if (!buffer.has_value()) return invalid("the gradient of a captured array has no result");
     const ffi::AnyBuffer result = **buffer;
     const ffi::AnyBuffer& capture = operands.capture(load.capture);
@@ -342,7 +358,7 @@ ffi::Error CaptureGradientResults::take(const ProgramAttributes& program,
     if (!fits) return invalid("the gradient of a captured array has another shape or dtype");
     results_.push_back({load.capture, load.narrow, result});
   }
-  if (results.size() != results_.size()) {
+  if (results.size() != key_sums_.size() + results_.size()) {
     return invalid("the number of results is not that of the gradients");
   }
   return ffi::Error::Success();
@@ -360,6 +376,12 @@ void CaptureGradientResults::describe(size_t batch_rank, const BatchAxes& axes,
     for (size_t axis = batch_rank; axis < dims.size(); ++axis) size *= dims[axis];
     arrays[result.capture].data = result.buffer.untyped_data();
     axes.strides({dims}, size, arrays[result.capture].batch_stride);
+  }
+}
+
+void CaptureGradientResults::describe(float* (&key_sums)[kMaxKeySums]) const {
+  for (size_t i = 0; i < key_sums_.size(); ++i) {
+    key_sums[i] = static_cast<float*>(key_sums_[i].untyped_data());
   }
 }
 

@@ -36,13 +36,14 @@ struct ProgramAttributes {
 
 // What the backward pass is told of gradients of captures, attributes of their own.
 struct GradientAttributes {
-  std::string_view source;  // the program with a struct for each load; empty without any
+  std::string_view source;  // the program with a struct for each load and each key sum
   // Five numbers for each load: capture, query axis, key axis, whether it scatters, whether it is
   // narrow, see CaptureLoad. Loads of one capture are neighbours.
   ffi::Span<const int64_t> loads;
+  int64_t key_sums;  // how many sums over the queries are wanted, see BackwardParams
 };
 
-// The loads; nothing if the attribute tells of ones that cannot be.
+// The loads, key sums last; nothing if the attribute tells of ones that cannot be.
 std::optional<std::vector<CaptureLoad>> loads_of(const ProgramAttributes& program,
                                                  const GradientAttributes& gradients);
 
@@ -88,20 +89,23 @@ class ProgramOperands {
   std::vector<ffi::AnyBuffer> captures_;
 };
 
-// The results after the workspace: gradients of captures in the order of their loads, float32 or as
-// narrow as the capture, whose batch axes are full or, where they are summed over, 1.
+// The results after the workspace: key sums, float32 (*B, N, S), and gradients of captures in the
+// order of their loads, float32 or as narrow as the capture, whose batch axes are full or, where
+// they are summed over, 1.
 class CaptureGradientResults {
  public:
   ffi::Error take(const ProgramAttributes& program, const GradientAttributes& gradients,
-                  const ProgramOperands& operands, Shape full, ffi::RemainingRets results);
+                  const ProgramOperands& operands, const Problem& problem, Shape full,
+                  ffi::RemainingRets results);
 
-  bool wanted() const { return !results_.empty(); }
+  bool wanted() const { return !results_.empty() || !key_sums_.empty(); }
 
   // For BatchAxes.
   void add_shapes(std::vector<Shape>* shapes) const;
 
   void describe(size_t batch_rank, const BatchAxes& axes,
                 CaptureGradientArray (&arrays)[kMaxCaptures]) const;
+  void describe(float* (&key_sums)[kMaxKeySums]) const;
 
  private:
   struct Gradient {
@@ -110,6 +114,7 @@ class CaptureGradientResults {
     ffi::AnyBuffer buffer;
   };
   std::vector<Gradient> results_;
+  std::vector<ffi::AnyBuffer> key_sums_;
 };
 
 }  // namespace jaxflash

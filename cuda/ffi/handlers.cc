@@ -107,10 +107,10 @@ ffi::ErrorOr<std::unique_ptr<ProgramState>> instantiate_backward(
     Attributes attributes, std::string_view source, bool unit_slope, int64_t head_dim,
     int64_t value_dim, std::string_view dtype, ffi::Span<const int64_t> capture_ranks,
     bool /*has_dlse*/, bool /*deterministic*/, std::string_view gradient_source,
-    ffi::Span<const int64_t> gradient_loads) {
+    ffi::Span<const int64_t> gradient_loads, int64_t key_sums) {
   return instantiate(Pass::kBackward, attributes,
                      {source, unit_slope, head_dim, value_dim, dtype, capture_ranks},
-                     {gradient_source, gradient_loads});
+                     {gradient_source, gradient_loads, key_sums});
 }
 
 ffi::ErrorOr<std::unique_ptr<ProgramState>> instantiate_tangent(
@@ -238,8 +238,8 @@ ffi::Error backward(CUstream_st* stream, ProgramState* state, Attributes attribu
                     std::string_view source, bool unit_slope, int64_t head_dim, int64_t value_dim,
                     std::string_view dtype, ffi::Span<const int64_t> capture_ranks, bool has_dlse,
                     bool deterministic, std::string_view gradient_source,
-                    ffi::Span<const int64_t> gradient_loads, ffi::AnyBuffer q, ffi::AnyBuffer k,
-                    ffi::AnyBuffer v, ffi::AnyBuffer out, ffi::AnyBuffer dout,
+                    ffi::Span<const int64_t> gradient_loads, int64_t key_sums, ffi::AnyBuffer q,
+                    ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::AnyBuffer out, ffi::AnyBuffer dout,
                     ffi::Buffer<ffi::F32> lse, ffi::RemainingArgs optional,
                     ffi::Result<ffi::AnyBuffer> dq, ffi::Result<ffi::AnyBuffer> dk,
                     ffi::Result<ffi::AnyBuffer> dv, ffi::Result<ffi::Buffer<ffi::U8>> workspace,
@@ -284,8 +284,9 @@ ffi::Error backward(CUstream_st* stream, ProgramState* state, Attributes attribu
     return error;
   }
   CaptureGradientResults gradients;
-  if (ffi::Error error = gradients.take(program_attributes, {gradient_source, gradient_loads},
-                                        program, full, more);
+  if (ffi::Error error =
+          gradients.take(program_attributes, {gradient_source, gradient_loads, key_sums}, program,
+                         params.problem, full, more);
       error.failure()) {
     return error;
   }
@@ -316,6 +317,7 @@ ffi::Error backward(CUstream_st* stream, ProgramState* state, Attributes attribu
   params.dv = axes->tensor(dv->untyped_data(), dv_shape);
   params.workspace = workspace->untyped_data();
   params.deterministic = deterministic;
+  gradients.describe(params.key_sums);
   if (workspace->size_bytes() < jaxflash_backward_workspace_bytes(&params.problem)) {
     return invalid("the backward workspace is too small");
   }
@@ -410,7 +412,8 @@ auto with_backward_attributes(Binding&& binding) {
       .template Attr<bool>("has_dlse")
       .template Attr<bool>("deterministic")
       .template Attr<std::string_view>("gradient_program")
-      .template Attr<ffi::Span<const int64_t>>("gradient_loads");
+      .template Attr<ffi::Span<const int64_t>>("gradient_loads")
+      .template Attr<int64_t>("key_sums");
 }
 
 XLA_FFI_DEFINE_HANDLER(kInstantiateForward, instantiate_forward,

@@ -148,8 +148,9 @@ Status CaptureGradients::get(const GpuTraits& gpu, Family family, size_t load, G
   return status;
 }
 
-Status CaptureGradients::compile(const GpuTraits& gpu) const {
+Status CaptureGradients::compile(const GpuTraits& gpu, bool key_sums) const {
   for (size_t load = 0; load < loads_.size(); ++load) {
+    if (loads_[load].is_key_sum() && !key_sums) continue;
     Geometry geometry;
     std::shared_ptr<RuntimeKernel> kernel;
     if (Status status = get(gpu, family(gpu), load, &geometry, &kernel); !status.ok()) {
@@ -174,21 +175,20 @@ Status CaptureGradients::add_device(int number, const GpuTraits& gpu, Device** r
   return {};
 }
 
-Status CaptureGradients::load(Device& device, Family family) const {
+Status CaptureGradients::load(Device& device, Family family, bool key_sums) const {
   const std::lock_guard<std::mutex> lock(mutex_);
   std::vector<LoadedLoad>& loads = device.loads[static_cast<int>(family)];
-  if (!loads.empty()) return {};
-  std::vector<LoadedLoad> loaded(loads_.size());
+  loads.resize(loads_.size());
   for (size_t load = 0; load < loads_.size(); ++load) {
+    LoadedLoad& loaded = loads[load];
+    if (loaded.handle != nullptr || (loads_[load].is_key_sum() && !key_sums)) continue;
     std::shared_ptr<RuntimeKernel> kernel;
-    Geometry& geometry = loaded[load].geometry;
-    Status status = get(device.gpu, family, load, &geometry, &kernel);
-    if (status.ok()) {
-      status = kernel->load(device.number, geometry.shared_bytes, &loaded[load].handle);
-    }
+    const void* handle = nullptr;
+    Status status = get(device.gpu, family, load, &loaded.geometry, &kernel);
+    if (status.ok()) status = kernel->load(device.number, loaded.geometry.shared_bytes, &handle);
     if (!status.ok()) return status;
+    loaded.handle = handle;
   }
-  loads = std::move(loaded);
   return {};
 }
 
@@ -238,7 +238,8 @@ struct Launch {
 }  // namespace
 
 Status CaptureGradients::launch(Device& device, const BackwardParams& params,
-                                const CaptureGradientArray* arrays, CUstream_st* stream) const {
+                                const CaptureGradientArray* arrays, bool key_sums,
+                                CUstream_st* stream) const {
   const Problem& problem = params.problem;
   const BackwardWorkspace workspace = backward_workspace(problem);
   const bool no_rows = workspace.bytes == 0 || problem.q_len == 0 || problem.kv_len == 0;
@@ -247,27 +248,31 @@ Status CaptureGradients::launch(Device& device, const BackwardParams& params,
   if (family == Family::kHopper && !no_rows && !sm90::map_capture_gradient(params, maps)) {
     family = Family::kPortable;
   }
-  if (Status status = load(device, family); !status.ok()) return status;
+  if (Status status = load(device, family, key_sums); !status.ok()) return status;
   const std::vector<LoadedLoad>& loads = device.loads[static_cast<int>(family)];
   const auto clear = [stream](void* data, int64_t bytes, const char* doing) {
     return cuda_status(cudaMemsetAsync(data, 0, bytes, stream), doing);
   };
 
-  bool written[kMaxCaptures] = {};
+  int last_capture = -1;
+  int key_sum = 0;
   for (size_t i = 0; i < loads_.size(); ++i) {
     const CaptureLoad& load = loads_[i];
-    const CaptureGradientArray& array = arrays[load.capture];
+    if (load.is_key_sum() && !key_sums) continue;
+    const CaptureGradientArray array = load.is_key_sum()
+                                           ? key_sum_array(problem, params.key_sums[key_sum++])
+                                           : arrays[load.capture];
     const Geometry& tile = loads[i].geometry;
+    const bool adds = load.capture == last_capture && !load.is_key_sum();
+    last_capture = load.capture;
+    CaptureGradient plan = plan_capture_gradient(
+        problem, params.captures, load, array, tile.rows, tile.keys,
+        int64_t{device.multiprocessors} * tile.blocks_per_sm, adds, params.deterministic);
+    const int64_t elements = capture_gradient_elements(problem, plan, load.rank);
+    if (elements == 0 || (no_rows && plan.adds)) continue;
     if (array.data == nullptr) return error_status("the gradient of a capture has no array");
-    CaptureGradient plan =
-        plan_capture_gradient(problem, params.captures, load, array, tile.rows, tile.keys,
-                              int64_t{device.multiprocessors} * tile.blocks_per_sm,
-                              written[load.capture], params.deterministic);
-    written[load.capture] = true;
     Status status = {};
-    if (plan.zeros || (no_rows && !plan.adds)) {
-      const int64_t elements =
-          capture_gradient_elements(problem, params.captures.of[load.capture], array, load.rank);
+    if (plan.zeros || no_rows) {
       status =
           clear(array.data, elements * (load.narrow ? 2 : 4), "clearing the gradient of a capture");
     }

@@ -19,8 +19,8 @@ class CaptureGradients {
   explicit CaptureGradients(const ProgramDescription& description);
 
   // For a GPU, the kernels that calls run on unless strides forbid it; the code stays in the
-  // process.
-  Status compile(const GpuTraits& gpu) const;
+  // process. `key_sums`: also those of sums that the backward kernel leaves to them.
+  Status compile(const GpuTraits& gpu, bool key_sums) const;
 
   enum class Family { kPortable, kHopper };
   // By sizes alone.
@@ -34,14 +34,14 @@ class CaptureGradients {
   };
   struct LoadedLoad {
     Geometry geometry;
-    const void* handle;
+    const void* handle;  // nullptr: not yet
   };
   // A GPU, with the kernels that have been loaded there.
   struct Device {
     int number;
     GpuTraits gpu;
     int multiprocessors;
-    std::vector<LoadedLoad> loads[2];  // by family; none before the first call of it
+    std::vector<LoadedLoad> loads[2];  // by family
   };
 
   // The current one; `ask` is called where it is new.
@@ -60,9 +60,9 @@ class CaptureGradients {
   }
 
   // On the current device, which is that.
-  Status load(Device& device, Family family) const;
+  Status load(Device& device, Family family, bool key_sums) const;
   Status launch(Device& device, const BackwardParams& params, const CaptureGradientArray* arrays,
-                CUstream_st* stream) const;
+                bool key_sums, CUstream_st* stream) const;
 
  private:
   Status add_device(int number, const GpuTraits& gpu, Device** result) const;

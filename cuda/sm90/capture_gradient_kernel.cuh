@@ -88,7 +88,7 @@ struct CaptureGradientProducer {
           const int b = batch_number(captures, problem, item.batch);
           const int h = head_number(captures, item.head);
           head = Program::head(captures, problem, item.batch, b, h);
-          takes_part = walk.reads_piece(head);
+          takes_part = walk.reads_piece(item, head);
           if constexpr (Program::kDrops) {
             dropout = Program::dropout(captures, problem, item.batch, b, h);
           }

@@ -7,7 +7,7 @@ Here is what can be printed; `cuda` prints, imported with the first call that ha
 
 from __future__ import annotations
 
-MAX_CAPTURES, MAX_CAPTURE_RANK = 8, 6
+MAX_CAPTURES, MAX_CAPTURE_RANK, MAX_KEY_SUMS = 8, 6, 2  # cuda/problem.h
 # As Python names what a capture or a sink holds, and as the kernels store it.
 CAPTURE_DTYPES = {
     "float32": "float",

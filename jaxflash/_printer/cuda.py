@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
+from jaxflash._printer import MAX_KEY_SUMS
 from jaxflash._printer.builder import LOG2_E, Builder
-from jaxflash._printer.gradients import Load, LoadRoots
+from jaxflash._printer.gradients import (
+    KeyLoad,
+    KeySum,
+    Load,
+    LoadRoots,
+    key_axes,
+    key_weight,
+)
 from jaxflash._printer.graph import Graph, Node
 from jaxflash._printer.starts import Start, start_of
 from jaxflash._printer.writer import Roots, Words, Writer
@@ -43,6 +52,8 @@ def print_program(
     starts: Collection[int] = (),
     moving: Sequence[int] = (),
     words: bool = False,
+    wanted: Sequence[int] = (),
+    sizes: Mapping[str, Any] | None = None,
 ) -> Printed:
     """The struct `jaxflash::Program` for a score program.
 
@@ -61,6 +72,8 @@ def print_program(
         moving: captures of the program whose tangents are the captures after those of the
             predicates.
         words: whether the first predicate is a `_scores.dense_predicate` of words of keys.
+        wanted: captures of the program whose gradients are wanted, in the backward pass.
+        sizes: as for `print_gradients`.
 
     Raises:
         NotPrintable: the text says why, naming the equation.
@@ -86,9 +99,12 @@ def print_program(
     addend, start = _added(graph, logit, slope, starts)
     logit = graph.scaled(logit, LOG2_E)
     capture_tangent = tangent if moving else None
+    sums, _ = _key_sums(graph, program, wanted, sizes)
+    weights = tuple(x.weight for x in sums)
     roots = Roots(
-        logit, slope, addend, visible, in_words, sink, capture_tangent, start, paired=paired
-    )
+        logit, slope, addend, visible, in_words, sink, capture_tangent, start, weights,
+        paired=paired,
+    )  # fmt: skip
     writer = Writer(graph, roots)
     return Printed(
         writer.struct(captures if drops else None),
@@ -106,10 +122,14 @@ class PrintedGradients:
         source: the C++ struct, with a struct `Load0`, `Load1` ... for each load.
         loads: one kernel each, in this order; those of one capture are neighbours. A capture that
             the logit does not depend on has none.
+        key_sums: how many sums over the queries there are beside, whose structs follow.
+        key_loads: loads whose gradients are made of these.
     """
 
     source: str
     loads: tuple[Load, ...]
+    key_sums: int
+    key_loads: tuple[KeyLoad, ...]
 
 
 def print_gradients(
@@ -122,6 +142,7 @@ def print_gradients(
     dropout: int | None = None,
     paired: Collection[int] = (),
     starts: Collection[int] = (),
+    sizes: Mapping[str, Any] | None = None,
 ) -> PrintedGradients:
     """The struct `jaxflash::Program` with a struct for each load of some captures.
 
@@ -134,6 +155,8 @@ def print_gradients(
         dropout: the number of `_dropout.kernel_parameters` among the captures, or None.
         paired: as for `print_program`.
         starts: as for `print_program`.
+        sizes: how many numbers "b", "h" and "kv" there are, without those that a capture's gradient
+            must not be indexed by; None: no sums over the queries.
 
     Raises:
         NotPrintable: the text says why, naming the equation.
@@ -141,11 +164,11 @@ def print_gradients(
     graph = Graph(distance_is_difference)
     loads: list[LoadRoots] = []
     logit, slope = Builder(graph).build(program)
-    for capture in captures:
-        logit, partials = Builder(graph).build_partials(program, capture)
+    sums, key_loads = _key_sums(graph, program, captures, sizes)
+    summed = {x.capture for x in key_loads}
+    for capture in (i for i in captures if i not in summed):
         array = program.capture_types[capture]
-        partials = {i: graph.shown(x, logit) for i, x in partials.items()}
-        partials = {i: x for i, x in partials.items() if x is not graph.constant(0.0)}
+        partials = _partials(graph, program, capture)
         loads += [
             LoadRoots.of(capture, array, index, partial, lengths, alone=len(partials) == 1)
             for index, partial in partials.items()
@@ -158,10 +181,45 @@ def print_gradients(
         addend,
         visible,
         start=start,
-        loads=tuple(loads),
+        loads=(*loads, *(LoadRoots.of_key_sum(x) for x in sums)),
         paired=paired,
     )
-    return PrintedGradients(Writer(graph, roots).struct(dropout), tuple(x.load for x in loads))
+    source = Writer(graph, roots).struct(dropout)
+    return PrintedGradients(source, tuple(x.load for x in loads), len(sums), tuple(key_loads))
+
+
+def _partials(graph: Graph, program: Program, capture: int) -> dict[tuple[Node, ...], Node]:
+    """d logit / d loaded value by the indices of the loads of a capture, where it is not 0."""
+    logit, partials = Builder(graph).build_partials(program, capture)
+    shown = {i: graph.shown(x, logit) for i, x in partials.items()}
+    return {i: x for i, x in shown.items() if x is not graph.constant(0.0)}
+
+
+def _key_sums(
+    graph: Graph, program: Program, captures: Sequence[int], sizes: Mapping[str, Any] | None
+) -> tuple[list[KeySum], list[KeyLoad]]:
+    """The sums over the queries that the backward kernel computes for gradients of some captures,
+    and the loads that they serve: all those of a capture, or none."""
+    sums: dict[Node, KeySum] = {}
+    loads: list[KeyLoad] = []
+    if sizes is None:
+        return [], []
+    logit, slope = Builder(graph).build(program)
+    slope = graph.shown(slope, logit)
+    for capture in captures:
+        shape = program.capture_types[capture].shape
+        partials = _partials(graph, program, capture)
+        axes = [a for index in partials if (a := key_axes(index, shape, sizes)) is not None]
+        weights = [w for x in partials.values() if (w := key_weight(graph, x, slope)) is not None]
+        if not len(axes) == len(weights) == len(partials):
+            continue
+        more = {w: KeySum(w, x) for w, x in zip(weights, partials.values(), strict=True)}
+        if len({**sums, **more}) > MAX_KEY_SUMS:
+            continue
+        sums |= more
+        numbers = {w: number for number, w in enumerate(sums)}
+        loads += [KeyLoad(capture, numbers[w], a) for w, a in zip(weights, axes, strict=True)]
+    return list(sums.values()), loads
 
 
 def _added(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 
 from jaxflash._printer import CAPTURE_DTYPES
-from jaxflash._printer.graph import ELEMENT, Node, linear
+from jaxflash._printer.graph import ELEMENT, SCORE, Graph, Node, is_finite, linear
 
 # Elements of the gradient that blocks own side by side, each of which looks for its heads.
 _MAX_SLICES = 1 << 16
@@ -36,6 +37,11 @@ class Load:
     scatter: bool
     diagonal: bool
     narrow: bool
+
+    @property
+    def is_key_sum(self) -> bool:
+        """Whether it stands for a sum over the queries: for each head, and key."""
+        return self.capture < 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,10 +87,82 @@ class LoadRoots:
         load = Load(capture, query_axis, key_axis, scatter, diagonal, narrow)
         return cls(load, dtype, index, partial)
 
+    @classmethod
+    def of_key_sum(cls, key_sum: KeySum) -> LoadRoots:
+        """As if an array (heads, keys) of each batch element had been added, with that factor."""
+        load = Load(-1, -1, 1, scatter=False, diagonal=False, narrow=False)
+        return cls(load, "float32", (), key_sum.partial)
+
     @property
     def result(self) -> str:
         """C++ type of the gradient's elements."""
         return CAPTURE_DTYPES[self.dtype] if self.load.narrow else "float"
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyLoad:
+    """A load of a captured array whose gradient is made of a sum over the queries, for each batch
+    element, head and key, that the backward kernel computes.
+
+    Attributes:
+        capture: number of the capture.
+        sum: number of the sum.
+        axes: for each axis of the capture which number is its index: "b", "h" or "kv"; None for one
+            of size 1.
+    """
+
+    capture: int
+    sum: int
+    axes: tuple[str | None, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class KeySum:
+    """A sum over the queries.
+
+    Attributes:
+        weight: of d score, the product of d logit with the slope; finite, and without the score.
+        partial: of d logit: weight times slope.
+    """
+
+    weight: Node
+    partial: Node
+
+
+def key_axes(
+    index: tuple[Node, ...], shape: tuple, sizes: Mapping[str, Any]
+) -> tuple[str | None, ...] | None:
+    """The axes of a `KeyLoad`, given how many numbers of each kind there are; None for an index
+    that has none, or whose numbers an axis does not hold exactly."""
+    axes: list[str | None] = []
+    for i, extent in zip(index, shape, strict=True):
+        name = i.value if i.op == "input" and i.value in sizes else None
+        count = 1 if name is None else sizes[name]
+        if name in axes and name is not None:
+            return None
+        if name is None and not (i.op == "constant" and i.value == 0):
+            return None
+        if not (_at_most(count, extent) and _at_most(extent, count)):
+            return None
+        axes.append(name)
+    return tuple(axes)
+
+
+def key_weight(graph: Graph, partial: Node, slope: Node) -> Node | None:
+    """What d score is multiplied with to get a term of a gradient; None if there is no such factor
+    without the score, or one that may not be finite where there is no probability."""
+    if slope is graph.constant(1.0):
+        weight = partial
+    else:
+        # What is added to the score itself, or a multiple of it, has a multiple of the slope.
+        (constant, terms), (of_one, of_slope) = linear(partial), linear(slope)
+        if terms.keys() != of_slope.keys():
+            return None
+        factors = {terms[x] / of_slope[x] for x in terms}
+        if len(factors) != 1 or constant != of_one * min(factors):
+            return None
+        weight = graph.constant(factors.pop())
+    return None if weight.deps & SCORE or not is_finite(weight) else weight
 
 
 def _at_most(size: Any, limit: Any) -> bool:

@@ -80,6 +80,8 @@ _SIGNATURES = {
     " const Column& column, int q, int kv, float distance, float s)",
     "partial": "float partial(const Head& head, const Row& row, const Column& column, int q,"
     " int kv, float distance, float s)",
+    "key_weights": "void key_weights(const Head& head, const Row& row, const Column& column, int q,"
+    " int kv, float distance, float (&weights)[kKeySums])",
     "dropout": "Dropout dropout(const Captures& captures, const Problem& problem, int64_t batch,"
     " int b, int h)",
 }
@@ -119,6 +121,7 @@ class Roots:
         sink: where there is one.
         capture_tangent: what tangents of captures add to that of the logit, in natural units.
         start: what products may start from.
+        key_weights: factors of d score in sums over the queries.
         loads: those whose gradients are wanted.
         paired: captures of whose rows, an element for each column, a thread takes neighbours.
     """
@@ -131,6 +134,7 @@ class Roots:
     sink: Node | None = None
     capture_tangent: Node | None = None
     start: Start | None = None
+    key_weights: tuple[Node, ...] = ()
     loads: tuple[LoadRoots, ...] = ()
     paired: Collection[int] = ()
 
@@ -160,6 +164,7 @@ class Writer:
             address, _ = self._address(x, paired=True)
             end = self._extent(x.value[0], len(x.args) - 1)
             self._start = self._lowered(roots.start.value), address, end, x.value
+        self._key_weights = [self._lowered(x) for x in roots.key_weights]
         self._words = None
         if roots.words is not None:
             x = roots.words.load
@@ -177,7 +182,7 @@ class Writer:
         for root in (
             self._logit, self._slope, self._addend, self._visible, self._sink,
             self._capture_tangent, *(() if self._start is None else self._start[:3]),
-            *(() if self._words is None else self._words),
+            *(() if self._words is None else self._words), *self._key_weights,
         ):  # fmt: skip
             if root is not None:
                 self._need(root, places.get(root, "element"))
@@ -206,6 +211,7 @@ class Writer:
             ("kStarts", self._start is not None),
         ):
             lines.append(f"  static constexpr bool {name} = {'true' if value else 'false'};")
+        lines.append(f"  static constexpr int kKeySums = {len(self._key_weights)};")
         for place in _PLACES[:3]:
             fields = [f"    {self._field(x)};" for x in members[place]]
             lines += [f"  struct {place.capitalize()} {{", *fields, "  };"]
@@ -242,6 +248,12 @@ class Writer:
         if self._capture_tangent is not None:
             needed, text = self._weighed(self._capture_tangent, self._guards_tangent)
             lines += self._function("capture_tangent", "element", needed, text)
+        if self._key_weights:
+            stores = [
+                f"weights[{i}] = {self._text(x, 'element')};"
+                for i, x in enumerate(self._key_weights)
+            ]
+            lines += self._function("key_weights", "element", self._key_weights, "", *stores)
         if self._visible is not None:
             visible = self._text(self._visible, "element")
             lines += self._function("visible", "element", [self._visible], visible)
@@ -264,25 +276,30 @@ class Writer:
         done: set[Node] = set()
         for root in roots:
             self._define(root, place, done, body)
-        return [signature, *(f"    {x}" for x in (*body, *last, f"return {result};")), "  }"]
+        last = (*last, f"return {result};") if result else last
+        return [signature, *(f"    {x}" for x in (*body, *last)), "  }"]
 
     def _load_struct(self, number: int, roots: LoadRoots, offset: Node, partial: Node) -> list[str]:
         load = roots.load
         lines = [f"struct Load{number} {{"]
         for name, value in (
             ("kCapture", load.capture),
-            ("kRank", len(roots.index)),
+            ("kRank", 2 if load.is_key_sum else len(roots.index)),
             ("kQueryAxis", load.query_axis),
             ("kKeyAxis", load.key_axis),
         ):
             lines.append(f"  static constexpr int {name} = {value};")
-        for name, value in (("kScatter", load.scatter), ("kDiagonal", load.diagonal)):
+        for name, value in (
+            ("kScatter", load.scatter),
+            ("kDiagonal", load.diagonal),
+            ("kKeySum", load.is_key_sum),
+        ):
             lines.append(f"  static constexpr bool {name} = {'true' if value else 'false'};")
         lines.append(f"  using Result = {roots.result};")
         if load.scatter:
             text = self._text(offset, "element")
             lines += self._function("index", "element", [offset], text)
-        else:
+        elif not load.is_key_sum:
             lines += self._function("slice", "end", [], self._text(offset, "end"))
         needed, text = self._weighed(partial, not is_finite(roots.partial))
         lines += self._function("partial", "element", needed, text)
