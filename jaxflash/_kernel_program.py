@@ -133,7 +133,7 @@ def _program(
     words = words and _dense_mask.packed_axis(mask, pass_) is not None
     printed = _printed(
         program, predicates, is_difference, sink_dtype, drops, paired, starts, moving, words,
-        wanted, _sizes(operands, wanted),
+        pass_ == "backward", wanted, _sizes(operands, wanted),
     )  # fmt: skip
     if isinstance(printed, NotPrintable):
         raise printed
@@ -277,6 +277,7 @@ def _printed(
     starts: tuple[int, ...],
     moving: tuple[int, ...],
     words: bool,
+    keys_are_rows: bool,
     wanted: tuple[int, ...],
     sizes: tuple[tuple[str, Any], ...],
 ) -> Printed | NotPrintable:
@@ -293,6 +294,7 @@ def _printed(
             starts=starts,
             moving=moving,
             words=words,
+            keys_are_rows=keys_are_rows,
             wanted=wanted,
             sizes=dict(sizes),
         )

@@ -52,6 +52,7 @@ def print_program(
     starts: Collection[int] = (),
     moving: Sequence[int] = (),
     words: bool = False,
+    keys_are_rows: bool = False,
     wanted: Sequence[int] = (),
     sizes: Mapping[str, Any] | None = None,
 ) -> Printed:
@@ -72,6 +73,7 @@ def print_program(
         moving: captures of the program whose tangents are the captures after those of the
             predicates.
         words: whether the first predicate is a `_scores.dense_predicate` of words of keys.
+        keys_are_rows: whether threads have many queries of few keys, as in the backward pass.
         wanted: captures of the program whose gradients are wanted, in the backward pass.
         sizes: as for `print_gradients`.
 
@@ -96,7 +98,7 @@ def print_program(
         sink = graph.load(captures, sink_dtype, (head,))
         captures += 1
         sink = graph.scaled(sink, LOG2_E)
-    addend, start = _added(graph, logit, slope, starts)
+    addend, start = _added(graph, logit, slope, starts, keys_are_rows)
     logit = graph.scaled(logit, LOG2_E)
     capture_tangent = tangent if moving else None
     sums, _ = _key_sums(graph, program, wanted, sizes)
@@ -223,14 +225,17 @@ def _key_sums(
 
 
 def _added(
-    graph: Graph, logit: Node, slope: Node, starts: Collection[int]
+    graph: Graph, logit: Node, slope: Node, starts: Collection[int], keys_are_rows: bool = False
 ) -> tuple[Node | None, Start | None]:
     """(what a logit adds to the score, in log 2, what products start from), or None for each."""
     if slope is not graph.constant(1.0):
         return None, None
     addend = graph.without_score(graph.scaled(logit, LOG2_E))
     added = graph.without_score(logit) if starts and addend is not None else None
-    return addend, None if added is None else start_of(graph, added, starts)
+    if added is None:
+        return addend, None
+    # A thread that has two keys loads what is theirs once.
+    return addend, start_of(graph, added, starts, of_rows=keys_are_rows)
 
 
 def _visible(graph: Graph, predicates: Sequence[Program], captures: int) -> tuple[Node | None, int]:

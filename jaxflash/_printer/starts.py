@@ -44,11 +44,16 @@ def is_of_neighbours(x: Node, paired: Collection[int]) -> bool:
     return (last.op, last.value) == ("input", "kv") and all(i.deps in (0, ROW) for i in others)
 
 
-def start_of(graph: Graph, addend: Node, paired: Collection[int]) -> Start | None:
-    """Of an addend; None where it does not have one such load, in terms or as a factor of them."""
+def start_of(
+    graph: Graph, addend: Node, paired: Collection[int], *, of_rows: bool = False
+) -> Start | None:
+    """Of an addend; None where it does not have one such load, in terms or as a factor of them.
+    `of_rows`: only where rows have loads of their own."""
     nodes: set[Node] = set()
     _collect(addend, nodes)
     of_neighbours = [x for x in nodes if x.op == "load" and is_of_neighbours(x, paired)]
+    if of_rows and not any(x.deps & ROW for x in of_neighbours):
+        return None
     if len(of_neighbours) != 1 or any(
         x.op == "constant" and x.dtype == "float32" and _MAX_CONSTANT < abs(x.value) < math.inf
         for x in nodes
