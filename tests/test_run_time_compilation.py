@@ -355,8 +355,9 @@ def test_sums_over_queries_on_hopper(head_dim, name, mask):
     source, _ = _summing(name, head_dim)
     compiled = _program(source, pass_name="backward", head_dim=head_dim, mask=mask, **_H200)
     assert not compiled.serialised, compiled
-    # The registers of two sums, or of one and of dropout, are too many beside segments.
-    assert compiled.spilled <= (64 if mask < 2 else 136), compiled
+    # Slopes of logits, segments and a sum are too much for the registers of any tile.
+    bound = 152 if (name, mask) == ("soft cap", 2) else 64
+    assert compiled.spilled <= bound, compiled
     if mask == 0 and head_dim == 128 and name in ("keys", "slopes"):
         assert compiled.spilled == 0, compiled
 
