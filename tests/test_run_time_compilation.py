@@ -357,7 +357,7 @@ def test_sums_over_queries_on_hopper(head_dim, name, mask):
     assert not compiled.serialised, compiled
     # Slopes of logits, segments and a sum are too much for the registers of any tile.
     bound = 152 if (name, mask) == ("soft cap", 2) else 64
-    assert compiled.spilled <= bound, compiled
+    assert compiled.spilled <= bound + _MORE_SPILLS, compiled
     if mask == 0 and head_dim == 128 and name in ("keys", "slopes"):
         assert compiled.spilled == 0, compiled
 
