@@ -118,6 +118,11 @@ def _program_attributes(program: KernelProgram | None, query, value) -> dict:
     )
 
 
+def _start_capture(program: KernelProgram | None) -> np.int64:
+    start = None if program is None else program.start_capture
+    return np.int64(-1 if start is None else start)
+
+
 def _gradient_attributes(gradients: KernelGradients | None) -> dict:
     # cuda/ffi/call.h: GradientAttributes.
     numbers = [
@@ -250,13 +255,12 @@ class Forward(Pass):
             *self.result_of_rows(operands, value),
             _result_type(query, (workspace,), jnp.uint8, [None]),
         )
-        start = None if self.program is None else self.program.start_capture
         out, lse, _ = jax.ffi.ffi_call(target, results)(
             *operands,
             problem=_attributes(self.spec, self.lengths, self.mask),
             **_program_attributes(self.program, query, value),
             shared_units=np.int64(shared_units or 0),
-            start_capture=np.int64(-1 if start is None else start),
+            start_capture=_start_capture(self.program),
         )
         return out, lse
 
@@ -387,6 +391,7 @@ class Backward(Pass):
             *operands,
             problem=_attributes(self.spec, self.lengths, self.mask),
             **_program_attributes(self.program, query, value),
+            start_capture=_start_capture(self.program),
             has_dlse=np.bool_(self.has_dlse),
             deterministic=np.bool_(self.spec.deterministic_backward),
             **_gradient_attributes(self.gradients),

@@ -27,8 +27,8 @@ class KernelProgram(NamedTuple):
         unit_slope: see `_printer.cuda.Printed`.
         exact_length: see there.
         capture_ranks: how many axes each of `captures` has, without batch axes.
-        start_capture: the capture of which forward kernels can load what products start from in
-            tiles, or None.
+        start_capture: the capture of which kernels can load what products start from in tiles, or
+            None.
     """
 
     source: str

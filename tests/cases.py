@@ -489,6 +489,9 @@ SCORES_OF_TILES = (
          dtype="float16", local_window_size=(70, 20), gpu_only=True),
     _row("tiles-bias-loaded-128", bias="1NTS", q_len=300, kv_len=344, q_heads=4, kv_heads=2,
          head_dim=128, dtype="bfloat16", gpu_only=True),
+    # Steps of which one warpgroup's keys see none.
+    _row("tiles-bias-loaded-causal-128", bias="1NTS", q_len=330, kv_len=400, q_heads=4, kv_heads=2,
+         head_dim=128, dtype="bfloat16", is_causal=True, gpu_only=True),
     _row("tiles-bias-loaded-hides-128", bias="BNTS", bias_hides=True, q_len=1000, kv_len=1000,
          head_dim=128, dtype="bfloat16", gpu_only=True),
     _row("tiles-bias-loaded-192-128", bias="TS", q_len=260, kv_len=320, head_dim=192, value_dim=128,

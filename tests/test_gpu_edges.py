@@ -176,20 +176,31 @@ def test_logits_that_change_along_the_keys(head_dim, value_dim):
     check_drifts(head_dim, value_dim)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize(("head_dim", "value_dim"), _HEAD_SIZES)
 def test_bias_of_other_heads_is_not_seen(head_dim, value_dim):
     """What TMA loads of a bias ends in rows of the next head."""
-    query, key, value, _ = _arrays(0, 100, 136, head_dim, value_dim)
+    *arrays, dout = _arrays(0, 100, 136, head_dim, value_dim)
     bias = np.random.default_rng(1).standard_normal((1, _HEADS, 100, 136), np.float32)
     hidden = bias.copy()
-    hidden[:, 1::2] = np.nan
-    attend = jax.jit(functools.partial(jaxflash.dot_product_attention, implementation="cuda"))
-    whole, out = (
-        np.asarray(attend(query, key, value, bias=x.astype(jnp.bfloat16)), np.float32)
-        for x in (bias, hidden)
-    )
-    np.testing.assert_allclose(out[:, :, ::2], whole[:, :, ::2], atol=0.02)
-    assert np.isnan(out[:, :, 1::2]).all()
+    hidden[:, _HEADS // _KV_HEADS :] = np.nan  # but of the first head of keys
+
+    @jax.jit
+    def results(bias, *arrays):
+        def attend(*arrays):
+            return jaxflash.dot_product_attention(*arrays, bias=bias, implementation="cuda")
+
+        out, pullback = jax.vjp(attend, *arrays)
+        return out, *pullback(dout)
+
+    expected, actual = (results(x.astype(jnp.bfloat16), *arrays) for x in (bias, hidden))
+    for name, want, got in zip(("out", *_NAMES[2:]), expected, actual, strict=True):
+        want, got = (np.asarray(x, np.float32) for x in (want, got))
+        half = want.shape[2] // 2
+        np.testing.assert_allclose(
+            got[:, :, :half], want[:, :, :half], atol=0.02, rtol=0.02, err_msg=name
+        )
+        assert np.isnan(got[:, :, half:]).any(), name
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -83,7 +83,7 @@ def _backward(source, query, key, value, out, dout, lse, *captures, causal=False
         query, key, value, out, dout, lse, *_numbers(query), *captures,
         problem=_problem(causal, highest),
         **_program(source, query, value, captures, query.ndim - 3),
-        has_dlse=np.bool_(False), deterministic=np.bool_(False),
+        start_capture=np.int64(-1), has_dlse=np.bool_(False), deterministic=np.bool_(False),
         gradient_program="", gradient_loads=np.zeros(0, np.int64), key_sums=np.int64(0),
     )[:3]  # fmt: skip
 

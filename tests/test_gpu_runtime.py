@@ -409,6 +409,7 @@ def _backward_call(arrays, results, workspace=1 << 24, has_dlse=False):
             *arrays,
             problem=_SPEC,
             **_plain(arrays[0], arrays[2]),
+            start_capture=np.int64(-1),
             has_dlse=np.bool_(has_dlse),
             deterministic=np.bool_(False),
             gradient_program="",

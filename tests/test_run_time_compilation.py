@@ -415,6 +415,22 @@ def test_dense_bias_beside_the_keys_on_hopper(sizes, options):
     assert compiled.spilled == 0, compiled
 
 
+@pytest.mark.parametrize("options", ["alone", "causal", "dropout"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_dense_bias_beside_the_queries_on_hopper(head_dim, options):
+    """The same in the backward pass."""
+    dropout = dict(dropout_rate=0.1, dropout_rng=jax.random.key(0))
+    options = dict(alone={}, causal=dict(is_causal=True), dropout=dropout)[options]
+    program = _dense_bias_program(head_dim, "bfloat16", "backward", **options)
+    assert program.start_capture == 0
+    compiled = _program(
+        program.source, pass_name="backward", head_dim=head_dim, start_capture=0, **_H200
+    )
+    assert "kBlock" in compiled.tile, compiled
+    assert not compiled.serialised, compiled
+    assert compiled.spilled <= 48 + _MORE_SPILLS, compiled  # mostly of the warp that loads rows
+
+
 @pytest.mark.parametrize(
     ("bias", "dtype", "loaded"),
     [
@@ -916,14 +932,14 @@ _STAGES = """if True:
         attributes = dict(
             problem=problem, program="", unit_slope=np.bool_(True), head_dim=np.int64(64),
             value_dim=np.int64(64), dtype="bfloat16", capture_ranks=np.zeros(0, np.int64),
+            start_capture=np.int64(-1),
         ) | attributes
         if name == "backward":
             attributes = dict(
                 has_dlse=np.bool_(False), deterministic=np.bool_(False), gradient_program="",
                 gradient_loads=np.zeros(0, np.int64), key_sums=np.int64(0)) | attributes
         else:
-            attributes = dict(
-                shared_units=np.int64(1), start_capture=np.int64(-1)) | attributes
+            attributes = dict(shared_units=np.int64(1)) | attributes
         x = jax.ShapeDtypeStruct((4,), "float32")
         jax.jit(lambda x: jax.ffi.ffi_call(name, x)(x, **attributes)).lower(x).compile()
 
@@ -944,8 +960,8 @@ _STAGES = """if True:
         refused("dtype", name, program=program, dtype="float64")
     for name, units in (("forward", -1), ("forward", 3), ("paged", 0), ("paged", 3)):
         refused("one unit or two", name, program=program, shared_units=np.int64(units))
-    for capture in (-2, 0):
-        refused("not captured", program=program, start_capture=np.int64(capture))
+    for name, capture in (("forward", -2), ("forward", 0), ("backward", -2), ("backward", 0)):
+        refused("not captured", name, program=program, start_capture=np.int64(capture))
     instantiate("forward", program=program, shared_units=np.int64(0))
     instantiate("paged", program=program)
     ranges = problem | dict(mask=np.int64(1))

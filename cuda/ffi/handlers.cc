@@ -28,7 +28,7 @@ struct ProgramState {
 };
 ffi::TypeId ProgramState::id = {};
 
-// What forward kernels depend on of how arrays are read, see ProgramDescription.
+// What kernels depend on of how arrays are read, see ProgramDescription.
 struct Access {
   bool paged = false;
   int64_t shared_units = 0;
@@ -106,11 +106,11 @@ ffi::ErrorOr<std::unique_ptr<ProgramState>> instantiate_forward(
 ffi::ErrorOr<std::unique_ptr<ProgramState>> instantiate_backward(
     Attributes attributes, std::string_view source, bool unit_slope, int64_t head_dim,
     int64_t value_dim, std::string_view dtype, ffi::Span<const int64_t> capture_ranks,
-    bool /*has_dlse*/, bool /*deterministic*/, std::string_view gradient_source,
-    ffi::Span<const int64_t> gradient_loads, int64_t key_sums) {
+    int64_t start_capture, bool /*has_dlse*/, bool /*deterministic*/,
+    std::string_view gradient_source, ffi::Span<const int64_t> gradient_loads, int64_t key_sums) {
   return instantiate(Pass::kBackward, attributes,
                      {source, unit_slope, head_dim, value_dim, dtype, capture_ranks},
-                     {gradient_source, gradient_loads, key_sums});
+                     {gradient_source, gradient_loads, key_sums}, {.start_capture = start_capture});
 }
 
 ffi::ErrorOr<std::unique_ptr<ProgramState>> instantiate_tangent(
@@ -236,14 +236,14 @@ ffi::Error paged(CUstream_st* stream, ProgramState* state, Attributes attributes
 
 ffi::Error backward(CUstream_st* stream, ProgramState* state, Attributes attributes,
                     std::string_view source, bool unit_slope, int64_t head_dim, int64_t value_dim,
-                    std::string_view dtype, ffi::Span<const int64_t> capture_ranks, bool has_dlse,
-                    bool deterministic, std::string_view gradient_source,
-                    ffi::Span<const int64_t> gradient_loads, int64_t key_sums, ffi::AnyBuffer q,
-                    ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::AnyBuffer out, ffi::AnyBuffer dout,
-                    ffi::Buffer<ffi::F32> lse, ffi::RemainingArgs optional,
-                    ffi::Result<ffi::AnyBuffer> dq, ffi::Result<ffi::AnyBuffer> dk,
-                    ffi::Result<ffi::AnyBuffer> dv, ffi::Result<ffi::Buffer<ffi::U8>> workspace,
-                    ffi::RemainingRets more) {
+                    std::string_view dtype, ffi::Span<const int64_t> capture_ranks,
+                    int64_t /*start_capture*/, bool has_dlse, bool deterministic,
+                    std::string_view gradient_source, ffi::Span<const int64_t> gradient_loads,
+                    int64_t key_sums, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
+                    ffi::AnyBuffer out, ffi::AnyBuffer dout, ffi::Buffer<ffi::F32> lse,
+                    ffi::RemainingArgs optional, ffi::Result<ffi::AnyBuffer> dq,
+                    ffi::Result<ffi::AnyBuffer> dk, ffi::Result<ffi::AnyBuffer> dv,
+                    ffi::Result<ffi::Buffer<ffi::U8>> workspace, ffi::RemainingRets more) {
   // Values of the value's head size, but full batch extents, which the query gradient has.
   const Shape out_shape{out.dimensions()}, dout_shape{dout.dimensions()};
   const Shape dq_shape{dq->dimensions()}, dk_shape{dk->dimensions()}, dv_shape{dv->dimensions()};
@@ -409,6 +409,7 @@ auto with_forward_attributes(Binding&& binding) {
 template <class Binding>
 auto with_backward_attributes(Binding&& binding) {
   return with_attributes(std::forward<Binding>(binding))
+      .template Attr<int64_t>("start_capture")
       .template Attr<bool>("has_dlse")
       .template Attr<bool>("deterministic")
       .template Attr<std::string_view>("gradient_program")

@@ -15,6 +15,7 @@
 #include "common/workspace.h"
 #include "sm90/backward_kernel.cuh"
 #include "sm90/hardware/tensor_map.h"
+#include "sm90/start_map.h"
 #include "sm90/tile_config.h"
 
 namespace jaxflash::sm90 {
@@ -109,9 +110,10 @@ KeyTileOrder key_tile_order(const BackwardParams& params, const BackwardWorkspac
 }
 
 // Of the main kernel. `direct_dq`: where dq goes if it is stored; nullptr: it is added up.
+// `start_capture`: see launch_backward_kernels().
 template <Math kMath, class Tile>
 Status backward_args(const BackwardParams& params, const BackwardWorkspace& workspace,
-                     const MappedTensor* direct_dq, BackwardArgs& args) {
+                     const MappedTensor* direct_dq, int start_capture, BackwardArgs& args) {
   using Traits = BackwardTraits<Tile, kMath>;
   const Problem& problem = params.problem;
   BackwardMaps maps;
@@ -139,6 +141,11 @@ Status backward_args(const BackwardParams& params, const BackwardWorkspace& work
     Status status = encode(args.dq, *direct_dq, kMath, Traits::kDqPartRows);
     if (!status.ok()) return status;
   }
+  if constexpr (Tile::kLoadsStarts) {
+    Status status = encode_starts(args.starts, problem, params.captures, start_capture, kMath,
+                                  Tile::kRows, maps.k);
+    if (!status.ok()) return status;
+  }
   for (int axis = 0; axis < kBatchDims; ++axis) {
     args.q_batch_step[axis] = maps.q.batch_step[axis];
     args.k_batch_step[axis] = maps.k.batch_step[axis];
@@ -164,12 +171,12 @@ Status backward_args(const BackwardParams& params, const BackwardWorkspace& work
 template <Math kMath, class Tile>
 Status launch_backward(Kernel<BackwardArgs> kernel, const BackwardParams& params,
                        const BackwardWorkspace& workspace, const MappedTensor* direct_dq,
-                       cudaStream_t stream) {
+                       int start_capture, cudaStream_t stream) {
   using Traits = BackwardTraits<Tile, kMath>;
   int multiprocessors = 0;
   if (Status status = multiprocessors_of_gpu(&multiprocessors); !status.ok()) return status;
   BackwardArgs args{};
-  if (Status status = backward_args<kMath, Tile>(params, workspace, direct_dq, args);
+  if (Status status = backward_args<kMath, Tile>(params, workspace, direct_dq, start_capture, args);
       !status.ok()) {
     return status;
   }
@@ -183,10 +190,11 @@ Status launch_backward(Kernel<BackwardArgs> kernel, const BackwardParams& params
       "launching the backward kernel");
 }
 
-// All three kernels; the main one's shared memory has been allowed.
+// All three kernels; the main one's shared memory has been allowed. `start_capture` is for tiles
+// that load what products start from.
 template <Math kMath, class Tile>
 Status launch_backward_kernels(Kernel<BackwardArgs> kernel, const BackwardParams& params,
-                               cudaStream_t stream) {
+                               cudaStream_t stream, int start_capture = -1) {
   const Problem& problem = params.problem;
   if (batch_size(problem) == 0 || problem.q_heads == 0) return Status{};
   const BackwardWorkspace workspace = backward_workspace(problem);
@@ -199,8 +207,8 @@ Status launch_backward_kernels(Kernel<BackwardArgs> kernel, const BackwardParams
   Status status =
       cuda_status(launch_delta<kMath>(params, cleared, stream), "launching the delta kernel");
   if (status.ok() && problem.kv_len > 0) {
-    status =
-        launch_backward<kMath, Tile>(kernel, params, workspace, direct ? &dq : nullptr, stream);
+    status = launch_backward<kMath, Tile>(kernel, params, workspace, direct ? &dq : nullptr,
+                                          start_capture, stream);
   }
   if (!status.ok() || direct) return status;
   const uint32_t adds = key_tiles_of<Tile>(problem) * BackwardTraits<Tile, kMath>::kAddingWarps;
@@ -254,8 +262,12 @@ int backward_program_kernels(const ProgramTraits& program,
   using Choice = BackwardProgramTiles<kHeadDim, kValueDim>;
   ProgramKernelList list(program, kernels);
   for_each_tile(typename Choice::Tiles{}, [&](int number, auto tile) {
-    if (!program.unit_slope && number < Choice::kWithSlope) return;
     using Tile = decltype(tile);
+    if constexpr (Tile::kLoadsStarts) {
+      if (program.start_capture < 0) return;
+    } else {
+      if (!program.unit_slope && number < Choice::kWithSlope) return;
+    }
     using Traits = BackwardTraits<Tile, kMath>;
     const TypeName name = type_name<Traits>();
     list.add<Tile>(number, "sm90/backward_kernel.cuh", Traits::kSharedBytes,
@@ -272,7 +284,7 @@ Status backward_program(const BackwardParams& params, const LoadedKernel& kernel
   return use_tile(typename BackwardProgramTiles<kHeadDim, kValueDim>::Tiles{}, kernel.tile,
                   [&](auto tile) {
                     return detail::launch_backward_kernels<kMath, decltype(tile)>(
-                        Kernel<BackwardArgs>(kernel.handle), params, stream);
+                        Kernel<BackwardArgs>(kernel.handle), params, stream, kernel.start_capture);
                   });
 }
 

@@ -6,7 +6,8 @@
 // columns of dq.
 //
 //   warpgroups 0 and 1    consumers: the products (backward/single.cuh, backward/pair.cuh)
-//   last warpgroup        producers (backward/producers.cuh): warp 0 draws tiles and loads rows;
+//   last warpgroup        producers (backward/producers.cuh): warp 0 draws tiles and loads rows,
+//                         with some tiles also what their products start from;
 //                         warp 2 loads k and v and stores dk and dv; warp 1 adds dq, in a block by
 //                         itself that of one consumer warpgroup, and warp 3 that of the other
 //
@@ -26,7 +27,7 @@ template <class Traits, class AnyMask, class Score>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     backward_kernel(const __grid_constant__ BackwardArgs args) {
   using Mask = MaskBeside<AnyMask, Score>;
-  using Producers = BackwardProducers<Traits, Mask>;
+  using Producers = BackwardProducers<Traits, Mask, Score>;
   using Tile = typename Traits::Tile;
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   auto& smem = *reinterpret_cast<typename Traits::SharedMemory*>(shared_bytes);
@@ -40,7 +41,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     prefetch_tensor_map(&args.dout);
     prefetch_tensor_map(&args.dk);
     prefetch_tensor_map(&args.dv);
+    if constexpr (Tile::kLoadsStarts) prefetch_tensor_map(&args.starts);
     smem.init_barriers();
+    smem.init_start_barriers(Traits::kConsumerThreads / 32);
     for (int stage = 0; stage < Tile::kKeyStages; ++stage) {
       smem.k_full[stage].init(1);
       smem.v_full[stage].init(1);

@@ -47,8 +47,34 @@ struct BackwardArgs {
   void* workspace_data;
   Captures captures;             // of a score program; plain kernels do not look
   float* key_sums[kMaxKeySums];  // see BackwardParams; likewise
+  TensorMap starts;              // where Tile::kLoadsStarts: boxes of kRows x 64 keys
 
   __device__ __forceinline__ bool ordered() const { return deterministic && !direct_dq; }
+};
+
+// What the products of a step start from, loaded beside its queries: a panel of 64 keys for each
+// consumer warpgroup. It has barriers of its own, because it is free as soon as products begin.
+template <int kStages, int kBytes>
+struct StartPanels {
+  alignas(1024) uint8_t starts[kStages][2][kBytes];
+};
+template <int kBytes>
+struct StartPanels<0, kBytes> {};
+template <int kStages>
+struct StartBarriers {
+  Barrier starts_full[kStages];
+  Barrier starts_empty[kStages];  // every consumer warp has read it
+
+  __device__ __forceinline__ void init_start_barriers(int consumer_warps) {
+    for (int stage = 0; stage < kStages; ++stage) {
+      starts_full[stage].init(1);
+      starts_empty[stage].init(consumer_warps);
+    }
+  }
+};
+template <>
+struct StartBarriers<0> {
+  __device__ __forceinline__ void init_start_barriers(int /*consumer_warps*/) {}
 };
 
 template <class Tile_, Math kMath_>
@@ -104,7 +130,11 @@ struct BackwardTraits {
   static_assert(Tile::kHeadDim % 64 == 0 && Tile::kValueDim % 64 == 0);
   static_assert(kKeys % 64 == 0 && kRows % 64 == 0 && kWorkspaceRows % kRows == 0);
 
-  struct Operands {
+  // Of a warpgroup's keys and the rows of a step.
+  static constexpr int kStartBytes = kRowPanelBytes;
+  static_assert(!(Tile::kLoadsStarts && kPaired), "a panel for each consumer warpgroup");
+
+  struct Operands : StartPanels<Tile::kStartStages, kStartBytes> {
     alignas(1024) uint8_t k[Tile::kKeyStages][kKBytes];
     alignas(1024) uint8_t v[Tile::kKeyStages][kVBytes];
     alignas(1024) uint8_t q[Tile::kQStages][kQBytes];
@@ -178,7 +208,8 @@ struct BackwardTraits {
                              2 * kScoreBytes == 4 * kDqWarpBytes),
                 "dq fits where p and ds were");
 
-  struct SharedMemory : Conditional<kPaired, PairBuffers, SingleBuffers> {
+  struct SharedMemory : Conditional<kPaired, PairBuffers, SingleBuffers>,
+                        StartBarriers<Tile::kStartStages> {
     alignas(128) float lse[Tile::kQStages][kRows];  // base 2
     alignas(128) float delta[Tile::kDoutStages][kRows];
     Barrier k_full[Tile::kKeyStages];

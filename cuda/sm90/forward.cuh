@@ -13,6 +13,7 @@
 #include "sm90/forward/merge_kernel.cuh"
 #include "sm90/forward_kernel.cuh"
 #include "sm90/hardware/tensor_map.h"
+#include "sm90/start_map.h"
 #include "sm90/tile_config.h"
 
 namespace jaxflash::sm90 {
@@ -41,19 +42,6 @@ inline bool map_forward(const ForwardParams& params, ForwardMaps& maps) {
   maps.out = map_tensor(params.out, problem.value_dim, problem.q_len, problem.q_heads, maps.batch,
                         strides[3]);
   return mappable(maps.q) && mappable(maps.k) && mappable(maps.v) && mappable(maps.out);
-}
-
-// A capture as a matrix: all of its rows, which have an element of 16 bits for each key.
-inline MappedTensor map_rows(const Problem& problem, const Capture& capture) {
-  int64_t elements = 1;
-  for (const int32_t extent : capture.extent) elements *= std::max(extent, 1);
-  for (int axis = 0; axis < problem.num_batch_axes; ++axis) {
-    elements = std::max(elements, capture.batch_stride[axis] * problem.batch_extent[axis]);
-  }
-  return {const_cast<void*>(capture.data),
-          {problem.kv_len, elements / problem.kv_len, 1, 1, 1},
-          {1, problem.kv_len, 0, 0, 0},
-          {0, 0}};
 }
 
 // Tiles of one call: their indices, and the rounds beyond the last, stay within 31 bits.
@@ -155,14 +143,8 @@ Status forward_args(const ForwardParams& params, int start_capture, int multipro
     if (!status.ok()) return status;
   }
   if constexpr (Tile::kLoadsStarts) {
-    const bool empty = problem.kv_len == 0;  // see above
-    const MappedTensor starts =
-        empty ? maps.q : map_rows(problem, params.captures.of[start_capture]);
-    if (!mappable(starts)) {
-      return error_status("array %d of a score program must lie on a multiple of 16 bytes",
-                          start_capture);
-    }
-    Status status = encode(args.starts, starts, kMath, 64);
+    Status status =
+        encode_starts(args.starts, problem, params.captures, start_capture, kMath, 64, maps.q);
     if (!status.ok()) return status;
   }
   for (int axis = 0; axis < kBatchDims; ++axis) {
@@ -324,7 +306,7 @@ int forward_program_kernels(const ProgramTraits& program,
   for_each_tile(typename Choice::Tiles{}, [&](int number, auto tile) {
     using Tile = decltype(tile);
     if constexpr (Tile::kLoadsStarts) {
-      if (program.start_capture < 0) return;
+      if (program.start_capture < 0 || (program.ranges && !program.one_sided)) return;
     } else {
       if (!program.unit_slope && number < Choice::kWithSlope) return;
       if (program.ranges && !program.one_sided && number < Choice::kWithRanges) return;

@@ -9,10 +9,10 @@
 // accumulators begin with it, over the scale, and scores are scaled products again.
 #pragma once
 
-#include "common/divisor.h"
 #include "common/program.cuh"
 #include "sm90/forward_traits.cuh"
 #include "sm90/softmax.cuh"
+#include "sm90/start_row.cuh"
 
 namespace jaxflash::sm90 {
 
@@ -177,18 +177,10 @@ class ProgramScores {
       }
     }
   }
-  // Where the row of a head begins that is at `position`, among all rows of what is loaded.
+  // See start_row_of().
   __device__ __forceinline__ static int start_row(const ForwardArgs& args, int batch, int head,
                                                   int position) {
-    const int b = batch_number(args.captures, args.problem, batch);
-    const int h = head_number(args.captures, head);
-    const auto program_head = Program::head(args.captures, args.problem, batch, b, h);
-    const auto row = Program::row(program_head, position);
-    using Neighbour = typename Program::Neighbour;
-    const void* data = args.captures.of[Program::kStartCapture].data;
-    const int64_t elements =
-        Program::neighbours(program_head, row) - static_cast<const Neighbour*>(data);
-    return static_cast<int>(exact_quotient(elements, Program::neighbours_end(program_head)));
+    return start_row_of<Program>(args, batch, head, position);
   }
   // Makes it of what has been loaded.
   template <int kElements>

@@ -297,7 +297,7 @@ enum class KeyOwners {
 
 // The head sizes as in ForwardTile. Two consumer warpgroups in every row.
 template <int kHeadDim_, int kValueDim_, int kRows_, int kKeys_, int kQStages_, int kDoutStages_,
-          KeyOwners kOwners_, int kKeyStages_ = 1, int kHeldSteps_ = 0>
+          KeyOwners kOwners_, int kKeyStages_ = 1, int kHeldSteps_ = 0, int kStartStages_ = 0>
 struct BackwardTile {
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kValueDim = kValueDim_;
@@ -306,6 +306,9 @@ struct BackwardTile {
   static constexpr int kQStages = kQStages_;        // buffers of q and lse
   static constexpr int kDoutStages = kDoutStages_;  // buffers of dout and delta
   static constexpr int kKeyStages = kKeyStages_;    // buffers of k and v
+  // Buffers of what products start from; 0: it is not loaded by TMA, as kLoadsStarts above.
+  static constexpr int kStartStages = kStartStages_;
+  static constexpr bool kLoadsStarts = kStartStages > 0;
   // Blocks that share a tile, as a cluster.
   static constexpr int kBlocks = kOwners_ == KeyOwners::kPair ? 2 : 1;
   static constexpr int kTileKeys = kBlocks * kKeys;
@@ -345,19 +348,21 @@ struct BackwardTileFor<256, 256> {
 template <int kHeadDim, int kValueDim>
 struct BackwardProgramTiles;
 
-// Scores of 128 rows leave no registers for slopes; the other tile has 64 rows, and heads filled up
+// Scores of 128 rows leave no registers for slopes; the last tile has 64 rows, and heads filled up
 // with zeros.
 template <>
 struct BackwardProgramTiles<64, 64> {
-  using Tiles = ProgramTiles<BackwardTile<64, 64, 128, 128, 2, 2, KeyOwners::kBlock, 2>,
+  using Tiles = ProgramTiles<BackwardTile<64, 64, 128, 128, 2, 2, KeyOwners::kBlock, 1, 0, 1>,
+                             BackwardTile<64, 64, 128, 128, 2, 2, KeyOwners::kBlock, 2>,
                              BackwardTile<128, 128, 64, 128, 2, 2, KeyOwners::kBlock>>;
-  static constexpr int kWithSlope = 1;
+  static constexpr int kWithSlope = 2;
 };
 
 template <>
 struct BackwardProgramTiles<128, 128> {
-  using Tiles = ProgramTiles<BackwardTile<128, 128, 64, 128, 2, 2, KeyOwners::kBlock>>;
-  static constexpr int kWithSlope = 0;
+  using Tiles = ProgramTiles<BackwardTile<128, 128, 64, 128, 2, 2, KeyOwners::kBlock, 1, 0, 2>,
+                             BackwardTile<128, 128, 64, 128, 2, 2, KeyOwners::kBlock>>;
+  static constexpr int kWithSlope = 1;
 };
 
 template <>

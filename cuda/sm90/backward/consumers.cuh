@@ -36,13 +36,15 @@ __device__ __forceinline__ void store_transposed(uint32_t panel,
   }
 }
 
-// A consumer's place in the rings of q and dout, which move once a step, and how many steps of the
-// tile remain: all in one word, because registers are short.
+// A consumer's place in the rings that move once a step (q, dout, starts), and how many steps of
+// the tile remain: all in one word, because registers are short.
 template <class Traits>
 class ConsumerSteps {
   using Tile = typename Traits::Tile;
   static constexpr int kQStages = Tile::kQStages;
   static constexpr int kDoutStages = Tile::kDoutStages;
+  static constexpr int kStartStages = Tile::kLoadsStarts ? Tile::kStartStages : 1;
+  static_assert((kStartStages & (kStartStages - 1)) == 0 && kStartStages <= 4);
   static_assert((kQStages & (kQStages - 1)) == 0 && (kDoutStages & (kDoutStages - 1)) == 0);
   static_assert(kQStages <= 4 && kDoutStages <= 4, "twice around every ring in 8 steps");
 
@@ -57,6 +59,7 @@ class ConsumerSteps {
 
   __device__ __forceinline__ int q_stage() const { return step() % kQStages; }
   __device__ __forceinline__ int dout_stage() const { return step() % kDoutStages; }
+  __device__ __forceinline__ int start_stage() const { return step() % kStartStages; }
   __device__ __forceinline__ int odd() const { return step() % 2; }
   // Of barriers that complete once every two steps: for this step and for the one before.
   __device__ __forceinline__ uint32_t odd_phase() const { return step() / 2 % 2; }
@@ -66,6 +69,15 @@ class ConsumerSteps {
   }
   __device__ __forceinline__ void wait_dout() const {
     smem_.dout_full[dout_stage()].wait(step() / kDoutStages % 2);
+  }
+  // Of tiles that load what products start from; of others nothing.
+  __device__ __forceinline__ void wait_starts() const {
+    if constexpr (Tile::kLoadsStarts) {
+      smem_.starts_full[start_stage()].wait(step() / kStartStages % 2);
+    }
+  }
+  __device__ __forceinline__ void release_starts() const {
+    if constexpr (Tile::kLoadsStarts) release(smem_.starts_empty[start_stage()]);
   }
   __device__ __forceinline__ void release_q() const { release(smem_.q_empty[q_stage()]); }
   __device__ __forceinline__ void release_dout() const { release(smem_.dout_empty[dout_stage()]); }

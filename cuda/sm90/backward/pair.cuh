@@ -190,7 +190,8 @@ struct PairConsumers {
         ColumnValues values;
         values.load(from);
         if constexpr (kStarts) {
-          score.start(x, x, row, first_key);
+          score.transpose_start(x, x);
+          score.start(x, row, first_key);
         } else {
           discard(x);
         }

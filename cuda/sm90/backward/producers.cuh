@@ -6,7 +6,7 @@
 
 namespace jaxflash::sm90 {
 
-template <class Traits, class Mask>
+template <class Traits, class Mask, class Score>
 struct BackwardProducers {
   using Tile = typename Traits::Tile;
   using SharedMemory = typename Traits::SharedMemory;
@@ -98,12 +98,39 @@ struct BackwardProducers {
     if (lane == 0) full.arrive();
   }
 
+  // Loads what products start from, beside the rows of each step. The elements behind the last key
+  // or row are others' or zeros: nobody uses their products.
+  class StartLoader {
+   public:
+    // A step at `row` of a head; the warp's first lane.
+    __device__ __forceinline__ void load(const BackwardArgs& args, SharedMemory& smem,
+                                         const Block& block, int row, int head) {
+      if constexpr (Tile::kLoadsStarts) {
+        if (row == block.first_row) first_ = Score::start_row(args, block.batch, head, 0);
+        smem.starts_empty[ring_.stage].wait(ring_.phase ^ 1);
+        Barrier& full = smem.starts_full[ring_.stage];
+        full.arrive_expecting(2 * Traits::kStartBytes);
+#pragma unroll
+        for (int group = 0; group < 2; ++group) {
+          tensor_load(shared_address(smem.starts[ring_.stage][group]), &args.starts, full.address(),
+                      block.first_key + 64 * group, first_ + row, 0, 0, 0);
+        }
+        ring_.advance();
+      }
+    }
+
+   private:
+    Ring<Tile::kLoadsStarts ? Tile::kStartStages : 1> ring_;
+    int first_;  // the head's first row, among all rows of the capture
+  };
+
   // Draws tiles, and loads the query rows that see them. Runs ahead into the next tile while dk and
   // dv of the last one leave.
   __device__ __forceinline__ static void load_rows(const BackwardArgs& args, SharedMemory& smem) {
     const Problem& problem = args.problem;
     Ring<Tile::kQStages> q_ring;
     Ring<Tile::kDoutStages> dout_ring;
+    StartLoader starts;
     uint32_t landed_phase = 0;
     // Tickets stay below 2^31: the low word of the counter does.
     const auto counter = [&] {
@@ -129,6 +156,8 @@ struct BackwardProducers {
             args.workspace.lse_of(args.workspace_data, head_index), smem.lse[q_ring.stage],
             smem.q_full[q_ring.stage], smem.rows_landed, landed_phase);
         q_ring.advance();
+        if (threadIdx.x % 32 == 0) starts.load(args, smem, block, row, head);
+        __syncwarp();
         smem.dout_empty[dout_ring.stage].wait(dout_ring.phase ^ 1);
         load_tile<kRows, Traits::kValuePanels, true>(
             dout, row, head, smem.dout[dout_ring.stage],

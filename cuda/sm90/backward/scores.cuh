@@ -9,6 +9,7 @@
 
 #include "common/program.cuh"
 #include "sm90/backward/consumers.cuh"
+#include "sm90/start_row.cuh"
 
 namespace jaxflash::sm90 {
 
@@ -83,7 +84,8 @@ constexpr bool starts_from_pairs() {
 }
 
 // A program of common/program.cuh. Where it starts products, see sm90/scores.cuh, neighbours of
-// a row are loaded together a step ahead, and transposed.
+// a row are loaded together, a step ahead by the thread or beside the queries by a producer, and
+// transposed.
 template <class Program>
 class ProgramLogits {
  public:
@@ -95,6 +97,12 @@ class ProgramLogits {
 
   __device__ __forceinline__ explicit ProgramLogits(const BackwardArgs& args)
       : scale_log2_(args.scale_log2) {}
+
+  // See start_row_of().
+  __device__ __forceinline__ static int start_row(const BackwardArgs& args, int batch, int head,
+                                                  int position) {
+    return start_row_of<Program>(args, batch, head, position);
+  }
 
   // `head`: of the group; `key`: of the warpgroup's first row.
   template <class Block>
@@ -130,17 +138,37 @@ class ProgramLogits {
       load_pair(data + min(first_key + 8, last), pairs[i + 2], pairs[i + 3]);
     }
   }
-  // Makes it of what has been loaded; s may be `pairs`.
+  // Pairs of neighbouring rows of what has been loaded; s may be `pairs`.
   template <int kElements>
-  __device__ __forceinline__ void start(float (&s)[kElements], const float (&pairs)[kElements],
-                                        int row, int key) const {
+  __device__ __forceinline__ static void transpose_start(float (&s)[kElements],
+                                                         const float (&pairs)[kElements]) {
+#pragma unroll
+    for (int i = 0; i < kElements; i += 2) s[i] = transpose_pairs(pairs[i]);
+  }
+  // The same of the warpgroup's panel in shared memory, where a producer has laid it: a row for
+  // each query, whose 16-byte pieces are swizzled.
+  template <int kElements>
+  __device__ __forceinline__ static void read_start(float (&s)[kElements], uint32_t panel) {
+    const int lane = late_thread() % 32;
+    const int piece = late_thread() / 32 * 2 + lane / 8 % 2;
+    const uint32_t source = panel + (lane / 16 * 8 + lane % 8) * 128 + ((piece ^ lane % 8) * 16);
+#pragma unroll
+    for (int i = 0; i < kElements; i += 8) {
+      uint32_t pairs[4];
+      ldmatrix_x4_trans(source + i / 8 * 16 * 128, pairs);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) s[i + 2 * j] = __uint_as_float(pairs[j]);
+    }
+  }
+  // Makes of such pairs what the products start from.
+  template <int kElements>
+  __device__ __forceinline__ void start(float (&s)[kElements], int row, int key) const {
     const int thread = late_thread();
     const int first_row = row + Fragment::column(thread);
     const int first_key = key + Fragment::row(thread);
 #pragma unroll
     for (int i = 0; i < kElements; ++i) {
       if (i % 2 == 0) {
-        s[i] = transpose_pairs(pairs[i]);
         unpack_pair(static_cast<const typename Program::Neighbour*>(nullptr), s[i], s[i + 1]);
       }
       const int lower = Fragment::lower(i);

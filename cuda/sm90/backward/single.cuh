@@ -21,6 +21,9 @@ struct SingleConsumers {
   static constexpr bool kIdleSteps = kRows < kKeys;
   // Packing p while dp's product runs keeps it beside its float32 values: too much for 128 rows.
   static constexpr bool kEarlyPack = kRows <= 64;
+  // What products start from is loaded by the threads that need it, a step ahead.
+  static constexpr bool kLoadsAhead = Score::kStarts && !Tile::kLoadsStarts;
+  static_assert(Score::kStarts || !Tile::kLoadsStarts);
 
   // In flight on return.
   __device__ __forceinline__ static void issue_dq(float (&dq)[32], uint64_t ds, uint64_t k) {
@@ -63,6 +66,7 @@ struct SingleConsumers {
     fence_proxy_async();
     named_barrier_sync(kConsumers, Traits::kConsumerThreads);
     steps.release_q();
+    steps.release_starts();
     steps.release_dout();
     discard(dq);
     issue_dq(dq, dq_ds + steps.odd() * descriptor_step(Traits::kScoreBytes), dq_k);
@@ -139,25 +143,26 @@ struct SingleConsumers {
       float dp[kRows / 2];  // between two steps what the next scores start from
       const auto prepare = [&](int row, int head) {
         if (row == block.first_row) score.begin_head(args, block, head, own_key);
-        if constexpr (Score::kStarts) score.load_start(dp, row, own_key);
+        if constexpr (kLoadsAhead) score.load_start(dp, row, own_key);
       };
       const auto prepare_next = [&] {
-        if constexpr (Score::kStarts) {
+        if constexpr (kLoadsAhead) {
           if (steps.last()) return;
           int next_row = row, next_head = head;
           block.advance(next_row, next_head);
           prepare(next_row, next_head);
         }
       };
-      if (Score::kStarts && block.steps() > 0) prepare(row, head);
+      if (kLoadsAhead && block.steps() > 0) prepare(row, head);
 #pragma unroll 1
       for (steps.begin(block.steps()); steps.more(); steps.advance()) {
         uint32_t ds[kRows / 4];
         float dq[32];
 
         key_sums.begin_step(args, block, row, head, own_key);
-        if constexpr (!Score::kStarts) prepare(row, head);
+        if constexpr (!kLoadsAhead) prepare(row, head);
         steps.wait_q();
+        steps.wait_starts();
         if (kIdleSteps && (row + kRows <= own_rows.begin || row >= own_rows.end)) {
           idle_step(args, smem, steps, wait_for_ds_buffer, keys.stage, ds_panel, dq_ds, dq_k, group,
                     ds, dq);
@@ -172,7 +177,14 @@ struct SingleConsumers {
         ColumnValues first_lse;
         first_lse.load(lse);
         if constexpr (Score::kStarts) {
-          score.start(s, dp, row, own_key);
+          if constexpr (kLoadsAhead) {
+            score.transpose_start(s, dp);
+          } else {
+            score.read_start(s, shared_address(smem.starts[steps.start_stage()][group]));
+            __syncwarp();  // all lanes have read
+            steps.release_starts();
+          }
+          score.start(s, row, own_key);
         } else {
           discard(s);
         }

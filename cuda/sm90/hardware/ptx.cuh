@@ -336,6 +336,14 @@ __device__ __forceinline__ void ldmatrix_x4(uint32_t address, uint32_t (&words)[
                : "memory");
 }
 
+// The same, each matrix transposed; lane i says where row i % 8 of matrix i / 8 is.
+__device__ __forceinline__ void ldmatrix_x4_trans(uint32_t address, uint32_t (&words)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(address)
+               : "memory");
+}
+
 // Volatile, unlike a load by pointer: it stays ahead of the products that it is written ahead of.
 __device__ __forceinline__ float2 load_shared_f32x2(uint32_t address) {
   float2 values;
