@@ -35,11 +35,12 @@ struct ProgramTraits {
   bool one_sided;     // its band limits one side only
   bool paged;         // keys and values lie in pages
   int shared_units;   // see ProgramDescription
+  int query_units;    // likewise
   int start_capture;  // likewise
   int shared_bytes;   // that a block may have on the GPU
 };
 
-inline constexpr int kMaxProgramTiles = 4;
+inline constexpr int kMaxProgramTiles = 5;
 
 // A ProgramKernel, compiled and on the GPU.
 struct LoadedKernel {

@@ -29,6 +29,7 @@ def compile_program(
     one_sided: bool = False,
     paged: bool = False,
     shared_units: int = 0,
+    query_units: int = 0,
     start_capture: int = -1,
 ) -> tuple[str, str, str, int, int, bool, float, bool]: ...
 def compile_kernel(
@@ -64,6 +65,7 @@ def shared_units(
     right: int,
     paged: bool,
 ) -> int: ...
+def query_units(*, q_len: int, q_heads: int, kv_heads: int) -> int: ...
 def backward_workspace_bytes(
     *,
     batch: int,

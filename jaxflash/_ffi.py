@@ -260,6 +260,7 @@ class Forward(Pass):
             problem=_attributes(self.spec, self.lengths, self.mask),
             **_program_attributes(self.program, query, value),
             shared_units=np.int64(shared_units or 0),
+            query_units=np.int64(self._query_units(query, value)),
             start_capture=_start_capture(self.program),
         )
         return out, lse
@@ -276,6 +277,13 @@ class Forward(Pass):
         # Of a symbolic batch as for many sequences, among which only few queries share.
         sizes = self._sizes(operands, value, q_len, symbolic_batch=64)
         return extension.shared_units(**sizes, paged=paged)
+
+    def _query_units(self, query, value) -> int:
+        """See cuda/attention.h; kernels of plain calls are chosen when they run."""
+        q_len, q_heads, _ = query.shape[-3:]
+        if self.program is None or not isinstance(q_len, int):
+            return 0
+        return extension.query_units(q_len=q_len, q_heads=q_heads, kv_heads=value.shape[-2])
 
     def _workspace_bytes(self, operands, value, shared_units: int | None) -> int:
         # Where a size is symbolic, what is enough for every value: one sequence needs as much as

@@ -489,6 +489,15 @@ SCORES_OF_TILES = (
          dtype="float16", local_window_size=(70, 20), gpu_only=True),
     _row("tiles-bias-loaded-128", bias="1NTS", q_len=300, kv_len=344, q_heads=4, kv_heads=2,
          head_dim=128, dtype="bfloat16", gpu_only=True),
+    # 6 units of rows, which fill other tiles.
+    _row("tiles-bias-loaded-6-units-64", bias="1NTS", q_len=370, kv_len=264, head_dim=64,
+         dtype="bfloat16", gpu_only=True),
+    _row("tiles-bias-loaded-6-units-96", bias="1NTS", q_len=340, kv_len=200, head_dim=96,
+         dtype="bfloat16", is_causal=True, gpu_only=True),
+    _row("tiles-bias-loaded-6-units-128", bias="BNTS", q_len=384, kv_len=400, head_dim=128,
+         dtype="float16", gpu_only=True),
+    _row("tiles-dropout-6-units-64", dropout_rate=0.2, q_len=380, kv_len=300, head_dim=64,
+         dtype="bfloat16", gpu_only=True),
     # Steps of which one warpgroup's keys see none.
     _row("tiles-bias-loaded-causal-128", bias="1NTS", q_len=330, kv_len=400, q_heads=4, kv_heads=2,
          head_dim=128, dtype="bfloat16", is_causal=True, gpu_only=True),

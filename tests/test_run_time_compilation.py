@@ -72,6 +72,7 @@ def _program(
     one_sided: bool = False,
     paged: bool = False,
     shared_units: int = 0,
+    query_units: int = 0,
     start_capture: int = -1,
 ) -> _config.CompiledKernel:
     return _config.CompiledKernel(
@@ -90,6 +91,7 @@ def _program(
             one_sided=one_sided,
             paged=paged,
             shared_units=shared_units,
+            query_units=query_units,
             start_capture=start_capture,
         )
     )
@@ -410,9 +412,42 @@ def test_dense_bias_beside_the_keys_on_hopper(sizes, options):
         program.source, pass_name="forward", head_dim=sizes[0], value_dim=sizes[1],
         start_capture=0, **_H200,
     )  # fmt: skip
-    assert compiled.tile.endswith("true>"), compiled  # ForwardTile::kLoadsStarts
+    assert compiled.tile.endswith("false, true>"), compiled  # ForwardTile::kLoadsStarts
     assert not compiled.serialised, compiled
     assert compiled.spilled == 0, compiled
+
+
+@pytest.mark.parametrize("program", ["bias", "SOFT_CAP", "DROPOUT"])
+@pytest.mark.parametrize(
+    ("head_dim", "q_len", "warpgroups"),
+    [(64, 256, 4), (64, 384, 3), (64, 512, 4), (64, 576, 3), (64, 1024, 4), (96, 256, 2),
+     (96, 384, 3), (128, 128, 2), (128, 192, 3), (128, 256, 2), (128, 384, 3), (128, 4096, 3)],
+)  # fmt: skip
+def test_tile_that_the_queries_fill(head_dim, q_len, warpgroups, program):
+    """Where a tile of fewer rows has fewer empty ones, it is taken."""
+    units = _extension.query_units(q_len=q_len, q_heads=3, kv_heads=3)
+    start = -1
+    source = getattr(programs, program, "")
+    if program == "bias":
+        bias = _dense_bias_program(head_dim, "bfloat16")
+        source, start = bias.source, bias.start_capture
+    compiled = _program(
+        source,
+        pass_name="forward",
+        head_dim=head_dim,
+        query_units=units,
+        start_capture=start,
+        **_H200,
+    )
+    assert f"ForwardTile<{head_dim}, {head_dim}, {warpgroups}, " in compiled.tile, compiled
+    assert compiled.tile.endswith("false, true>") == (program == "bias"), compiled
+    assert compiled.spilled == 0, compiled
+
+
+def test_queries_of_a_group_fill_tiles_together():
+    assert _extension.query_units(q_len=100, q_heads=8, kv_heads=8) == 2
+    assert _extension.query_units(q_len=100, q_heads=8, kv_heads=2) == 8
+    assert _extension.query_units(q_len=2**30, q_heads=2**20, kv_heads=1) == 2**31 - 1
 
 
 @pytest.mark.parametrize("options", ["alone", "causal", "dropout"])
@@ -939,7 +974,7 @@ _STAGES = """if True:
                 has_dlse=np.bool_(False), deterministic=np.bool_(False), gradient_program="",
                 gradient_loads=np.zeros(0, np.int64), key_sums=np.int64(0)) | attributes
         else:
-            attributes = dict(shared_units=np.int64(1)) | attributes
+            attributes = dict(shared_units=np.int64(1), query_units=np.int64(0)) | attributes
         x = jax.ShapeDtypeStruct((4,), "float32")
         jax.jit(lambda x: jax.ffi.ffi_call(name, x)(x, **attributes)).lower(x).compile()
 
@@ -962,6 +997,8 @@ _STAGES = """if True:
         refused("one unit or two", name, program=program, shared_units=np.int64(units))
     for name, capture in (("forward", -2), ("forward", 0), ("backward", -2), ("backward", 0)):
         refused("not captured", name, program=program, start_capture=np.int64(capture))
+    for units in (-1, 1 << 31):
+        refused("units", program=program, query_units=np.int64(units))
     instantiate("forward", program=program, shared_units=np.int64(0))
     instantiate("paged", program=program)
     ranges = problem | dict(mask=np.int64(1))

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstdint>
 
 #include "common/workspace.h"
 #include "problem.h"
@@ -74,6 +75,14 @@ inline bool shares_keys(const Problem& problem) { return detail::shares_keys(pro
 inline int32_t shared_units(const Problem& problem, bool paged) {
   if (!paged && !detail::shares_keys(problem, true)) return 0;
   return fits_one_unit(problem) ? 1 : 2;
+}
+
+// Units of 64 rows that the queries of a kv head fill where blocks do not share keys and each
+// unit's rows are of one head: in kernels for a score program.
+inline int32_t query_units(const Problem& problem) {
+  const int64_t group = problem.q_heads / std::max(problem.kv_heads, 1);
+  const int64_t units = (int64_t{problem.q_len} + 63) / 64 * group;
+  return static_cast<int32_t>(std::min<int64_t>(units, INT32_MAX));
 }
 
 // The layout, also for a call that need not share.

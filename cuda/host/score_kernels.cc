@@ -14,6 +14,7 @@ ScoreKernels::ScoreKernels(const ProgramDescription& description)
       one_sided_(description.one_sided),
       paged_(description.paged),
       shared_units_(description.shared_units),
+      query_units_(description.query_units),
       start_capture_(description.start_capture),
       problem_{} {
   problem_.math = description.math;
@@ -43,9 +44,9 @@ Status ScoreKernels::compile(const CompiledVariant& variant, const GpuTraits& gp
                              Compiled* compiled) const {
   ProgramKernel tiles[kMaxProgramTiles] = {};
   const bool ranges = mask_ == MaskKind::kRanges || mask_ == MaskKind::kSegments;
-  const int count = variant.program_kernels(
-      {unit_slope_, ranges, one_sided_, paged_, shared_units_, start_capture_, gpu.shared_bytes},
-      tiles);
+  const int count = variant.program_kernels({unit_slope_, ranges, one_sided_, paged_, shared_units_,
+                                             query_units_, start_capture_, gpu.shared_bytes},
+                                            tiles);
   const Variant& name = variant.variant;
   KernelRequest request = program_request(gpu, variant.target.newer, variant.math);
   request.label = std::string(name.family) + " " + name.pass + " " + name.math + " " +

@@ -294,6 +294,23 @@ int sharing_program_kernels(const ProgramTraits& program,
 
 }  // namespace detail
 
+namespace detail {
+
+// Whether tiles of fewer rows are faster, because the units of a kv head fill them better.
+template <class Choice, class First, class... Rest>
+bool takes_fewer_rows(ProgramTiles<First, Rest...>, int64_t query_units) {
+  if constexpr (Choice::kFewerWarpGroups > 0) {
+    const auto filled = [&](int warpgroups) {
+      return (query_units + warpgroups - 1) / warpgroups * warpgroups;
+    };
+    return filled(Choice::kFewerWarpGroups) * Choice::kFewerCost < filled(First::kWarpGroups) * 100;
+  } else {
+    return false;
+  }
+}
+
+}  // namespace detail
+
 // The kernels for a score program: see Launcher.
 template <Math kMath, int kHeadDim, int kValueDim = kHeadDim>
 int forward_program_kernels(const ProgramTraits& program,
@@ -303,8 +320,11 @@ int forward_program_kernels(const ProgramTraits& program,
   }
   ProgramKernelList list(program, kernels);
   using Choice = ForwardProgramTiles<kHeadDim, kValueDim>;
+  const bool fewer_rows =
+      detail::takes_fewer_rows<Choice>(typename Choice::Tiles{}, program.query_units);
   for_each_tile(typename Choice::Tiles{}, [&](int number, auto tile) {
     using Tile = decltype(tile);
+    if (fewer_rows && Tile::kWarpGroups > Choice::kFewerWarpGroups) return;
     if constexpr (Tile::kLoadsStarts) {
       if (program.start_capture < 0 || (program.ranges && !program.one_sided)) return;
     } else {
