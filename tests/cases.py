@@ -744,6 +744,7 @@ FAULTS = (
     _row("empty-S-features", q_len=16, kv_len=0, sink=True, alibi="N", bias="BN11"),
     _row("empty-T-S", q_len=0, kv_len=0, is_causal=True),
     _row("empty-T-S-features", q_len=0, kv_len=0, bias="BNTS", alibi="BN", logits_soft_cap=2.0),
+    _row("empty-T-bias", q_len=0, kv_len=16, bias="1NTS", dtype="bfloat16"),
     _row("empty-T-segments", q_len=0, kv_len=16, segments="pair", dtype="bfloat16"),
     _row("empty-S-segments", q_len=16, kv_len=0, segments="pair", is_causal=True),
     _row("one-head-features", q_heads=1, bias="BNTS", alibi="BN"),

@@ -115,7 +115,7 @@ ffi::ErrorOr<std::unique_ptr<ProgramState>> instantiate_backward(
     std::string_view gradient_source, ffi::Span<const int64_t> gradient_loads, int64_t key_sums) {
   return instantiate(Pass::kBackward, attributes,
                      {source, unit_slope, head_dim, value_dim, dtype, capture_ranks},
-                     {gradient_source, gradient_loads, key_sums}, {.start_capture = start_capture});
+                     {gradient_source, gradient_loads, key_sums}, {false, 0, 0, start_capture});
 }
 
 ffi::ErrorOr<std::unique_ptr<ProgramState>> instantiate_tangent(

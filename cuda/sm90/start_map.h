@@ -22,13 +22,13 @@ inline MappedTensor map_rows(const Problem& problem, const Capture& capture) {
           {0, 0}};
 }
 
-// `start_capture`: see ProgramDescription. `unread`: what takes its place where there are no keys,
-// because a map cannot be empty.
+// `start_capture`: see ProgramDescription. `unread`: what takes its place where it is empty, which a
+// map cannot be.
 inline Status encode_starts(TensorMap& map, const Problem& problem, const Captures& captures,
                             int start_capture, Math math, int box_rows,
                             const MappedTensor& unread) {
-  const MappedTensor starts =
-      problem.kv_len == 0 ? unread : map_rows(problem, captures.of[start_capture]);
+  const bool empty = problem.q_len == 0 || problem.kv_len == 0;
+  const MappedTensor starts = empty ? unread : map_rows(problem, captures.of[start_capture]);
   if (!mappable(starts)) {
     return error_status("array %d of a score program must lie on a multiple of 16 bytes",
                         start_capture);
