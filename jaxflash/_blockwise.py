@@ -134,24 +134,30 @@ def backward(
 
     # Rows that see no key, all at once: p = exp(logits - inf) = 0, and no NaN of theirs remains.
     alive = lse != -jnp.inf
-    delta = jnp.sum(dout.astype(dtype) * out.astype(dtype), axis=-1)
+    # Sums of p * dp over a row's keys are those of dout * out. Of few keys they take no longer, and
+    # a program that has no other use for out does without it.
+    sums_dp = is_one(columns.count) and columns.length <= _FEW_SUMMED_KEYS
+    if sums_dp:
+        delta = jnp.zeros_like(lse)
+    else:
+        delta = jnp.sum(dout.astype(dtype) * out.astype(dtype), axis=-1)
     if dlse is not None:
         delta = delta - dlse.astype(dtype)
     delta = grouped(jnp.where(alive, delta, 0.0)[..., None], kv_heads)
     lse_all = grouped(jnp.where(alive, lse, jnp.inf)[..., None], kv_heads)
     q_all = grouped(q, kv_heads)
-    dout_all = grouped(jnp.where(alive[..., None], dout, 0), kv_heads)
-    # Copies whose rows run along the last axis, once: the products that sum over rows are then
-    # plain row-major ones, three times as fast on a CPU.
-    q_turned = _turned(grouped(jnp.where(alive[..., None], q, 0), kv_heads))
-    dout_turned = _turned(dout_all)
+    dout_all, q_alive = (
+        grouped(x if tiles.every_row_sees else jnp.where(alive[..., None], x, 0), kv_heads)
+        for x in (dout, q)
+    )
     kept_scale = _dropout.kept_scale(spec.dropout_rate)
 
     def key_block(i, gradients):
         # From the last block to the first: where the last one overlaps the one before it, it
         # counts nothing, and the block before it overwrites what it put there.
         column_block = columns[tiles.column_count - 1 - i]
-        k_block, v_block = (keys_major(cut(x, column_block, -3)) for x in (k, v))
+        k_here, v_here = (cut(x, column_block, -3) for x in (k, v))
+        k_block, v_block = keys_major(k_here), keys_major(v_here)
 
         def query_block(j, sums):
             row_block = rows[j]
@@ -169,11 +175,11 @@ def backward(
             dp = tile.drop(product.qk(dout_block, v_block))
             dv, dk, dq = sums.value, sums.key, sums.query
             if dv is not None:
-                dv = dv + product.over_rows(
-                    cut(dout_turned, row_block, -1), tile.drop(p).astype(v.dtype)
-                )
+                dv = dv + product.over_rows(tile.drop(p).astype(v.dtype), dout_block)
             if spec.dropout_rate > 0.0:
                 dp = dp * kept_scale
+            if sums_dp:
+                delta_block = delta_block + jnp.sum(tile.hide(p * dp, 0.0), axis=-1, keepdims=True)
             ds = tile.hide(p * (dp - delta_block), 0.0)
             ds, dcaptured = pull(ds)
             dcaptures = {
@@ -181,27 +187,23 @@ def backward(
             }
             ds = ds.astype(q.dtype)
             if dk is not None:
-                dk = dk + product.over_rows(cut(q_turned, row_block, -1), ds)
+                dk = dk + product.over_rows(ds, cut(q_alive, row_block, -2))
             if dq is not None:
                 dq_block = product.pv(ds, tile.hide_keys(k_block))
                 dq = put(dq, row_block, -2, cut(dq, row_block, -2) + dq_block)
             return _Sums(dq, dk, dv, dcaptures)
 
-        def turned_zeros(x_block):
-            turned = jnp.swapaxes(x_block, -1, -2)
-            return filled(0, turned, turned.shape, dtype)
-
         sums = gradients._replace(
-            key=turned_zeros(k_block) if "key" in wanted else None,
-            value=turned_zeros(v_block) if "value" in wanted else None,
+            key=filled(0, k_here, k_here.shape, dtype) if "key" in wanted else None,
+            value=filled(0, v_here, v_here.shape, dtype) if "value" in wanted else None,
         )
         sums = loop(*tiles.rows_seeing(column_block), query_block, sums)
         dk, dv = gradients.key, gradients.value
         if dk is not None:
-            dk = put(dk, column_block, -3, _keys_unturned(sums.key * spec.scale))
+            dk = put(dk, column_block, -3, sums.key * spec.scale)
         if dv is not None:
             scale = kept_scale if spec.dropout_rate > 0.0 else 1.0
-            dv = put(dv, column_block, -3, _keys_unturned(sums.value * scale))
+            dv = put(dv, column_block, -3, sums.value * scale)
         return sums._replace(key=dk, value=dv)
 
     sums = _Sums(
@@ -371,7 +373,7 @@ class _Sums(NamedTuple):
     """Gradients while they are summed up; None for those that nobody wants."""
 
     query: Any  # (*B, K, G, T, H)
-    key: Any  # of all keys (*B, S, K, H); inside the loop over rows of a block (*B, K, H, columns)
+    key: Any  # (*B, S, K, H) of all keys; inside the loop over rows, (*B, columns, K, H) of a block
     value: Any  # likewise
     captures: dict[str, Any]
 
@@ -431,11 +433,22 @@ class Products:
             return self._of_one_row(v, p, v.ndim - 2)
         return self._dot(p, v, (p.ndim - 1,), (v.ndim - 2,))
 
-    def over_rows(self, x, p):
-        """(*B, K, h, G, rows) and (*B, K, G, rows, columns) to (*B, K, h, columns)."""
-        if p.shape[-3:-1] == (1, 1):
-            return x[..., 0].astype(self._dtype) * p[..., 0, :].astype(self._dtype)
-        return self._dot(x, p, (x.ndim - 2, x.ndim - 1), (p.ndim - 3, p.ndim - 2))
+    def over_rows(self, p, x):
+        """(*B, K, G, rows, columns) and (*B, K, G, rows, h) to (*B, columns, K, h)."""
+        *_, group, rows, columns = p.shape
+        if (group, rows) == (1, 1):
+            p, x = (y[..., 0, 0, :].astype(self._dtype) for y in (p, x))
+            return keys_major(p[..., None] * x[..., None, :])
+        # XLA for CPUs copies a first operand whose rows do not run along its last axis: p, or x and
+        # then what comes of it. Small tiles are the smaller copy.
+        axes = (p.ndim - 3, p.ndim - 2)
+        is_known = all(isinstance(n, int) for n in (rows, columns))
+        if is_known and group * rows * columns <= (group * rows + columns) * x.shape[-1]:
+            return keys_major(self._dot(p, x, axes, axes))
+        turned = self._dot(jnp.moveaxis(x, -1, -3), p, (p.ndim - 2, p.ndim - 1), axes)
+        # Not to (*B, K, columns, h): XLA would exchange the operands, to a product of bfloat16 that
+        # its CPU backend (jax 0.11) lacks.
+        return jnp.moveaxis(turned, -1, -3)
 
     def _of_one_row(self, matrix, row, axis: int):
         """The row (*B, K, 1, 1, size) times the matrix (*B, K, size, n), or its transpose, as
@@ -465,6 +478,7 @@ class Products:
 _TILE_ELEMENTS = 1 << 21
 _SMALLEST_BLOCK, _LARGEST_BLOCK = 128, 1024
 _FEW_KEYS = 64
+_FEW_SUMMED_KEYS = 256
 
 
 def tiling(spec: AttentionSpec, operands: Operands) -> tuple[Blocks, Blocks]:
@@ -539,16 +553,6 @@ class _KeyBlocks:
 def keys_major(x):
     """(*B, S, K, h) to (*B, K, S, h): a block of keys of one head is then contiguous."""
     return jnp.swapaxes(x, -3, -2)
-
-
-def _turned(x):
-    """(*B, K, G, T, h) to (*B, K, h, G, T)."""
-    return jnp.moveaxis(x, -1, -3)
-
-
-def _keys_unturned(x):
-    """(*B, K, h, S) to (*B, S, K, h)."""
-    return jnp.moveaxis(x, -1, -3)
 
 
 def sink_of(operands: Operands, dtype):

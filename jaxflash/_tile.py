@@ -168,6 +168,24 @@ class Tiles:
             and self._kv_positions is None
         )
 
+    @property
+    def every_row_sees(self) -> bool:
+        """Whether each row is known to see a key, whose logit then is a number unless an operand
+        has none."""
+        others = (self._scores, self._predicate, self._mask, self._q_len, self._kv_len, self._q_ids)
+        sizes = (self._rows.length, self._columns.length, self._offset)
+        if not self._static_band or any(x is not None for x in others):
+            return False
+        if not all(isinstance(n, int) for n in sizes):
+            return False
+        num_rows, num_columns, offset = sizes
+        # The first row's last key, the last row's first one, and one between the two of each row.
+        return (
+            (self._right is None or offset + self._right >= 0)
+            and (self._left is None or num_rows - 1 + offset - self._left < num_columns)
+            and (self._left is None or self._right is None or self._left + self._right >= 0)
+        )
+
     def columns_seen_by(self, rows: Block):
         """(begin, end) of the column blocks in which these rows may see something."""
         begin, end = 0, self.column_count

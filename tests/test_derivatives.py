@@ -1,6 +1,7 @@
 """Every derivative of every order, against the same derivative of the plain reference."""
 
 import functools
+import itertools
 import re
 
 import jax
@@ -15,6 +16,8 @@ import jaxflash
 from another_process import run_python
 from cases import DIFFERENTIABLE
 from jaxflash import _blockwise, _ffi
+from jaxflash._spec import AttentionSpec, Operands
+from jaxflash._tile import Tiles
 from jaxprs import equations, products
 from meshes import cpu_mesh
 
@@ -512,6 +515,20 @@ def test_nothing_is_computed_for_operands_that_do_not_move():
     assert count(0, 1, 2) - forward == 5
 
 
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_gradient_of_one_tile_computes_scores_once(dtype):
+    """What XLA makes of scores, their two gradients, and those of probabilities and values."""
+    arrays = [jax.ShapeDtypeStruct((1, 16, 4, 64), dtype)] * 4
+
+    def loss(q, k, v, w):
+        out = jaxflash.dot_product_attention(q, k, v, implementation="xla")
+        return jnp.sum((out * w).astype(jnp.float32))
+
+    compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*arrays).compile()
+    assert compiled.as_text().count(" dot(") == 5
+
+
 # ---- Several devices, export ---------------------------------------------------------------------
 
 
@@ -692,6 +709,52 @@ def test_hidden_tangents_reach_nothing():
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradients))
     for x in tangents[1]:  # rows without a key
         np.testing.assert_array_equal(x[1], 0)
+
+
+@pytest.mark.parametrize("kv_len", [3, 16, 40])
+def test_rows_outside_of_the_window_reach_nothing(kv_len):
+    """NaN in queries that see no key and in their cotangents."""
+    q_len, left = 24, 5
+    q, k, v, w = (
+        np.random.default_rng(n).standard_normal((1, n, 2, 8), np.float32)
+        for n in (q_len, kv_len, kv_len, q_len)
+    )
+    sees = np.arange(q_len) - left < kv_len
+    assert sees.all() == (kv_len == 40)
+    for x in (q, w):
+        x[:, ~sees] = np.nan
+
+    def gradients(rows):
+        def loss(q, k, v):
+            out = jaxflash.dot_product_attention(
+                q, k, v, local_window_size=(left, 0), implementation="xla"
+            )
+            return jnp.vdot(out, w[:, rows])
+
+        return jax.grad(loss, (0, 1, 2))(q[:, rows], k, v)
+
+    (dq, *dkv), (dq_seeing, *dkv_seeing) = gradients(slice(None)), gradients(slice(sees.sum()))
+    _close((dq[:, sees], *dkv), (dq_seeing, *dkv_seeing))
+    np.testing.assert_array_equal(dq[:, ~sees], 0)
+
+
+@pytest.mark.parametrize("bottom_right", [False, True])
+def test_which_bands_show_each_row_a_key(bottom_right):
+    for q_len, kv_len, left, right in itertools.product(
+        (1, 3, 8), (1, 3, 8), (None, -2, 0, 2, 9), (None, -2, 0, 2)
+    ):
+        arrays = (np.zeros((1, n, 1, 1), np.float32) for n in (q_len, kv_len, kv_len))
+        operands = Operands(*arrays)
+        spec = AttentionSpec(1.0, left, right, bottom_right, None, 0.0, True, False)
+        tiles = Tiles(spec, operands, *_blockwise.tiling(spec, operands))
+        offset = kv_len - q_len if bottom_right else 0
+        difference = np.arange(q_len)[:, None] + offset - np.arange(kv_len)
+        visible = np.ones(difference.shape, bool)
+        if left is not None:
+            visible &= difference <= left
+        if right is not None:
+            visible &= difference >= -right
+        assert tiles.every_row_sees == visible.any(axis=1).all()
 
 
 def test_integer_operands_have_no_tangent():
