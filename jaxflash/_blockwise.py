@@ -442,8 +442,9 @@ class Products:
         # XLA for CPUs copies a first operand whose rows do not run along its last axis: p, or x and
         # then what comes of it. Small tiles are the smaller copy.
         axes = (p.ndim - 3, p.ndim - 2)
-        is_known = all(isinstance(n, int) for n in (rows, columns))
-        if is_known and group * rows * columns <= (group * rows + columns) * x.shape[-1]:
+        dim = x.shape[-1]
+        is_known = all(isinstance(n, int) for n in (group, rows, columns, dim))
+        if is_known and group * rows * columns <= (group * rows + columns) * dim:
             return keys_major(self._dot(p, x, axes, axes))
         turned = self._dot(jnp.moveaxis(x, -1, -3), p, (p.ndim - 2, p.ndim - 1), axes)
         # Not to (*B, K, columns, h): XLA would exchange the operands, to a product of bfloat16 that
