@@ -22,8 +22,8 @@ inline MappedTensor map_rows(const Problem& problem, const Capture& capture) {
           {0, 0}};
 }
 
-// `start_capture`: see ProgramDescription. `unread`: what takes its place where it is empty, which a
-// map cannot be.
+// `start_capture`: see ProgramDescription. `unread`: what takes its place where it is empty, which
+// a map cannot be.
 inline Status encode_starts(TensorMap& map, const Problem& problem, const Captures& captures,
                             int start_capture, Math math, int box_rows,
                             const MappedTensor& unread) {
