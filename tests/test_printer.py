@@ -531,7 +531,7 @@ def test_sums_over_queries():
     """What adds to the score, indexed by batch element, head and key alone."""
     batch, heads, kv_len = 3, _SIZES.heads, _SIZES.kv_len
     sizes = {"b": batch, "h": heads, "kv": kv_len}
-    keys, own = jnp.ones((batch, kv_len)), jnp.ones(heads)
+    keys, own = jnp.ones((batch, kv_len), jnp.float32), jnp.ones(heads, jnp.float32)
     of_keys, of_head = ("b", "kv"), ("h",)
     for function, sums in (
         (lambda s, b, h, q, kv: s + keys[b, kv], [(0, of_keys)]),
