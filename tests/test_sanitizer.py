@@ -59,12 +59,25 @@ def _races(text: str) -> list[str]:
     return entries
 
 
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck", "synccheck"])
-def test_is_clean(tool, tmp_path):
+# initcheck does not see what TMA stores, so that all of an output seems to lack its values, nor
+# what XLA's kernels store, such as the numbers of heads that a score program gets.
+_NAMES = {"initcheck": PORTABLE_NAMES}
+# A few cases for a process: several of them can then run at once, and one that is stuck or slow is
+# known by its number.
+_OF_PROCESS = 4
+
+
+def _shares():
+    for tool in ("memcheck", "racecheck", "initcheck", "synccheck"):
+        names = _NAMES.get(tool, (*NAMES, *PAGED))
+        number = -(-len(names) // _OF_PROCESS)
+        for i in range(number):
+            yield pytest.param(tool, names[i::number], id=f"{tool}-{i + 1}-of-{number}")
+
+
+@pytest.mark.parametrize(("tool", "names"), [*_shares()])
+def test_is_clean(tool, names, tmp_path):
     """Only our kernels are looked at: what XLA leaves allocated at exit is its own affair."""
-    # initcheck does not see what TMA stores, so that all of an output seems to lack its values, nor
-    # what XLA's kernels store, such as the numbers of heads that a score program gets.
-    names = PORTABLE_NAMES if tool == "initcheck" else (*NAMES, *PAGED)
     command = [
         _sanitizer(), "--tool", tool, "--kernel-name", "kns=jaxflash", "--report-api-errors", "no",
         "--show-backtrace", "device", "--print-limit", "1000",
