@@ -39,8 +39,9 @@ class ContiguousKeys {
 };
 
 // Rows of a pool of pages: a box is a panel of a page, or of as much of it as divides a tile. Its
-// rows fill whole periods of the swizzle, so that a tile lies in shared memory as any other. The
-// lanes look up a page each, a tile ahead, and the first one issues all copies.
+// rows fill whole periods of the swizzle, so that a tile lies in shared memory as any other. Each
+// lane looks up a page of a set of neighbouring tiles, a set ahead, and the first one issues all
+// copies: a table is in memory, and tile by tile the ring would fill at the pace of its answers.
 template <int kKeys>
 class PagedKeys {
  public:
@@ -53,8 +54,15 @@ class PagedKeys {
         table_(args.pages.in.table +
                int64_t{plan.batch} * (args.problem.kv_len >> args.pages.in.log2_size)),
         kv_head_(plan.kv_head),
-        seen_(plan.seen) {
-    look_up((plan.tiles.end - 1) * kKeys);
+        seen_(plan.seen),
+        boxes_(kKeys >> args.pages.log2_box) {
+    while (boxes_ << (log2_tiles_ + 1) <= 32) ++log2_tiles_;
+    const int lane = threadIdx.x % 32;
+    own_tile_ = lane / boxes_;
+    own_key_ = own_tile_ * kKeys + ((lane - own_tile_ * boxes_) << pages_.log2_box);
+    set_ = (plan.tiles.end - 1) >> log2_tiles_;
+    page_ = look_up(set_);
+    next_page_ = look_up(set_ - 1);
   }
 
   template <int kPanels>
@@ -63,11 +71,14 @@ class PagedKeys {
     constexpr int kPanelBytes = kKeys * 128;
     const bool first_lane = threadIdx.x % 32 == 0;
     if (first_lane) landed.arrive_expecting(kPanels * kPanelBytes);
+    const int tile = first_key / kKeys;
+    move_to(tile >> log2_tiles_);
     const int box_bytes = 128 << pages_.log2_box;
-    const int own_row = row_of(first_key);
+    const int own_row = row_of_page();
+    const int first_box = (tile & ((1 << log2_tiles_) - 1)) * boxes_;
 #pragma unroll 1
-    for (int box = 0; box < kKeys >> pages_.log2_box; ++box) {
-      const int row = __shfl_sync(~0u, own_row, box);
+    for (int box = 0; box < boxes_; ++box) {
+      const int row = __shfl_sync(~0u, own_row, first_box + box);
       if (!first_lane) continue;
 #pragma unroll 1
       for (int panel = 0; panel < kPanels; ++panel) {
@@ -75,34 +86,46 @@ class PagedKeys {
                     landed.address(), panel * 64, row, kv_head_, 0, 0);
       }
     }
-    look_up(first_key - kKeys);
   }
 
  private:
-  // The first key of the lane's box of a tile, and whether some key of the box is seen.
-  __device__ __forceinline__ int key_of(int first_key) const {
-    return first_key + (threadIdx.x % 32 << pages_.log2_box);
+  // The first key of the lane's box, and whether some key of the box is seen. Before the first set
+  // the number wraps around, and is behind whatever is seen.
+  __device__ __forceinline__ uint32_t key_in(int set) const {
+    return static_cast<uint32_t>(set) * (kKeys << log2_tiles_) + own_key_;
   }
-  __device__ __forceinline__ bool is_seen(int first_key) const {
-    return first_key >= 0 && key_of(first_key) < seen_.end;
+  __device__ __forceinline__ bool is_seen(int set) const {
+    return own_tile_ >> log2_tiles_ == 0 && key_in(set) < static_cast<uint32_t>(seen_.end);
   }
-  // Nothing here waits for the number.
-  __device__ __forceinline__ void look_up(int first_key) {
-    if (is_seen(first_key)) page_ = __ldg(table_ + (key_of(first_key) >> pages_.in.log2_size));
+  // As the table has it. Nothing here waits for the number.
+  __device__ __forceinline__ int look_up(int set) const {
+    return is_seen(set) ? __ldg(table_ + (key_in(set) >> pages_.in.log2_size)) : 0;
+  }
+  __device__ __forceinline__ void move_to(int set) {
+    if (set == set_) return;
+    page_ = set == set_ - 1 ? next_page_ : look_up(set);  // tiles may be skipped
+    next_page_ = look_up(set - 1);
+    set_ = set;
   }
   // The row of the pool where the box that was looked up begins; if no key of it is seen, one
   // behind the pool, where TMA reads zeros.
-  __device__ __forceinline__ int row_of(int first_key) const {
+  __device__ __forceinline__ int row_of_page() const {
     const int existing = min(max(page_, 0), pages_.in.count - 1);
-    const int page = is_seen(first_key) ? existing : pages_.in.count;
-    return (page << pages_.in.log2_size) + (key_of(first_key) & (pages_.in.size() - 1));
+    const int page = is_seen(set_) ? existing : pages_.in.count;
+    return (page << pages_.in.log2_size) + (key_in(set_) & (pages_.in.size() - 1));
   }
 
   const PageBoxes& pages_;
   const int32_t* table_;
   int kv_head_;
   Interval seen_;
-  int page_ = 0;  // as the table has it
+  int boxes_;           // of a tile
+  int log2_tiles_ = 0;  // of a set: as many as there are lanes for
+  int own_tile_;        // of a set: where the lane's box lies, if that is part of it
+  int own_key_;
+  int set_;
+  int page_;
+  int next_page_;  // of the set before
 };
 
 }  // namespace jaxflash::sm90
