@@ -20,9 +20,10 @@ enum ForwardBarrier : int {
 // What blocks that share keys are told beside the order of tiles.
 struct KeySharing {
   int32_t slices;  // see KeyShares
-  int32_t rows;    // of a part
-  float* out;      // parts of the output (slots, rows, value head size)
-  float* lse;      // (slots, rows)
+  int32_t team;
+  int32_t rows;  // of a part
+  float* out;    // parts of the output (slots, rows, value head size)
+  float* lse;    // (slots, rows)
 };
 
 // A pool of pages, as boxes of TMA.
@@ -79,6 +80,7 @@ class QuerySlices {
   __device__ __forceinline__ explicit QuerySlices(const ForwardArgs& args) : args_(args) {}
   __device__ __forceinline__ int count() const { return args_.sharing.slices; }
   __device__ __forceinline__ int kv_heads() const { return args_.problem.kv_heads; }
+  __device__ __forceinline__ int team() const { return args_.sharing.team; }
   __device__ __forceinline__ int batch(int slice) const {
     return args_.order.by_head_tiles.quotient(slice);
   }

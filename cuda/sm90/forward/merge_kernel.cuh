@@ -1,9 +1,9 @@
 // Puts the parts of query tiles together that blocks of the forward kernel have left in the
 // workspace: out = sum of e^(lse_j - lse) out_j over the parts j, in the order of their keys.
 //
-// A tile is in parts where the end of a block's run lies inside it. Thread blocks are made for each
-// such end, `kMergeRows` rows each: the first end inside a tile merges it, the others have nothing
-// to do.
+// A tile is in parts where the end of a run lies inside it. Thread blocks are made for each such
+// end and each member of the team that had the run, `kMergeRows` rows each: the first end inside a
+// tile merges it, the others have nothing to do.
 #pragma once
 
 #include "common/dependency.cuh"
@@ -29,22 +29,25 @@ __global__ void __launch_bounds__(kMergeThreads)
   const Slices slices(args);
   const Shares shares(slices, args.order.blocks);
   const int merges = merges_of_tile(args.sharing.rows);
-  const int ending = blockIdx.x / merges;  // the block whose run ends
+  const int team = slices.team();
+  const int block = blockIdx.x / merges;  // whose run ends
+  const int ending = block / team;
+  const int member = block % team;
   // Every thread block, so that this kernel is not done before the one that it waits for.
   wait_for_previous_kernel();
-  if (ending + 1 >= shares.blocks()) return;
+  if (ending + 1 >= shares.runs()) return;
   const auto tile = shares.place(shares.begin(ending + 1));
   if (shares.begin(ending + 1) - tile.tile_begin <= Shares::kTileCost) return;  // it has no part
   const int64_t first = shares.begin(ending) - tile.tile_begin;
-  if (first > Shares::kTileCost) return;  // an earlier block has one too
+  if (first > Shares::kTileCost) return;  // an earlier run has one too
 
-  const int first_slot = ShareWalk<Slices>::slot_of(ending, first);
+  const int first_slot = ShareWalk<Slices>::slot_of(block, first);
   const int64_t tile_end = tile.tile_begin + tile.length();
   int parts = 2;
-  while (ending + parts < shares.blocks() && shares.begin(ending + parts) < tile_end) ++parts;
+  while (ending + parts < shares.runs() && shares.begin(ending + parts) < tile_end) ++parts;
   const auto slot = [&](int part) {
     return static_cast<int64_t>(part == 0 ? first_slot
-                                          : ShareWalk<Slices>::slot_of(ending + part, 1));
+                                          : ShareWalk<Slices>::slot_of(block + part * team, 1));
   };
 
   const Problem& problem = args.problem;
@@ -53,6 +56,7 @@ __global__ void __launch_bounds__(kMergeThreads)
   const int batch = slices.batch(tile.slice);
   const int inner = args.by_inner_batch.remainder(batch);
   const int outer = args.by_inner_batch.quotient(batch);
+  const int kv_head = tile.head_group * team + member;
   const int first_unit = slices.index(tile.slice) * Traits::kWarpGroups;
   for (int i = warp; i < kMergeRows; i += kMergeThreads / 32) {
     const int tile_row = blockIdx.x % merges * kMergeRows + i;
@@ -61,7 +65,7 @@ __global__ void __launch_bounds__(kMergeThreads)
     const int row = tile_row % args.unit.rows();
     const int position =
         (args.by_units.quotient(unit) << args.unit.log2_positions) + args.unit.position(row);
-    const int head = tile.kv_head * args.group + args.by_units.remainder(unit) * args.unit.heads +
+    const int head = kv_head * args.group + args.by_units.remainder(unit) * args.unit.heads +
                      args.unit.head(row);
     if (tile_row >= Traits::kWarpGroups * args.unit.rows() || position >= problem.q_len) continue;
 

@@ -109,6 +109,10 @@ class TileWalk {
 //
 // Query tiles come in slices: those of one batch element and index, one for each kv head, which see
 // the same keys. `Slices::tiles(slice)` are their key tiles, and kKeys how many keys a tile has.
+//
+// `Slices::team()` neighbouring blocks are a team and take the same run, each of another head: keys
+// of neighbouring heads lie side by side, and the L2 fetches 256 bytes where a head of size 64 has
+// 128. A run counts key tiles of one member.
 template <class Slices>
 class KeyShares {
  public:
@@ -117,7 +121,8 @@ class KeyShares {
   // Blocks with less than this have nothing left to gain.
   static constexpr int kLeastShare = 256 / Slices::kKeys + kTileCost;
 
-  __device__ __forceinline__ KeyShares(const Slices& slices, int max_blocks) : slices_(slices) {
+  __device__ __forceinline__ KeyShares(const Slices& slices, int max_blocks)
+      : slices_(slices), head_groups_(slices.kv_heads() / slices.team()) {
     // Each lane sums up as many neighbouring slices.
     chunk_ = (slices.count() + 31) / 32;
     const int first = chunk_ * (threadIdx.x % 32);
@@ -129,22 +134,22 @@ class KeyShares {
     const int64_t through = sum_of_lanes_to(sum);
     before_ = through - sum;
     total_ = __shfl_sync(~0u, through, 31);
-    const int64_t blocks = min(static_cast<int64_t>(max_blocks), total_ / kLeastShare);
-    blocks_ = max(static_cast<int>(blocks), 1);
-    share_ = total_ / blocks_;
-    longer_ = static_cast<int>(total_ - share_ * blocks_);
+    const int max_runs = max_blocks / slices.team();
+    runs_ = max(static_cast<int>(min(static_cast<int64_t>(max_runs), total_ / kLeastShare)), 1);
+    share_ = total_ / runs_;
+    longer_ = static_cast<int>(total_ - share_ * runs_);
   }
 
-  __device__ __forceinline__ int blocks() const { return blocks_; }
-  // Where the run of a block begins; begin(blocks()) is the end of all.
-  __device__ __forceinline__ int64_t begin(int block) const {
-    return block * share_ + min(block, longer_);
+  __device__ __forceinline__ int runs() const { return runs_; }
+  // Where a run begins; begin(runs()) is the end of all.
+  __device__ __forceinline__ int64_t begin(int run) const {
+    return run * share_ + min(run, longer_);
   }
 
-  // The query tile that a position of the run lies in.
+  // The query tile of each member that a position lies in.
   struct Place {
     int slice;
-    int kv_head;
+    int head_group;      // of as many kv heads as a team has members
     Interval tiles;      // that the query tile sees
     int64_t tile_begin;  // position of its first
 
@@ -152,7 +157,7 @@ class KeyShares {
     __device__ __forceinline__ int length() const { return count() + kTileCost; }
   };
 
-  // Of 0 <= position < begin(blocks()).
+  // Of 0 <= position < begin(runs()).
   __device__ __forceinline__ Place place(int64_t position) const {
     const int lane = threadIdx.x % 32;
     const int owner = 31 - __clz(__ballot_sync(~0u, before_ <= position));
@@ -172,8 +177,8 @@ class KeyShares {
       place.slice = first + found;
       place.tiles = {__shfl_sync(~0u, tiles.begin, found), __shfl_sync(~0u, tiles.end, found)};
       begin = __shfl_sync(~0u, end - own, found);
-      place.kv_head = static_cast<int>((position - begin) / place.length());
-      place.tile_begin = begin + static_cast<int64_t>(place.kv_head) * place.length();
+      place.head_group = static_cast<int>((position - begin) / place.length());
+      place.tile_begin = begin + static_cast<int64_t>(place.head_group) * place.length();
       return place;
     }
   }
@@ -181,14 +186,14 @@ class KeyShares {
   // To the query tile after this one, if there is one.
   __device__ __forceinline__ void next(Place& place) const {
     place.tile_begin += place.length();
-    if (++place.kv_head < slices_.kv_heads()) return;
-    place.kv_head = 0;
+    if (++place.head_group < head_groups_) return;
+    place.head_group = 0;
     if (++place.slice < slices_.count()) place.tiles = slices_.tiles(place.slice);
   }
 
  private:
   __device__ __forceinline__ int64_t size(Interval tiles) const {
-    return static_cast<int64_t>(max(tiles.end - tiles.begin, 0) + kTileCost) * slices_.kv_heads();
+    return static_cast<int64_t>(max(tiles.end - tiles.begin, 0) + kTileCost) * head_groups_;
   }
   __device__ __forceinline__ static int64_t sum_of_lanes_to(int64_t value) {
 #pragma unroll
@@ -200,12 +205,13 @@ class KeyShares {
   }
 
   Slices slices_;
+  int head_groups_;
   int chunk_;       // slices of a lane
   int64_t before_;  // sizes of the slices before the lane's
   int64_t total_;
-  int blocks_;
+  int runs_;
   int64_t share_;
-  int longer_;  // blocks with one more
+  int longer_;  // runs with one more
 };
 
 // A query tile, or a part of it.
@@ -221,9 +227,11 @@ class ShareWalk {
   __device__ __forceinline__ ShareWalk(const Slices& slices, int max_blocks)
       : slices_(slices), shares_(slices, max_blocks) {
     position_ = end_ = 0;
-    if (blockIdx.x < shares_.blocks()) {
-      position_ = shares_.begin(blockIdx.x);
-      end_ = shares_.begin(blockIdx.x + 1);
+    const int run = blockIdx.x / slices.team();
+    member_ = blockIdx.x % slices.team();
+    if (run < shares_.runs()) {
+      position_ = shares_.begin(run);
+      end_ = shares_.begin(run + 1);
       place_ = shares_.place(position_);
     }
     advance();
@@ -242,7 +250,8 @@ class ShareWalk {
       const int last =
           static_cast<int>(min(static_cast<int64_t>(length), end_ - place_.tile_begin));
       const Interval part = {max(first - kTileCost, 0), max(last - kTileCost, 0)};
-      tile_.head = slices_.batch(place_.slice) * slices_.kv_heads() + place_.kv_head;
+      tile_.head = slices_.batch(place_.slice) * slices_.kv_heads() +
+                   place_.head_group * slices_.team() + member_;
       tile_.index = slices_.index(place_.slice);
       tile_.tiles = {place_.tiles.begin + part.begin, place_.tiles.begin + part.end};
       tile_.slot = part.begin == 0 && part.end == count ? -1 : slot_of(blockIdx.x, first);
@@ -262,6 +271,7 @@ class ShareWalk {
  private:
   Slices slices_;
   KeyShares<Slices> shares_;
+  int member_;
   int64_t position_;
   int64_t end_;
   typename KeyShares<Slices>::Place place_;
