@@ -92,8 +92,8 @@ JAXFLASH_API jaxflash::Status jaxflash_backward(const jaxflash::BackwardParams* 
 // Its kernels are compiled at run time: a call has a program.
 JAXFLASH_API jaxflash::Status jaxflash_tangent(const jaxflash::TangentParams* params,
                                                CUstream_st* stream);
-// After jaxflash_backward, of the same call: gradients of captures, and key sums where the backward
-// kernel did not have them. `arrays` has kMaxCaptures.
+// After jaxflash_backward, of the same call: gradients of captures, those that the backward kernel
+// had aside, and key sums where it did not have them. `arrays` has kMaxCaptures.
 JAXFLASH_API jaxflash::Status jaxflash_capture_gradients(
     const jaxflash::BackwardParams* params, const jaxflash::CaptureGradientArray* arrays,
     CUstream_st* stream);

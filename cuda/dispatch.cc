@@ -190,7 +190,7 @@ Status compile_for(const ScoreKernels& program, const GpuTraits& gpu) {
   ScoreKernels::Compiled compiled;
   if (status.ok()) status = program.compile(*variant, gpu, &compiled);
   if (!status.ok() || program.capture_gradients() == nullptr) return status;
-  return program.capture_gradients()->compile(gpu, !variant->sums_keys);
+  return program.capture_gradients()->compile(gpu, variant->gradients_beside);
 }
 
 // Compiles for the GPUs of this machine. Where one of several cannot run the program, calls on it
@@ -297,7 +297,8 @@ Status jaxflash_capture_gradients(const BackwardParams* params,
   Status status =
       jaxflash::select(jaxflash::kBackward, "backward", jaxflash::with_query_heads(*params), &ran);
   if (status.ok()) status = jaxflash::current_device_of(gradients, &device);
-  return status.ok() ? gradients.launch(*device, *params, arrays, !ran->sums_keys, stream) : status;
+  return status.ok() ? gradients.launch(*device, *params, arrays, ran->gradients_beside, stream)
+                     : status;
 }
 
 const Variant* jaxflash_forward_variant(const ForwardParams* params) {
@@ -352,8 +353,9 @@ Status jaxflash_load_program(const jaxflash::ScoreKernels* program) {
   const jaxflash::CaptureGradients& gradients = *program->capture_gradients();
   jaxflash::CaptureGradients::Device* device = nullptr;
   status = jaxflash::current_device_of(gradients, &device);
-  return status.ok() ? gradients.load(*device, gradients.family(device->gpu), !variant->sums_keys)
-                     : status;
+  return status.ok()
+             ? gradients.load(*device, gradients.family(device->gpu), variant->gradients_beside)
+             : status;
 }
 
 Status jaxflash_compile_program(const jaxflash::ProgramDescription* description, int32_t arch,

@@ -50,6 +50,17 @@ struct LoadedKernel {
   int start_capture;   // see ProgramDescription
 };
 
+// Gradients of captures that a backward kernel computes beside those of q, k and v: the others take
+// kernels of their own.
+struct GradientsBeside {
+  bool key_sums;  // BackwardParams::key_sums
+  bool stored;    // BackwardParams::stored
+
+  bool has(const CaptureLoad& load) const {
+    return load.is_key_sum() ? key_sums : load.stored && stored;
+  }
+};
+
 // What does not depend on the pass.
 struct CompiledVariant {
   Variant variant;
@@ -58,7 +69,7 @@ struct CompiledVariant {
   bool (*takes_sizes)(const Problem&);  // whether head sizes and scale are right; nullptr: any are
   // Score programs: the tiles to try, best first. Returns how many.
   int (*program_kernels)(const ProgramTraits&, ProgramKernel (&)[kMaxProgramTiles]);
-  bool sums_keys;  // backward: writes BackwardParams::key_sums
+  GradientsBeside gradients_beside;  // backward
 };
 
 template <class Params>

@@ -132,18 +132,27 @@ struct CaptureLoad {
   int32_t key_axis;    // whose index is the column's number, or -1
   bool scatter;        // another index depends on the row or the column: nothing is owned
   bool narrow;         // the gradient has the capture's 16-bit dtype: every element is stored once
+  bool stored;         // it is that of the score, see StoredGradient
 
   bool is_key_sum() const { return capture < 0; }
 };
 
 // A sum over the queries for each head and key of a batch element, BackwardParams::key_sums: the
 // gradient of an array (N, S) for each batch element, had one been read.
-inline constexpr CaptureLoad kKeySumLoad = {-1, 2, -1, 1, false, false};
+inline constexpr CaptureLoad kKeySumLoad = {-1, 2, -1, 1, false, false, false};
 
 // Where the gradient of a capture goes: (*B, its own axes).
 struct CaptureGradientArray {
   void* data;                           // nullptr: nobody wants it
   int64_t batch_stride[kMaxBatchAxes];  // in elements, 0 where the axis is summed over
+};
+
+// The gradient of the score, of which every element is that of another element of a captured array:
+// matrices (queries, keys) of the operands' dtype, which backward kernels may store as they go.
+struct StoredGradient {
+  void* data;  // nullptr: nobody wants it
+  int64_t matrices;
+  int64_t batch_stride[kMaxBatchAxes];  // in matrices, 0 where it has no such axis
 };
 
 // Keys and values in a pool of pages. Those of a sequence lie in pages table[0], table[1] ... of
@@ -209,6 +218,7 @@ struct BackwardParams {
   Captures captures;
   // The program's sums over the queries, (*B, N, S) dense, where it has them: see program.cuh.
   float* key_sums[kMaxKeySums];
+  StoredGradient stored;  // of the program's, likewise
 };
 
 }  // namespace jaxflash

@@ -20,7 +20,7 @@ from jaxflash._spec import AttentionSpec, Operands
 
 # The names are part of exported programs: a changed contract gets a new number.
 FORWARD_TARGET = "jaxflash_forward_v5"
-BACKWARD_TARGET = "jaxflash_backward_v4"
+BACKWARD_TARGET = "jaxflash_backward_v5"
 TANGENT_TARGET = "jaxflash_tangent_v2"
 PAGED_TARGET = "jaxflash_paged_v3"
 _STATE_TYPE = "jaxflash_program_v2"
@@ -126,8 +126,8 @@ def _start_capture(program: KernelProgram | None) -> np.int64:
 def _gradient_attributes(gradients: KernelGradients | None) -> dict:
     # cuda/ffi/call.h: GradientAttributes.
     numbers = [
-        (load.capture, load.query_axis, load.key_axis, load.scatter, load.narrow)
-        for load in (() if gradients is None else gradients.loads)
+        (x.capture, x.query_axis, x.key_axis, x.scatter, x.narrow, x.stored)
+        for x in (() if gradients is None else gradients.loads)
     ]
     return dict(
         gradient_program="" if gradients is None else gradients.source,

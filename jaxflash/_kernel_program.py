@@ -133,7 +133,7 @@ def _program(
     words = words and _dense_mask.packed_axis(mask, pass_) is not None
     printed = _printed(
         program, predicates, is_difference, sink_dtype, drops, paired, starts, moving, words,
-        pass_ == "backward", wanted, _sizes(operands, wanted),
+        pass_ == "backward", wanted, _sizes(operands, wanted), _storable(operands, wanted),
     )  # fmt: skip
     if isinstance(printed, NotPrintable):
         raise printed
@@ -165,7 +165,7 @@ def gradients(
     starts = paired if _divides_by_scale(spec) else ()
     printed = _printed_gradients(
         program, predicates, tuple(wanted), lengths, is_difference, dropout, paired, starts,
-        _sizes(operands, wanted),
+        _sizes(operands, wanted), _storable(operands, wanted),
     )  # fmt: skip
     if isinstance(printed, NotPrintable):
         raise printed
@@ -182,6 +182,30 @@ def _sizes(operands: Operands, wanted: Sequence[int]) -> tuple[tuple[str, Any], 
     if all(n == 1 for i in wanted for n in operands.captures[i].shape[: len(batch)]):
         sizes["b"] = math.prod(batch)
     return tuple(sizes.items())
+
+
+def _storable(operands: Operands, wanted: Sequence[int]) -> tuple[int, ...]:
+    """Captures of which the backward kernel can store the gradient by TMA: matrices of queries and
+    keys, of its own dtype, with a batch element for each of the call."""
+    query = operands.query
+    *batch, q_len, _, _ = query.shape
+    of_numbers = "b" in dict(_sizes(operands, wanted))
+
+    def is_storable(x) -> bool:
+        of_batch, own = x.shape[: len(batch)], x.shape[len(batch) :]
+        return (
+            all(isinstance(n, int) for n in (*x.shape, *query.shape))
+            and x.dtype == query.dtype
+            and x.dtype.itemsize == 2
+            and own[-2:] == (q_len, operands.key.shape[-3])
+            and own[-1] % 8 == 0
+            and (of_numbers or of_batch == tuple(batch))
+            # Strides and coordinates of TMA.
+            and math.prod(own[-2:]) < 2**38
+            and math.prod(x.shape[:-2]) < 2**30
+        )
+
+    return tuple(i for i in wanted if is_storable(operands.captures[i]))
 
 
 def gradient_of_sum(load: KeyLoad, x, capture):
@@ -280,6 +304,7 @@ def _printed(
     keys_are_rows: bool,
     wanted: tuple[int, ...],
     sizes: tuple[tuple[str, Any], ...],
+    storable: tuple[int, ...],
 ) -> Printed | NotPrintable:
     from jaxflash._printer import cuda  # a tenth of the time of `import jaxflash`
 
@@ -297,6 +322,7 @@ def _printed(
             keys_are_rows=keys_are_rows,
             wanted=wanted,
             sizes=dict(sizes),
+            storable=storable,
         )
     except NotPrintable as reason:
         return reason
@@ -313,6 +339,7 @@ def _printed_gradients(
     paired: tuple[int, ...],
     starts: tuple[int, ...],
     sizes: tuple[tuple[str, Any], ...],
+    storable: tuple[int, ...],
 ) -> PrintedGradients | NotPrintable:
     from jaxflash._printer import cuda  # a tenth of the time of `import jaxflash`
 
@@ -327,6 +354,7 @@ def _printed_gradients(
             paired=paired,
             starts=starts,
             sizes=dict(sizes),
+            storable=storable,
         )
     except NotPrintable as reason:
         return reason

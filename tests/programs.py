@@ -17,6 +17,7 @@ struct Program {{
   static constexpr bool kCapturesMove = {captures_move};
   static constexpr bool kStarts = false;
   static constexpr int kKeySums = 0;
+  static constexpr bool kStoresGradient = false;
   struct Head {{
     float scale;
     float value;

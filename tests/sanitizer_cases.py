@@ -21,6 +21,7 @@ NAMES = (
     "decode-mask-value-gap",
     "capture-bias-64", "capture-table", "capture-keys-deterministic", "mask-value-causal-window",
     "mask-value-intervals", "tiles-bias-loaded-64", "tiles-bias-loaded-128",
+    "capture-bias-stored-64", "capture-bias-stored-causal-128",
 )  # fmt: skip
 
 # Of caches in pages: (lengths, page size, queries, head size, dtype). Tables hold numbers outside

@@ -224,7 +224,9 @@ _POISONED = (
     "head-160", "head-192-value-128-long", "T-63-S-65", "window-T>S", "lengths-batch-axes",
     "lengths-q", "bottom-right-T>S", "empty-S", "gqa-causal-deterministic", "decode-2-ragged",
     "decode-9-group-3", "decode-chunk", "decode-cap-12-group-8", "decode-sink-1",
-    "decode-dropout-20-group-3", "decode-mask-value-gap",
+    "decode-dropout-20-group-3", "decode-mask-value-gap", "capture-bias-stored-64",
+    "capture-bias-stored-causal-64", "capture-bias-stored-window-128",
+    "capture-bias-stored-lengths-64", "capture-bias-stored-gaps-128",
 )  # fmt: skip
 
 

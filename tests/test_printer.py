@@ -559,6 +559,57 @@ def test_sums_over_queries():
         assert gradients.source.count("kKeySum = true;") == gradients.key_sums
 
 
+def test_gradients_that_are_those_of_the_score():
+    """Of an element for each of the logits, added to the score itself."""
+    batch, heads, kv_len = 3, _SIZES.heads, _SIZES.kv_len
+    own = jnp.ones((heads, *_LENGTHS), jnp.float32)
+    numbered = jnp.ones((batch, heads, *_LENGTHS), jnp.float32)
+    swapped = jnp.ones((heads, batch, *_LENGTHS), jnp.float32)
+    more = jnp.ones((batch, heads + 1, *_LENGTHS), jnp.float32)
+    factor = jnp.ones((), jnp.float32)
+
+    def cap(s):
+        return 30.0 * jnp.tanh(s / 30.0)
+
+    of_batch = {"h": heads, "kv": kv_len}  # captures have batch axes of their own
+    of_numbers = {"b": batch, **of_batch}
+    for sizes, function, matrix in (
+        (of_batch, lambda s, b, h, q, kv: s + own[h, q, kv], r"clamp_index\(h, \w+\)"),
+        (of_batch, lambda s, b, h, q, kv: cap(s + own[h, q, kv]), "clamp_index"),
+        (of_batch, lambda s, b, h, q, kv: jnp.where(q >= kv, s + own[h, q, kv], -jnp.inf), ""),
+        (of_numbers, lambda s, b, h, q, kv: s + numbered[b, h, q, kv], r"clamp_index\(b, \w+\)"),
+        (of_numbers, lambda s, b, h, q, kv: s + swapped[h, b, q, kv], ""),
+        (of_numbers | {"b": 1}, lambda s, b, h, q, kv: s + own[h, q, kv], ""),
+        # Some batch elements or heads share elements, or leave some out.
+        (of_numbers, lambda s, b, h, q, kv: s + own[h, q, kv], None),
+        (of_batch, lambda s, b, h, q, kv: s + own[0, q, kv], None),
+        (of_numbers, lambda s, b, h, q, kv: s + numbered[b, h // 2, q, kv], None),
+        (of_numbers, lambda s, b, h, q, kv: s + more[b, h, q, kv], None),
+        # Not the score's, or of several places.
+        (of_batch, lambda s, b, h, q, kv: s * own[h, q, kv], None),
+        (of_batch, lambda s, b, h, q, kv: s + 2.0 * own[h, q, kv], None),
+        (of_batch, lambda s, b, h, q, kv: s + own[h, q, kv] * factor, None),
+        (of_batch, lambda s, b, h, q, kv: cap(s) + own[h, q, kv], None),
+        (of_batch, lambda s, b, h, q, kv: s + own[h, q, kv] + own[h, q, 0], None),
+        (of_batch, lambda s, b, h, q, kv: s + own[h, kv, q], None),
+    ):
+        program, _ = _traced(function)
+        options = dict(sizes=sizes, storable=(0,), distance_is_difference=True)
+        printed = cuda.print_program(program, wanted=(0,), **options)
+        loads = cuda.print_gradients(program, (0,), lengths=_LENGTHS, **options).loads
+        stores = "true" if matrix is not None else "false"
+        assert f"kStoresGradient = {stores};" in printed.source
+        assert [x.stored for x in loads].count(True) == (matrix is not None)
+        assert all(x.narrow for x in loads if x.stored)
+        if matrix is not None:
+            assert "int64_t gradient_matrix(const Head& head)" in printed.source
+            assert re.search(matrix, printed.source)
+        # Only where it is wanted, and can be.
+        for fewer in (dict(storable=()), dict(wanted=())):
+            source = cuda.print_program(program, **(options | dict(wanted=(0,)) | fewer)).source
+            assert "kStoresGradient = false;" in source
+
+
 @pytest.mark.parametrize(
     ("batch", "shape", "axes"),
     [

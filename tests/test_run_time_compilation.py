@@ -387,6 +387,65 @@ def test_sums_over_queries_elsewhere(name):
         assert compiled.spilled <= 24, compiled
 
 
+_STORED = {
+    "alone": {},
+    "causal": dict(is_causal=True),
+    "dropout": dict(dropout_rate=0.1, dropout_rng=jax.random.key(0)),
+    "soft cap": dict(logits_soft_cap=30.0),
+}
+
+
+def _storing(name: str, head_dim: int) -> tuple[_kernel_program.KernelProgram, str]:
+    """Of the backward kernel, and the source of the one that has the gradient instead of it."""
+    qkv = 3 * (jnp.zeros((2, 64, 2, head_dim), jnp.bfloat16),)
+    bias = jnp.zeros((2, 2, 64, 64), jnp.bfloat16)
+    spec, operands = _api.described(*qkv, bias=bias, **_STORED[name])
+    program = _kernel_program.make(spec, operands, "backward", wanted=(0,))
+    gradients = _kernel_program.gradients(spec, operands, (0,))
+    assert program is not None
+    assert gradients is not None
+    assert "kStoresGradient = true" in program.source
+    (load,) = gradients.loads
+    assert load.stored
+    assert load.narrow
+    return program, gradients.source
+
+
+@pytest.mark.parametrize("mask", [0, 1, 2], ids=["band", "ranges", "segments"])
+@pytest.mark.parametrize("name", _STORED)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_stored_gradient_on_hopper(head_dim, name, mask):
+    """It takes no registers of those that compute."""
+    program, _ = _storing(name, head_dim)
+    start = -1 if program.start_capture is None else program.start_capture
+    options = dict(pass_name="backward", head_dim=head_dim, mask=mask, start_capture=start, **_H200)
+    compiled = _program(program.source, **options)
+    other = program.source.replace("kStoresGradient = true", "kStoresGradient = false")
+    without = _program(other, **options)
+    assert not compiled.serialised, compiled
+    assert compiled.tile == without.tile
+    assert compiled.spilled <= without.spilled, (compiled, without)
+
+
+def test_stored_gradient_elsewhere():
+    """Portable kernels leave it to that of gradients."""
+    program, gradient = _storing("alone", 64)
+    compiled = _program(program.source, pass_name="backward", head_dim=64, **_A100)
+    assert compiled.name.startswith("sm80 backward")
+    traits = f"{_S80}CaptureGradientChoice<jaxflash::Math::kBFloat16, 64>::Large"
+    source = f"""
+        #include "common/program.cuh"
+        #include "common/range_mask.cuh"
+        {gradient}
+        #include "sm80/capture_gradient_kernel.cuh"
+    """
+    name = (
+        f"jaxflash::sm80::capture_gradient_kernel<{traits}, jaxflash::BandMask, "
+        "jaxflash::Program, jaxflash::Program::Load0>"
+    )
+    assert not _compile(source, name, "sm_80").spilled
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 def test_dense_bias_on_hopper(head_dim, dtype):
@@ -1005,8 +1064,13 @@ _STAGES = """if True:
     instantiate("forward", program=program, problem=ranges)
     refused("no ranges", "paged", program=program, problem=ranges)
     one = dict(program=program, capture_ranks=np.array([2], np.int64), gradient_program=program)
-    instantiate("backward", **one, gradient_loads=np.array([0, 0, 1, 0, 0], np.int64))
-    for loads in ([0], [1, 0, 1, 0, 0], [-1, 0, 1, 0, 0], [0, 2, 1, 0, 0], [0, 0, -2, 0, 0]):
+    instantiate("backward", **one, gradient_loads=np.array([0, 0, 1, 0, 0, 0], np.int64))
+    instantiate("backward", **one, gradient_loads=np.array([0, 0, 1, 0, 1, 1], np.int64))
+    for loads in (
+        [0], [0, 0, 1, 0, 0], [1, 0, 1, 0, 0, 0], [-1, 0, 1, 0, 0, 0], [0, 2, 1, 0, 0, 0],
+        [0, 0, -2, 0, 0, 0], [0, 0, 1, 0, 0, 1], [0, 0, 1, 1, 1, 1], [0, 1, 0, 0, 1, 1],
+        [0, 0, -1, 0, 1, 1],
+    ):
         refused("unknown loads", "backward", **one, gradient_loads=np.array(loads, np.int64))
     instantiate("backward", **one, key_sums=np.int64(2))
     for count in (-1, 3):

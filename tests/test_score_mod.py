@@ -427,7 +427,7 @@ def test_operands_of_the_custom_calls():
     assert f"tensor<4xi32>, tensor<8xi32>, {captures}" in forward
     assert "capture_ranks = dense<[2, 2, 1]>" in forward
     assert "struct Program" in forward
-    (backward,) = _custom_calls(text, "@jaxflash_backward_v4")
+    (backward,) = _custom_calls(text, "@jaxflash_backward_v5")
     assert f"tensor<4xi32>, tensor<8xi32>, {captures}" in backward
 
 
@@ -541,12 +541,12 @@ def test_gradients_of_captures_are_results_of_the_custom_call():
 
         traced = jax.jit(jax.grad(loss, argnums)).trace(*arguments)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
-        return _custom_calls(text, "@jaxflash_backward_v4"), "dot_general" in text
+        return _custom_calls(text, "@jaxflash_backward_v5"), "dot_general" in text
 
     # Bias (4, 1, 16, 16) has a tile of rows and columns, the table (8, 15) an index of q - kv.
     (backward,), blockwise = gradient((0, 3, 4, 5))
     assert "xui8>, tensor<4x16x16xf32>, tensor<1x8x15xf32>)" in backward
-    assert "gradient_loads = dense<[0, 0, 1, 0, 0, 1, -1, -1, 1, 0]>" in backward
+    assert "gradient_loads = dense<[0, 0, 1, 0, 0, 0, 1, -1, -1, 1, 0, 0]>" in backward
     assert not blockwise
     (backward,), blockwise = gradient((3,))
     assert "xui8>, tensor<4x16x16xf32>)" in backward
@@ -558,6 +558,74 @@ def test_gradients_of_captures_are_results_of_the_custom_call():
     (backward,), blockwise = gradient((0, 3, 4), deterministic_backward=True)
     assert "xui8>, tensor<4x16x16xf32>)" in backward
     assert blockwise
+
+
+def _bias_gradient(shape, dtype=jnp.bfloat16, **options):
+    q, k, *_ = _kernel_arguments()
+
+    def loss(bias, q):
+        out = jaxflash.dot_product_attention(
+            q, k, k, bias, implementation="cuda", scale=0.125, **options
+        )
+        return jnp.sum(out.astype(jnp.float32))
+
+    return jax.grad(loss), (jnp.zeros(shape, dtype), q)
+
+
+@_needs_kernels
+def test_gradients_that_the_backward_kernel_stores():
+    """Those of an element of the logits each, in the operands' dtype."""
+
+    def gradient(*args, **options):
+        function, arguments = _bias_gradient(*args, **options)
+        traced = jax.jit(function).trace(*arguments)
+        (call,) = _custom_calls(
+            traced.lower(lowering_platforms=("cuda",)).as_text(), "@jaxflash_backward_v5"
+        )
+        return call
+
+    for options in ({}, dict(logits_soft_cap=2.0), dict(is_causal=True)):
+        call = gradient((4, 8, 16, 16), **options)
+        assert "gradient_loads = dense<[0, 1, 2, 0, 1, 1]>" in call
+        assert "kStoresGradient = true" in call
+        assert "xui8>, tensor<4x8x16x16xbf16>)" in call
+    # Sums over batch elements or heads, another dtype, or what is multiplied.
+    for args, options in (
+        (((1, 8, 16, 16),), {}),
+        (((4, 1, 16, 16),), {}),
+        (((4, 8, 16, 16), jnp.float32), {}),
+        (((4, 8, 16, 16), jnp.float16), {}),
+    ):
+        call = gradient(*args, **options)
+        assert "kStoresGradient = false" in call
+        assert call.split("gradient_loads = dense<")[1].split("]")[0].endswith(", 0, 0")
+
+
+@_needs_kernels
+def test_stored_gradients_under_vmap():
+    function, (bias, q) = _bias_gradient((4, 8, 16, 16))
+    traced = jax.jit(jax.vmap(function, (None, 0))).trace(bias, jnp.stack([q, q]))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    (call,) = _custom_calls(text, "@jaxflash_backward_v5")
+    assert "kStoresGradient = true" in call
+    assert "xui8>, tensor<2x4x8x16x16xbf16>)" in call
+
+
+@_needs_kernels
+def test_stored_gradients_in_shards():
+    """A device has the matrices of its heads, and zeros for those of others."""
+    mesh = cpu_mesh(x=2, y=4)
+    function, arguments = _bias_gradient((4, 8, 16, 16))
+    specs = P("x"), P("x", None, "y")
+    arguments = [
+        jax.device_put(x, NamedSharding(mesh, spec))
+        for x, spec in zip(arguments, specs, strict=True)
+    ]
+    text = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
+    text = text.compile().as_text()
+    (call,) = [x for x in _custom_calls(text, '"jaxflash_backward_v5"') if "custom-call" in x]
+    assert "bf16[2,8,16,16]" in call.split("custom-call(")[0]
+    assert any("[2,8,16,16]" in x for x in text.splitlines() if " all-reduce(" in x)
 
 
 @_needs_kernels
@@ -633,7 +701,7 @@ def test_gradients_of_captures_of_the_custom_call_inside_shard_map(manual):
     mesh, arguments = _split_arguments()
     function = _inside_shard_map(_bias_and_slopes("cuda"), mesh, manual)
     text = function.trace(*arguments).lower(lowering_platforms=("cuda",)).compile().as_text()
-    (backward,) = [x for x in _custom_calls(text, '"jaxflash_backward_v4"') if "custom-call" in x]
+    (backward,) = [x for x in _custom_calls(text, '"jaxflash_backward_v5"') if "custom-call" in x]
     assert f"f32[1,{_N},{_T},{_S}]" in backward
 
 
@@ -654,7 +722,7 @@ def test_gradients_of_captures_on_an_explicit_mesh():
         with pytest.warns(jaxflash.SlowPathWarning, match="explicit mesh"):
             lowered = traced.lower(lowering_platforms=("cuda",))
         text = lowered.compile().as_text()
-    (backward,) = [x for x in _custom_calls(text, '"jaxflash_backward_v4"') if "custom-call" in x]
+    (backward,) = [x for x in _custom_calls(text, '"jaxflash_backward_v5"') if "custom-call" in x]
     assert f"{_T},{_S}]" not in backward.split("custom-call(")[0]
 
 

@@ -35,6 +35,9 @@
 //   int kKeySums                                   backward: how many sums over the queries are
 //                                                  wanted of d score, one for each head and key,
 //   void key_weights(head, row, column, q, kv, distance, weights)   times these factors
+//   bool kStoresGradient                           backward: d score is wanted itself, as matrices
+//                                                  (queries, keys) of a StoredGradient:
+//   int64_t gradient_matrix(head)                  the number of the head's in a batch element
 //   Dropout dropout(captures, problem, batch, b, h)    with kDrops: those of which bits
 //
 // `b` and `h` are the numbers that the program means, `batch` counts the elements of this call.

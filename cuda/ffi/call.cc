@@ -15,7 +15,7 @@ std::optional<MaskKind> mask_of(int64_t kind) {
 
 std::optional<std::vector<CaptureLoad>> loads_of(const ProgramAttributes& program,
                                                  const GradientAttributes& gradients) {
-  constexpr size_t kNumbers = 5;
+  constexpr size_t kNumbers = 6;
   const auto numbers = gradients.loads;
   if (numbers.size() % kNumbers != 0) return std::nullopt;
   const int64_t key_sums = gradients.key_sums;
@@ -23,6 +23,7 @@ std::optional<std::vector<CaptureLoad>> loads_of(const ProgramAttributes& progra
   if ((numbers.size() == 0 && key_sums == 0) != gradients.source.empty()) return std::nullopt;
   std::vector<CaptureLoad> loads;
   bool taken[kMaxCaptures] = {};
+  bool any_stored = false;
   for (size_t i = 0; i < numbers.size(); i += kNumbers) {
     const int64_t capture = numbers[i], query_axis = numbers[i + 1], key_axis = numbers[i + 2];
     if (capture < 0 || capture >= static_cast<int64_t>(program.capture_ranks.size()) ||
@@ -36,9 +37,14 @@ std::optional<std::vector<CaptureLoad>> loads_of(const ProgramAttributes& progra
         (query_axis >= 0 && query_axis == key_axis)) {
       return std::nullopt;
     }
+    const bool scatter = numbers[i + 3] != 0, narrow = numbers[i + 4] != 0;
+    const bool stored = numbers[i + 5] != 0;
+    const bool of_matrices = query_axis == rank - 2 && key_axis == rank - 1 && rank >= 2;
+    if (stored && (any_stored || scatter || !narrow || !of_matrices)) return std::nullopt;
+    any_stored |= stored;
     loads.push_back({static_cast<int32_t>(capture), static_cast<int32_t>(rank),
-                     static_cast<int32_t>(query_axis), static_cast<int32_t>(key_axis),
-                     numbers[i + 3] != 0, numbers[i + 4] != 0});
+                     static_cast<int32_t>(query_axis), static_cast<int32_t>(key_axis), scatter,
+                     narrow, stored});
   }
   loads.insert(loads.end(), key_sums, kKeySumLoad);
   return loads;
@@ -335,8 +341,8 @@ ffi::Error CaptureGradientResults::take(const ProgramAttributes& program,
   }
   for (const CaptureLoad& load : *loads) {
     if (load.is_key_sum()) continue;
-    if (!results_.empty() && results_.back().capture == load.capture) {
-      if (results_.back().narrow || load.narrow) {
+    if (!results_.empty() && results_.back().load.capture == load.capture) {
+      if (results_.back().load.narrow || load.narrow) {
         return invalid("the gradient of several loads is float32");
       }
       continue;
@@ -355,8 +361,13 @@ ffi::Error CaptureGradientResults::take(const ProgramAttributes& program,
     for (size_t axis = batch_rank; fits && axis < dims.size(); ++axis) {
       fits = dims[axis] == own[axis];
     }
+    if (fits && load.stored) {
+      // As TMA stores it from the operands' dtype.
+      fits = math_of(dtype, false) == problem.math && own[own.size() - 2] == problem.q_len &&
+             own[own.size() - 1] == problem.kv_len && problem.kv_len % 8 == 0;
+    }
     if (!fits) return invalid("the gradient of a captured array has another shape or dtype");
-    results_.push_back({load.capture, load.narrow, result});
+    results_.push_back({load, result});
   }
   if (results.size() != key_sums_.size() + results_.size()) {
     return invalid("the number of results is not that of the gradients");
@@ -374,14 +385,30 @@ void CaptureGradientResults::describe(size_t batch_rank, const BatchAxes& axes,
     const auto dims = result.buffer.dimensions();
     int64_t size = 1;
     for (size_t axis = batch_rank; axis < dims.size(); ++axis) size *= dims[axis];
-    arrays[result.capture].data = result.buffer.untyped_data();
-    axes.strides({dims}, size, arrays[result.capture].batch_stride);
+    CaptureGradientArray& array = arrays[result.load.capture];
+    array.data = result.buffer.untyped_data();
+    axes.strides({dims}, size, array.batch_stride);
   }
 }
 
 void CaptureGradientResults::describe(float* (&key_sums)[kMaxKeySums]) const {
   for (size_t i = 0; i < key_sums_.size(); ++i) {
     key_sums[i] = static_cast<float*>(key_sums_[i].untyped_data());
+  }
+}
+
+void CaptureGradientResults::describe(size_t batch_rank, const BatchAxes& axes,
+                                      StoredGradient* stored) const {
+  for (const Gradient& result : results_) {
+    if (!result.load.stored) continue;
+    const auto dims = result.buffer.dimensions();
+    int64_t batch = 1, own = 1;
+    for (size_t axis = 0; axis < dims.size() - 2; ++axis) {
+      (axis < batch_rank ? batch : own) *= dims[axis];
+    }
+    stored->data = result.buffer.untyped_data();
+    stored->matrices = batch * own;
+    axes.strides({dims}, own, stored->batch_stride);
   }
 }
 

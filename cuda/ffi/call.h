@@ -37,8 +37,8 @@ struct ProgramAttributes {
 // What the backward pass is told of gradients of captures, attributes of their own.
 struct GradientAttributes {
   std::string_view source;  // the program with a struct for each load and each key sum
-  // Five numbers for each load: capture, query axis, key axis, whether it scatters, whether it is
-  // narrow, see CaptureLoad. Loads of one capture are neighbours.
+  // Six numbers for each load: capture, query axis, key axis, whether it scatters, is narrow, is
+  // stored, see CaptureLoad. Loads of one capture are neighbours; at most one is stored.
   ffi::Span<const int64_t> loads;
   int64_t key_sums;  // how many sums over the queries are wanted, see BackwardParams
 };
@@ -106,11 +106,11 @@ class CaptureGradientResults {
   void describe(size_t batch_rank, const BatchAxes& axes,
                 CaptureGradientArray (&arrays)[kMaxCaptures]) const;
   void describe(float* (&key_sums)[kMaxKeySums]) const;
+  void describe(size_t batch_rank, const BatchAxes& axes, StoredGradient* stored) const;
 
  private:
   struct Gradient {
-    int32_t capture;
-    bool narrow;
+    CaptureLoad load;  // the first of its capture
     ffi::AnyBuffer buffer;
   };
   std::vector<Gradient> results_;

@@ -324,6 +324,7 @@ ffi::Error backward(CUstream_st* stream, ProgramState* state, Attributes attribu
   params.workspace = workspace->untyped_data();
   params.deterministic = deterministic;
   gradients.describe(params.key_sums);
+  gradients.describe(full.batch_rank(), *axes, &params.stored);
   if (workspace->size_bytes() < jaxflash_backward_workspace_bytes(&params.problem)) {
     return invalid("the backward workspace is too small");
   }

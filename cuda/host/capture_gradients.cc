@@ -148,9 +148,9 @@ Status CaptureGradients::get(const GpuTraits& gpu, Family family, size_t load, G
   return status;
 }
 
-Status CaptureGradients::compile(const GpuTraits& gpu, bool key_sums) const {
+Status CaptureGradients::compile(const GpuTraits& gpu, const GradientsBeside& computed) const {
   for (size_t load = 0; load < loads_.size(); ++load) {
-    if (loads_[load].is_key_sum() && !key_sums) continue;
+    if (computed.has(loads_[load])) continue;
     Geometry geometry;
     std::shared_ptr<RuntimeKernel> kernel;
     if (Status status = get(gpu, family(gpu), load, &geometry, &kernel); !status.ok()) {
@@ -175,13 +175,14 @@ Status CaptureGradients::add_device(int number, const GpuTraits& gpu, Device** r
   return {};
 }
 
-Status CaptureGradients::load(Device& device, Family family, bool key_sums) const {
+Status CaptureGradients::load(Device& device, Family family,
+                              const GradientsBeside& computed) const {
   const std::lock_guard<std::mutex> lock(mutex_);
   std::vector<LoadedLoad>& loads = device.loads[static_cast<int>(family)];
   loads.resize(loads_.size());
   for (size_t load = 0; load < loads_.size(); ++load) {
     LoadedLoad& loaded = loads[load];
-    if (loaded.handle != nullptr || (loads_[load].is_key_sum() && !key_sums)) continue;
+    if (loaded.handle != nullptr || computed.has(loads_[load])) continue;
     std::shared_ptr<RuntimeKernel> kernel;
     const void* handle = nullptr;
     Status status = get(device.gpu, family, load, &loaded.geometry, &kernel);
@@ -238,7 +239,7 @@ struct Launch {
 }  // namespace
 
 Status CaptureGradients::launch(Device& device, const BackwardParams& params,
-                                const CaptureGradientArray* arrays, bool key_sums,
+                                const CaptureGradientArray* arrays, const GradientsBeside& computed,
                                 CUstream_st* stream) const {
   const Problem& problem = params.problem;
   const BackwardWorkspace workspace = backward_workspace(problem);
@@ -248,7 +249,7 @@ Status CaptureGradients::launch(Device& device, const BackwardParams& params,
   if (family == Family::kHopper && !no_rows && !sm90::map_capture_gradient(params, maps)) {
     family = Family::kPortable;
   }
-  if (Status status = load(device, family, key_sums); !status.ok()) return status;
+  if (Status status = load(device, family, computed); !status.ok()) return status;
   const std::vector<LoadedLoad>& loads = device.loads[static_cast<int>(family)];
   const auto clear = [stream](void* data, int64_t bytes, const char* doing) {
     return cuda_status(cudaMemsetAsync(data, 0, bytes, stream), doing);
@@ -258,7 +259,7 @@ Status CaptureGradients::launch(Device& device, const BackwardParams& params,
   int key_sum = 0;
   for (size_t i = 0; i < loads_.size(); ++i) {
     const CaptureLoad& load = loads_[i];
-    if (load.is_key_sum() && !key_sums) continue;
+    if (computed.has(load)) continue;
     const CaptureGradientArray array = load.is_key_sum()
                                            ? key_sum_array(problem, params.key_sums[key_sum++])
                                            : arrays[load.capture];

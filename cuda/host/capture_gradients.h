@@ -11,6 +11,7 @@
 #include "common/capture_gradient.h"
 #include "host/gpu_traits.h"
 #include "host/runtime_kernel.h"
+#include "launcher.h"
 
 namespace jaxflash {
 
@@ -19,8 +20,8 @@ class CaptureGradients {
   explicit CaptureGradients(const ProgramDescription& description);
 
   // For a GPU, the kernels that calls run on unless strides forbid it; the code stays in the
-  // process. `key_sums`: also those of sums that the backward kernel leaves to them.
-  Status compile(const GpuTraits& gpu, bool key_sums) const;
+  // process. `computed`: what the backward kernel has done.
+  Status compile(const GpuTraits& gpu, const GradientsBeside& computed) const;
 
   enum class Family { kPortable, kHopper };
   // By sizes alone.
@@ -60,9 +61,9 @@ class CaptureGradients {
   }
 
   // On the current device, which is that.
-  Status load(Device& device, Family family, bool key_sums) const;
+  Status load(Device& device, Family family, const GradientsBeside& computed) const;
   Status launch(Device& device, const BackwardParams& params, const CaptureGradientArray* arrays,
-                bool key_sums, CUstream_st* stream) const;
+                const GradientsBeside& computed, CUstream_st* stream) const;
 
  private:
   Status add_device(int number, const GpuTraits& gpu, Device** result) const;

@@ -70,6 +70,9 @@ Status backward(const BackwardParams& params, cudaStream_t stream) {
              : detail::backward_with<kMath, kHeadDim, Small>(params, stream);
 }
 
+template <int kHeadDim>
+inline constexpr GradientsBeside kGradientsBeside = {};
+
 // The kernel for a score program: see Launcher.
 template <Math kMath, int kHeadDim>
 int backward_program_kernels(const ProgramTraits& program,

@@ -16,6 +16,7 @@
 #include "sm90/backward_kernel.cuh"
 #include "sm90/hardware/tensor_map.h"
 #include "sm90/start_map.h"
+#include "sm90/stored_gradient.h"
 #include "sm90/tile_config.h"
 
 namespace jaxflash::sm90 {
@@ -146,6 +147,10 @@ Status backward_args(const BackwardParams& params, const BackwardWorkspace& work
                                   Tile::kRows, maps.k);
     if (!status.ok()) return status;
   }
+  if constexpr (!Traits::kPaired) {
+    Status status = encode_stored(args.stored_map, problem, params.stored, kMath, Tile::kRows);
+    if (!status.ok()) return status;
+  }
   for (int axis = 0; axis < kBatchDims; ++axis) {
     args.q_batch_step[axis] = maps.q.batch_step[axis];
     args.k_batch_step[axis] = maps.k.batch_step[axis];
@@ -161,6 +166,7 @@ Status backward_args(const BackwardParams& params, const BackwardWorkspace& work
   args.scale_log2 = problem.scale * kLog2E;
   args.captures = params.captures;
   std::copy_n(params.key_sums, kMaxKeySums, args.key_sums);
+  args.stored = params.stored;
   args.workspace = workspace;
   args.workspace_data = params.workspace;
   return {};
@@ -196,6 +202,10 @@ template <Math kMath, class Tile>
 Status launch_backward_kernels(Kernel<BackwardArgs> kernel, const BackwardParams& params,
                                cudaStream_t stream, int start_capture = -1) {
   const Problem& problem = params.problem;
+  if constexpr (!BackwardTraits<Tile, kMath>::kPaired) {
+    Status status = clear_stored(problem, params.stored, stream);
+    if (!status.ok()) return status;
+  }
   if (batch_size(problem) == 0 || problem.q_heads == 0) return Status{};
   const BackwardWorkspace workspace = backward_workspace(problem);
   MappedTensor dq;
@@ -254,6 +264,11 @@ template <Math kMath, int kHeadDim, int kValueDim = kHeadDim>
 Status backward(const BackwardParams& params, cudaStream_t stream) {
   return backward_with<kMath, typename BackwardTileFor<kHeadDim, kValueDim>::Type>(params, stream);
 }
+
+// A pair's ds makes room for dq before it could leave.
+template <int kHeadDim, int kValueDim = kHeadDim>
+inline constexpr GradientsBeside kGradientsBeside = {
+    true, BackwardTileFor<kHeadDim, kValueDim>::Type::kBlocks == 1};
 
 // The kernels for a score program: see Launcher.
 template <Math kMath, int kHeadDim, int kValueDim = kHeadDim>

@@ -9,7 +9,8 @@
 //   last warpgroup        producers (backward/producers.cuh): warp 0 draws tiles and loads rows,
 //                         with some tiles also what their products start from;
 //                         warp 2 loads k and v and stores dk and dv; warp 1 adds dq, in a block by
-//                         itself that of one consumer warpgroup, and warp 3 that of the other
+//                         itself that of one consumer warpgroup, and warp 3 that of the other,
+//                         and stores ds where that is a gradient
 //
 // A block stays and draws the next tile when it is done with one: the first rows of the next tile,
 // and its keys where dk and dv have buffers of their own, are loaded while dk and dv of this one
@@ -42,6 +43,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     prefetch_tensor_map(&args.dk);
     prefetch_tensor_map(&args.dv);
     if constexpr (Tile::kLoadsStarts) prefetch_tensor_map(&args.starts);
+    if constexpr (Score::kStoresGradient) prefetch_tensor_map(&args.stored_map);
     smem.init_barriers();
     smem.init_start_barriers(Traits::kConsumerThreads / 32);
     for (int stage = 0; stage < Tile::kKeyStages; ++stage) {

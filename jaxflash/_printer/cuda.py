@@ -13,6 +13,8 @@ from jaxflash._printer.gradients import (
     KeySum,
     Load,
     LoadRoots,
+    StoredLoad,
+    is_stored,
     key_axes,
     key_weight,
 )
@@ -55,6 +57,7 @@ def print_program(
     keys_are_rows: bool = False,
     wanted: Sequence[int] = (),
     sizes: Mapping[str, Any] | None = None,
+    storable: Collection[int] = (),
 ) -> Printed:
     """The struct `jaxflash::Program` for a score program.
 
@@ -76,6 +79,7 @@ def print_program(
         keys_are_rows: whether threads have many queries of few keys, as in the backward pass.
         wanted: captures of the program whose gradients are wanted, in the backward pass.
         sizes: as for `print_gradients`.
+        storable: likewise.
 
     Raises:
         NotPrintable: the text says why, naming the equation.
@@ -103,8 +107,9 @@ def print_program(
     capture_tangent = tangent if moving else None
     sums, _ = _key_sums(graph, program, wanted, sizes)
     weights = tuple(x.weight for x in sums)
+    stored = _stored(graph, program, wanted, sizes, storable)
     roots = Roots(
-        logit, slope, addend, visible, in_words, sink, capture_tangent, start, weights,
+        logit, slope, addend, visible, in_words, sink, capture_tangent, start, weights, stored,
         paired=paired,
     )  # fmt: skip
     writer = Writer(graph, roots)
@@ -145,6 +150,7 @@ def print_gradients(
     paired: Collection[int] = (),
     starts: Collection[int] = (),
     sizes: Mapping[str, Any] | None = None,
+    storable: Collection[int] = (),
 ) -> PrintedGradients:
     """The struct `jaxflash::Program` with a struct for each load of some captures.
 
@@ -159,6 +165,9 @@ def print_gradients(
         starts: as for `print_program`.
         sizes: how many numbers "b", "h" and "kv" there are, without those that a capture's gradient
             must not be indexed by; None: no sums over the queries.
+        storable: captures whose last axes are those of queries and keys, and whose gradients have
+            the form in which the backward kernel has that of the score. They have an element of
+            their own for each batch element, or are asked for it by "b".
 
     Raises:
         NotPrintable: the text says why, naming the equation.
@@ -168,11 +177,20 @@ def print_gradients(
     logit, slope = Builder(graph).build(program)
     sums, key_loads = _key_sums(graph, program, captures, sizes)
     summed = {x.capture for x in key_loads}
+    stored = _stored(graph, program, captures, sizes, storable)
     for capture in (i for i in captures if i not in summed):
         array = program.capture_types[capture]
         partials = _partials(graph, program, capture)
         loads += [
-            LoadRoots.of(capture, array, index, partial, lengths, alone=len(partials) == 1)
+            LoadRoots.of(
+                capture,
+                array,
+                index,
+                partial,
+                lengths,
+                alone=len(partials) == 1,
+                stored=stored is not None and stored.capture == capture,
+            )
             for index, partial in partials.items()
         ]
     visible, _ = _visible(graph, predicates, len(program.capture_types))
@@ -222,6 +240,26 @@ def _key_sums(
         numbers = {w: number for number, w in enumerate(sums)}
         loads += [KeyLoad(capture, numbers[w], a) for w, a in zip(weights, axes, strict=True)]
     return list(sums.values()), loads
+
+
+def _stored(
+    graph: Graph,
+    program: Program,
+    captures: Sequence[int],
+    sizes: Mapping[str, Any] | None,
+    storable: Collection[int],
+) -> StoredLoad | None:
+    """The first of some captures whose gradient is that of the score; None without one."""
+    if sizes is None or not storable:
+        return None
+    logit, slope = Builder(graph).build(program)
+    slope = graph.shown(slope, logit)
+    for capture in (i for i in captures if i in storable):
+        shape = program.capture_types[capture].shape
+        for index, partial in (partials := _partials(graph, program, capture)).items():
+            if len(partials) == 1 and is_stored(graph, index, shape, partial, slope, sizes):
+                return StoredLoad(capture, index)
+    return None
 
 
 def _added(

@@ -29,6 +29,7 @@ class Load:
         scatter: whether some other index depends on q or kv: nothing orders the additions.
         diagonal: whether it does so through their difference alone.
         narrow: whether the gradient has the capture's dtype, not float32.
+        stored: whether it is the gradient of the score, which the backward kernel may store.
     """
 
     capture: int
@@ -37,6 +38,7 @@ class Load:
     scatter: bool
     diagonal: bool
     narrow: bool
+    stored: bool
 
     @property
     def is_key_sum(self) -> bool:
@@ -62,10 +64,18 @@ class LoadRoots:
 
     @classmethod
     def of(
-        cls, capture: int, array, index: tuple[Node, ...], partial: Node, lengths, *, alone: bool
+        cls,
+        capture: int,
+        array,
+        index: tuple[Node, ...],
+        partial: Node,
+        lengths,
+        *,
+        alone: bool,
+        stored: bool,
     ) -> LoadRoots:
         """A load of a capture of some type, in a call of `lengths`, of queries and of keys; `alone`
-        if the capture has no other."""
+        if the capture has no other, and `stored` if it is a `stored_load`."""
         axes = [-1, -1]
         elsewhere = False
         for axis, i in enumerate(index):
@@ -82,15 +92,15 @@ class LoadRoots:
         diagonal = scatter and all(map(_depends_on_difference, index))
         dtype = str(array.dtype)
         # Each element is stored once, by one of many blocks.
-        stored = query_axis >= 0 and key_axis >= 0 and alone and dtype != "float32"
-        narrow = stored and _at_most(_MIN_NARROW, math.prod(array.shape))
-        load = Load(capture, query_axis, key_axis, scatter, diagonal, narrow)
+        once = query_axis >= 0 and key_axis >= 0 and alone and dtype != "float32"
+        narrow = stored or (once and _at_most(_MIN_NARROW, math.prod(array.shape)))
+        load = Load(capture, query_axis, key_axis, scatter, diagonal, narrow, stored)
         return cls(load, dtype, index, partial)
 
     @classmethod
     def of_key_sum(cls, key_sum: KeySum) -> LoadRoots:
         """As if an array (heads, keys) of each batch element had been added, with that factor."""
-        load = Load(-1, -1, 1, scatter=False, diagonal=False, narrow=False)
+        load = Load(-1, -1, 1, scatter=False, diagonal=False, narrow=False, stored=False)
         return cls(load, "float32", (), key_sum.partial)
 
     @property
@@ -127,6 +137,39 @@ class KeySum:
 
     weight: Node
     partial: Node
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredLoad:
+    """The load of a captured array whose gradient is that of the score, element by element.
+
+    Attributes:
+        capture: number of the capture.
+        index: for each axis of the capture; the last two are the query's and the key's.
+    """
+
+    capture: int
+    index: tuple[Node, ...]
+
+
+def is_stored(
+    graph: Graph,
+    index: tuple[Node, ...],
+    shape: tuple,
+    partial: Node,
+    slope: Node,
+    sizes: Mapping[str, Any],
+) -> bool:
+    """Whether each element of the score's gradient is that of another element of a capture, a
+    matrix of queries and keys for each head: `sizes` as of `key_axes`."""
+    *others, q, kv = index
+    if (q.op, q.value, kv.op, kv.value) != ("input", "q", "input", "kv"):
+        return False
+    counts = {name: count for name, count in sizes.items() if name != "kv"}
+    axes = key_axes(tuple(others), shape[:-2], counts)
+    if axes is None or not all(name in axes or count == 1 for name, count in counts.items()):
+        return False
+    return key_weight(graph, partial, slope) is graph.constant(1.0)
 
 
 def key_axes(

@@ -21,7 +21,7 @@ from jaxflash._printer.formats import (
     INTEGER_FORMATS,
     UNSIGNED_FORMATS,
 )
-from jaxflash._printer.gradients import LoadRoots
+from jaxflash._printer.gradients import LoadRoots, StoredLoad
 from jaxflash._printer.graph import (
     COLUMN,
     FLOAT_MAX,
@@ -82,6 +82,7 @@ _SIGNATURES = {
     " int kv, float distance, float s)",
     "key_weights": "void key_weights(const Head& head, const Row& row, const Column& column, int q,"
     " int kv, float distance, float (&weights)[kKeySums])",
+    "gradient_matrix": "int64_t gradient_matrix(const Head& head)",
     "dropout": "Dropout dropout(const Captures& captures, const Problem& problem, int64_t batch,"
     " int b, int h)",
 }
@@ -122,6 +123,7 @@ class Roots:
         capture_tangent: what tangents of captures add to that of the logit, in natural units.
         start: what products may start from.
         key_weights: factors of d score in sums over the queries.
+        stored: the load whose gradient d score is.
         loads: those whose gradients are wanted.
         paired: captures of whose rows, an element for each column, a thread takes neighbours.
     """
@@ -135,6 +137,7 @@ class Roots:
     capture_tangent: Node | None = None
     start: Start | None = None
     key_weights: tuple[Node, ...] = ()
+    stored: StoredLoad | None = None
     loads: tuple[LoadRoots, ...] = ()
     paired: Collection[int] = ()
 
@@ -165,6 +168,10 @@ class Writer:
             end = self._extent(x.value[0], len(x.args) - 1)
             self._start = self._lowered(roots.start.value), address, end, x.value
         self._key_weights = [self._lowered(x) for x in roots.key_weights]
+        self._gradient_matrix = None
+        if roots.stored is not None:
+            *of_head, _, _ = roots.stored.index
+            self._gradient_matrix = self._offset(roots.stored.capture, tuple(of_head))
         self._words = None
         if roots.words is not None:
             x = roots.words.load
@@ -187,7 +194,14 @@ class Writer:
             if root is not None:
                 self._need(root, places.get(root, "element"))
                 self._visit(root, seen)
-        self._loads = [(x, self._offset(x), self._lowered(x.partial)) for x in roots.loads]
+        if self._gradient_matrix is not None:
+            self._need(self._gradient_matrix, "end")
+            self._visit(self._gradient_matrix, seen)
+        self._loads = []
+        for x in roots.loads:
+            owned = (x.load.query_axis, x.load.key_axis)
+            offset = self._offset(x.load.capture, x.index, owned)
+            self._loads.append((x, offset, self._lowered(x.partial)))
         for load, offset, partial in self._loads:
             self._need(offset, "element" if load.load.scatter else "end")
             self._visit(offset, seen)
@@ -209,6 +223,7 @@ class Writer:
             ("kSharesLoads", self._shares_loads()),
             ("kCapturesMove", self._capture_tangent is not None),
             ("kStarts", self._start is not None),
+            ("kStoresGradient", self._gradient_matrix is not None),
         ):
             lines.append(f"  static constexpr bool {name} = {'true' if value else 'false'};")
         lines.append(f"  static constexpr int kKeySums = {len(self._key_weights)};")
@@ -254,6 +269,9 @@ class Writer:
                 for i, x in enumerate(self._key_weights)
             ]
             lines += self._function("key_weights", "element", self._key_weights, "", *stores)
+        if self._gradient_matrix is not None:
+            matrix = self._text(self._gradient_matrix, "end")
+            lines += self._function("gradient_matrix", "end", [], matrix)
         if self._visible is not None:
             visible = self._text(self._visible, "element")
             lines += self._function("visible", "element", [self._visible], visible)
@@ -482,16 +500,15 @@ class Writer:
     def _extent(self, capture: int, axis: int) -> Node:
         return self._graph.node("extent", (), "int32", (capture, axis))
 
-    def _offset(self, roots: LoadRoots) -> Node:
-        """Of the loaded element, without what the owned axes add."""
-        load = roots.load
+    def _offset(self, capture: int, index: tuple[Node, ...], owned: Collection[int] = ()) -> Node:
+        """Of an element by the first axes of a capture, without what the owned axes add."""
         node = self._graph.node
         offsets: dict[str, Node] = {}
         stride = None
-        for axis in reversed(range(len(roots.index))):
-            i, extent = self._lowered(roots.index[axis]), self._extent(load.capture, axis)
+        for axis in reversed(range(len(index))):
+            i, extent = self._lowered(index[axis]), self._extent(capture, axis)
             is_zero = i.op == "constant" and i.value == 0
-            if axis not in (load.query_axis, load.key_axis) and not is_zero:
+            if axis not in owned and not is_zero:
                 offset = node("clamp_index", (i, extent), "int64_t")
                 if stride is not None:
                     offset = node("scale_offset", (offset, stride), "int64_t")

@@ -329,6 +329,29 @@ struct BackwardProducers {
     }
   }
 
+  // Stores the ds of a consumer warpgroup's keys, where that is a gradient. Consumers write to its
+  // buffer two steps later, and before that wait for the dq that this leaves beside.
+  class GradientStore {
+   public:
+    // A step at `row` of a head, in the order of the steps; one lane, which commits it.
+    __device__ __forceinline__ void store(const BackwardArgs& args, SharedMemory& smem,
+                                          const Block& block, int part, int row, int head) {
+      if constexpr (Score::kStoresGradient) {
+        if (row == block.first_row) matrix_ = Score::gradient_matrix(args, block.batch, head);
+        if (args.stored.data != nullptr) {
+          tensor_store(&args.stored_map,
+                       shared_address(smem.ds[odd_]) + part * Traits::kRowPanelBytes,
+                       block.first_key + 64 * part, row, matrix_, 0, 0);
+        }
+        odd_ ^= 1;
+      }
+    }
+
+   private:
+    int odd_ = 0;
+    int matrix_;  // the head's
+  };
+
   // Stores a complete part of dq.
   __device__ __forceinline__ static void store_dq(const BackwardArgs& args, SharedMemory& smem,
                                                   const Block& block, int part, int row, int col,
@@ -374,14 +397,17 @@ struct BackwardProducers {
 
   // Adds a consumer warpgroup's part of dq: four lanes, one for each of its warps, add 16 rows by
   // 64 columns. Each part has its own turns. The proxy fence is on this side of the barrier: it
-  // waits for the stores, which products slow down, and consumers have products to issue.
+  // waits for the stores, which products slow down, and consumers have products to issue. A fifth
+  // lane stores what the warpgroup's ds is the gradient of.
   __device__ __forceinline__ static void add_dq(const BackwardArgs& args, SharedMemory& smem,
                                                 int part) {
     constexpr int kParts = Tile::kHeadDim / Traits::kDqPartDims;  // beside one another
     const int lane = threadIdx.x % 32;
     const int col = part % kParts * Traits::kDqPartDims;
+    constexpr int kStoringLane = 4;
     named_barrier_arrive(kDqEmpty + part, 128 + 32);
     Reader reader;
+    GradientStore gradient;
     for (;;) {
       const uint32_t position = reader.next(smem.tickets);
       if (position >= args.order.tiles()) break;
@@ -396,6 +422,14 @@ struct BackwardProducers {
         if (args.ordered() && lane < 4) wait_for_turn(args, block, row, counter);
         __syncwarp();
         named_barrier_sync(kDqFull + part, 128 + 32);
+        if constexpr (Score::kStoresGradient) {
+          if (lane == kStoringLane) {
+            fence_proxy_async();  // as below; ds was complete before dq
+            gradient.store(args, smem, block, part, row, head);
+            bulk_commit_group();
+          }
+          __syncwarp();
+        }
         if (lane < 4) {
           fence_proxy_async();  // what the consumers have stored, ahead of the adds that read it
           const int part_row = row + part / kParts * Traits::kDqPartRows + 16 * lane;
@@ -409,6 +443,8 @@ struct BackwardProducers {
                             Traits::kDqWarpBytes);
           }
           bulk_commit_group();
+        }
+        if (lane < 4 || (Score::kStoresGradient && lane == kStoringLane)) {
           bulk_wait_group_read<0>();
         }
         __syncwarp();

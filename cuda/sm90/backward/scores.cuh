@@ -21,6 +21,7 @@ class ScaledLogits {
   static constexpr bool kMasks = false;
   static constexpr bool kDrops = false;
   static constexpr int kKeySums = 0;
+  static constexpr bool kStoresGradient = false;
 
   __device__ __forceinline__ explicit ScaledLogits(const BackwardArgs& args)
       : scale_log2_(args.scale_log2) {}
@@ -94,6 +95,7 @@ class ProgramLogits {
   static constexpr bool kMasks = Program::kMasks;
   static constexpr bool kDrops = Program::kDrops;
   static constexpr int kKeySums = Program::kKeySums;
+  static constexpr bool kStoresGradient = Program::kStoresGradient;
 
   __device__ __forceinline__ explicit ProgramLogits(const BackwardArgs& args)
       : scale_log2_(args.scale_log2) {}
@@ -102,6 +104,16 @@ class ProgramLogits {
   __device__ __forceinline__ static int start_row(const BackwardArgs& args, int batch, int head,
                                                   int position) {
     return start_row_of<Program>(args, batch, head, position);
+  }
+
+  // Where d score of a head goes, among all matrices.
+  __device__ __forceinline__ static int gradient_matrix(const BackwardArgs& args, int batch,
+                                                        int head) {
+    const int b = batch_number(args.captures, args.problem, batch);
+    const int h = head_number(args.captures, head);
+    const auto program_head = Program::head(args.captures, args.problem, batch, b, h);
+    return static_cast<int>(capture_offset(args.stored.batch_stride, args.problem, batch) +
+                            Program::gradient_matrix(program_head));
   }
 
   // `head`: of the group; `key`: of the warpgroup's first row.

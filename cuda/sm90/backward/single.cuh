@@ -256,11 +256,13 @@ struct SingleConsumers {
       bool seen[2];
       find_seen(seen, block.mask, own_key);
       // dv replaces ds once both warpgroups are through with it (and dv of the tile before has
-      // left, where this one has no rows), and dk replaces dq once that has left.
+      // left, where this one has no rows), and dk replaces dq once that has left. Where ds leaves
+      // too, it does so beside dq.
+      if (Score::kStoresGradient) named_barrier_sync(kDqEmpty + group, 128 + 32);
       named_barrier_sync(kConsumers, Traits::kConsumerThreads);
       wait_for_ds_buffer();
       stage<Traits, Tile::kValueDim>(smem.ds[group], dv, 1.f, seen);
-      named_barrier_sync(kDqEmpty + group, 128 + 32);
+      if (!Score::kStoresGradient) named_barrier_sync(kDqEmpty + group, 128 + 32);
       stage<Traits, Tile::kHeadDim>(smem.dq[group], dk, args.problem.scale, seen);
       fence_proxy_async();
       smem.dkv_full.arrive();
