@@ -147,9 +147,10 @@ Status backward_args(const BackwardParams& params, const BackwardWorkspace& work
                                   Tile::kRows, maps.k);
     if (!status.ok()) return status;
   }
-  if constexpr (!Traits::kPaired) {
+  if (!Traits::kPaired && !is_empty(problem, params.stored)) {
     Status status = encode_stored(args.stored_map, problem, params.stored, kMath, Tile::kRows);
     if (!status.ok()) return status;
+    args.stored = params.stored;
   }
   for (int axis = 0; axis < kBatchDims; ++axis) {
     args.q_batch_step[axis] = maps.q.batch_step[axis];
@@ -166,7 +167,6 @@ Status backward_args(const BackwardParams& params, const BackwardWorkspace& work
   args.scale_log2 = problem.scale * kLog2E;
   args.captures = params.captures;
   std::copy_n(params.key_sums, kMaxKeySums, args.key_sums);
-  args.stored = params.stored;
   args.workspace = workspace;
   args.workspace_data = params.workspace;
   return {};

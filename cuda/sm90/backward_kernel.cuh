@@ -43,7 +43,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     prefetch_tensor_map(&args.dk);
     prefetch_tensor_map(&args.dv);
     if constexpr (Tile::kLoadsStarts) prefetch_tensor_map(&args.starts);
-    if constexpr (Score::kStoresGradient) prefetch_tensor_map(&args.stored_map);
+    if (Score::kStoresGradient && args.stored.data != nullptr) {
+      prefetch_tensor_map(&args.stored_map);
+    }
     smem.init_barriers();
     smem.init_start_barriers(Traits::kConsumerThreads / 32);
     for (int stage = 0; stage < Tile::kKeyStages; ++stage) {

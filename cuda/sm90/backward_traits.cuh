@@ -48,7 +48,7 @@ struct BackwardArgs {
   Captures captures;             // of a score program; plain kernels do not look
   float* key_sums[kMaxKeySums];  // see BackwardParams; likewise
   TensorMap starts;              // where Tile::kLoadsStarts: boxes of kRows x 64 keys
-  StoredGradient stored;         // see BackwardParams; likewise
+  StoredGradient stored;         // see BackwardParams; likewise; no data: nothing is stored
   TensorMap stored_map;          // boxes of kRows x 64 keys
 
   __device__ __forceinline__ bool ordered() const { return deterministic && !direct_dq; }

@@ -34,10 +34,10 @@ inline Status clear_stored(const Problem& problem, const StoredGradient& stored,
                      "clearing the gradient of a capture");
 }
 
-// Queries are an axis by themselves: rows of a tile behind the last one are left out.
+// Not of an empty one. Queries are an axis by themselves: rows of a tile behind the last one are
+// left out.
 inline Status encode_stored(TensorMap& map, const Problem& problem, const StoredGradient& stored,
                             Math math, int box_rows) {
-  if (is_empty(problem, stored)) return {};
   const int64_t elements = int64_t{problem.q_len} * problem.kv_len;
   const MappedTensor matrices = {stored.data,
                                  {problem.kv_len, problem.q_len, stored.matrices, 1, 1},

@@ -329,27 +329,31 @@ struct BackwardProducers {
     }
   }
 
-  // Stores the ds of a consumer warpgroup's keys, where that is a gradient. Consumers write to its
-  // buffer two steps later, and before that wait for the dq that this leaves beside.
+  // Stores the ds of a consumer warpgroup's keys, where that is a gradient. The warpgroup writes to
+  // its panel again two steps later, and before that waits for the dq beside which this leaves.
+  // One lane.
   class GradientStore {
    public:
-    // A step at `row` of a head, in the order of the steps; one lane, which commits it.
+    // Ahead of a step at `row` of a head, of which store() follows.
+    __device__ __forceinline__ void prepare(const BackwardArgs& args, const Block& block, int row,
+                                            int head) {
+      if (row == block.first_row) matrix_ = Score::gradient_matrix(args, block.batch, head);
+    }
     __device__ __forceinline__ void store(const BackwardArgs& args, SharedMemory& smem,
-                                          const Block& block, int part, int row, int head) {
-      if constexpr (Score::kStoresGradient) {
-        if (row == block.first_row) matrix_ = Score::gradient_matrix(args, block.batch, head);
-        if (args.stored.data != nullptr) {
-          tensor_store(&args.stored_map,
-                       shared_address(smem.ds[odd_]) + part * Traits::kRowPanelBytes,
-                       block.first_key + 64 * part, row, matrix_, 0, 0);
-        }
-        odd_ ^= 1;
+                                          const Block& block, int part, int row) {
+      fence_proxy_async();  // as of the adds
+      if (args.stored.data != nullptr) {
+        tensor_store(&args.stored_map,
+                     shared_address(smem.ds[odd_]) + part * Traits::kRowPanelBytes,
+                     block.first_key + 64 * part, row, matrix_, 0, 0);
       }
+      bulk_commit_group();
+      odd_ ^= 1;
     }
 
    private:
-    int odd_ = 0;
-    int matrix_;  // the head's
+    int odd_ = 0;  // as of the consumers' steps
+    int matrix_;   // the head's
   };
 
   // Stores a complete part of dq.
@@ -420,14 +424,14 @@ struct BackwardProducers {
         uint32_t* const counter = dq_counter(args, block, row, head) + part;
         // The turn first: it usually comes while the consumers are still at it.
         if (args.ordered() && lane < 4) wait_for_turn(args, block, row, counter);
+        if constexpr (Score::kStoresGradient) {
+          if (lane == kStoringLane) gradient.prepare(args, block, row, head);
+        }
         __syncwarp();
         named_barrier_sync(kDqFull + part, 128 + 32);
         if constexpr (Score::kStoresGradient) {
-          if (lane == kStoringLane) {
-            fence_proxy_async();  // as below; ds was complete before dq
-            gradient.store(args, smem, block, part, row, head);
-            bulk_commit_group();
-          }
+          // ds was complete before dq.
+          if (lane == kStoringLane) gradient.store(args, smem, block, part, row);
           __syncwarp();
         }
         if (lane < 4) {
