@@ -674,7 +674,7 @@ GRADIENTS_OF_CAPTURES = (
          head_dim=96, dtype="bfloat16", gpu_only=True),
     _row("capture-bias-stored-few", bias="BNTS", q_len=9, kv_len=24, head_dim=128,
          dtype="bfloat16", gpu_only=True),
-    _row("capture-bias-stored-one-row", bias="BNTS", q_len=1, kv_len=136, head_dim=64,
+    _row("capture-bias-stored-two-rows", bias="BNTS", q_len=2, kv_len=136, head_dim=64,
          dtype="float16", gpu_only=True),
     _row("capture-bias-stored-causal-64", bias="BNTS", q_len=400, kv_len=520, q_heads=4,
          kv_heads=2, head_dim=64, dtype="bfloat16", is_causal=True,
