@@ -424,7 +424,7 @@ def test_stored_gradient_on_hopper(head_dim, name, mask):
     without = _program(other, **options)
     assert not compiled.serialised, compiled
     assert compiled.tile == without.tile
-    assert compiled.spilled <= without.spilled, (compiled, without)
+    assert compiled.spilled <= without.spilled + _MORE_SPILLS, (compiled, without)
 
 
 def test_stored_gradient_elsewhere():
