@@ -341,7 +341,6 @@ struct BackwardProducers {
     }
     __device__ __forceinline__ void store(const BackwardArgs& args, SharedMemory& smem,
                                           const Block& block, int part, int row) {
-      fence_proxy_async();  // as of the adds
       if (args.stored.data != nullptr) {
         tensor_store(&args.stored_map,
                      shared_address(smem.ds[odd_]) + part * Traits::kRowPanelBytes,
@@ -430,7 +429,7 @@ struct BackwardProducers {
         __syncwarp();
         named_barrier_sync(kDqFull + part, 128 + 32);
         if constexpr (Score::kStoresGradient) {
-          // ds was complete before dq.
+          // Those who wrote ds have fenced it, for the products of dq.
           if (lane == kStoringLane) gradient.store(args, smem, block, part, row);
           __syncwarp();
         }
