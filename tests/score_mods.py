@@ -122,6 +122,10 @@ def _from_the_end(score, b, h, q, kv, table):
     return score + table[-1 - h, -kv - 1] + table[0, -2]
 
 
+def _both_ways(score, b, h, q, kv, table):
+    return score + table[h, q, kv] + table[0, kv, q]
+
+
 def _out_of_bounds(score, b, h, q, kv, table):
     return score + table[h + 1000, q - 5 * kv]
 
@@ -189,6 +193,11 @@ def _ids(sizes, rng):
     }
 
 
+def _square_table(sizes, rng):
+    length = max(sizes.q_len, sizes.kv_len)
+    return {"table": _normal(rng, sizes.heads, length, length, dtype="bfloat16")}
+
+
 def _full(sizes, rng):
     return {"bias": _normal(rng, sizes.batch, sizes.heads, sizes.q_len, sizes.kv_len)}
 
@@ -217,6 +226,7 @@ SCORE_MODS = {
         _row(_integer_arithmetic),
         _row(_wrapping_hash),
         _row(_from_the_end, lambda s, r: {"table": _normal(r, s.heads, s.kv_len)}),
+        _row(_both_ways, _square_table),
         _row(_out_of_bounds, lambda s, r: {"table": _normal(r, s.heads, 7)}),
         _row(_strided),
         _row(_branches),

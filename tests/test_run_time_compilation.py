@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import pathlib
+import re
 import threading
 
 import jax
@@ -373,7 +374,8 @@ def test_sums_over_queries_elsewhere(name):
     for family, architecture, traits in (
         ("sm80", "sm_80", f"{_S80}CaptureGradientChoice<jaxflash::Math::kBFloat16, 64>::Large"),
         ("sm90", "sm_90a", "jaxflash::sm90::CaptureGradientTraits<jaxflash::Math::kBFloat16, 64, "
-                           "jaxflash::sm90::CaptureGradientTile<128>, false>"),
+                           "jaxflash::sm90::CaptureGradientTile<128>, "
+                           "jaxflash::sm90::GradientStaging::kSums>"),
     ):  # fmt: skip
         name = f"jaxflash::{family}::capture_gradient_kernel<{traits}, jaxflash::BandMask, "
         source = f"""
@@ -643,12 +645,16 @@ _LOADS = {
 }
 
 
-def _capture_gradient(load: str, dtype: str, **options) -> cuda.PrintedGradients:
+def _capture_gradient(
+    load: str, dtype: str, lengths: tuple[int, int] = (64, 64), **options
+) -> cuda.PrintedGradients:
     function, shape = _LOADS[load]
+    if load == "bias":
+        shape = (shape[0], *lengths)
     with jax.numpy_dtype_promotion("standard"):
         program, _ = _scores.trace(function, (jax.ShapeDtypeStruct(shape, dtype),), "float32")
     return cuda.print_gradients(
-        program, (0,), lengths=(64, 64), distance_is_difference=True, **options
+        program, (0,), lengths=lengths, distance_is_difference=True, **options
     )
 
 
@@ -691,39 +697,77 @@ def test_gradients_of_captures(load, math, head_dim, architecture, options):
     assert compiled.spilled <= (24 if dropout is None else 40), compiled
 
 
+_NARROW = (1 << 10, 1 << 11)  # queries and keys whose bias has a gradient of 16 bits
+
+
 @pytest.mark.parametrize(
     ("load", "math", "head_dim", "keys", "options"),
     [
-        *(("bias", "kBFloat16", head_dim, 128, {}) for head_dim in (64, 128, 256)),
+        *(
+            ("bias", "kBFloat16", n, 128, dict(staging=staging, lengths=lengths))
+            for n in (64, 128, 256)
+            for staging in ("kTiles", "kStartTiles")
+            for lengths in ((64, 64), _NARROW)
+        ),
         *((load, "kFloat16", 128, 128, {}) for load in ("keys", "slopes", "table")),
         ("lookup", "kFloat16", 128, 64, {}),
-        ("bias", "kBFloat16", 128, 64, dict(starts=())),
-        *(("bias", "kBFloat16", n, 128, dict(dropout=1)) for n in (64, 128, 256)),
-        *(("bias", "kBFloat16", 128, 128, dict(mask=f"RangeMask<{ids}>")) for ids in (0, 1)),
+        ("bias", "kBFloat16", 128, 64, dict(starts=(), lengths=_NARROW)),
+        *(
+            ("bias", "kBFloat16", n, 128, dict(dropout=1, staging=staging, lengths=_NARROW))
+            for n in (64, 128, 256)
+            for staging in ("kTiles", "kStartTiles")
+        ),
+        *(
+            ("bias", "kBFloat16", 128, 128,
+             dict(mask=f"RangeMask<{ids}>", staging="kStartTiles", lengths=_NARROW))
+            for ids in (0, 1)
+        ),
         ("table", "kBFloat16", 128, 128, dict(mask="RangeMask<true>", dropout=1)),
     ],
-)
+)  # fmt: skip
 def test_gradients_of_captures_on_hopper(load, math, head_dim, keys, options):
     paired = (0,) if load in ("bias", "keys") else ()
     printed = _capture_gradient(
         load,
         "bfloat16" if paired else "float32",
+        options.get("lengths", (64, 64)),
         dropout=options.get("dropout"),
         paired=paired,
         starts=options.get("starts", paired),
     )
-    scatters = "true" if printed.loads[0].scatter else "false"
-    tile = f"{_S90}CaptureGradientTile<{keys}>"
+    narrow = "lengths" in options and options["lengths"] == _NARROW
+    assert printed.loads[0].narrow == narrow
+    staging = "kDiagonals" if printed.loads[0].scatter else "kSums"
+    staging = options.get("staging", "kTiles" if load == "bias" else staging)
+    tile = f"{_S90}CaptureGradientTile<{keys}>, {_S90}GradientStaging::{staging}"
     compiled = _compiled_gradient(
         printed,
         "sm90",
-        f"{_S90}CaptureGradientTraits<jaxflash::Math::{math}, {head_dim}, {tile}, {scatters}>",
+        f"{_S90}CaptureGradientTraits<jaxflash::Math::{math}, {head_dim}, {tile}>",
         options.get("mask", "BandMask"),
         "sm_90a",
     )
     assert not compiled.serialised
     # More than 64 bytes, and another tile is tried.
     assert compiled.spilled <= 64, compiled
+
+
+def test_which_load_products_start_from():
+    """Another load of the same capture has terms of other starts in one tile."""
+    function, _ = _LOADS["bias"]
+    table = jax.ShapeDtypeStruct((4, 64, 64), "bfloat16")
+
+    def both_ways(s, b, h, q, kv, distance, x):
+        return function(s, b, h, q, kv, distance, x) + x[0, kv, q]
+
+    for of, expected in ((function, ["true"]), (both_ways, ["false", "true"])):
+        with jax.numpy_dtype_promotion("standard"):
+            program, _ = _scores.trace(of, (table,), "float32")
+        printed = cuda.print_gradients(
+            program, (0,), lengths=(64, 64), distance_is_difference=True, paired=(0,), starts=(0,)
+        )
+        assert "kStarts = true" in printed.source
+        assert sorted(re.findall(r"kOfStart = (\w+);", printed.source)) == expected
 
 
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(96, 96), (192, 128), (192, 192)])

@@ -18,6 +18,7 @@
 //   int kQueryAxis, kKeyAxis       axis whose index is the row's (the column's) number, or -1
 //   bool kScatter                  some other index depends on the row or the column
 //   bool kDiagonal                 ... through the difference of their numbers alone
+//   bool kOfStart                  it is the load that products start from, if they do
 //   Result                         float, or the type of the capture: what is written
 //   int64_t slice(head)            without kScatter and kKeySum: offset that the other axes give
 //   int64_t index(head, row, column, q, kv, distance)        with kScatter: offset of the element
@@ -164,6 +165,15 @@ class CaptureSums {
   // Every element of a tile of the gradient is owned.
   static constexpr bool kOwnsTiles =
       !Load::kScatter && Load::kQueryAxis >= 0 && Load::kKeyAxis >= 0;
+
+  // Begins anew after take(sums) has stored those of such a tile, of element i of fragment n of the
+  // 16 rows m, in a way of its own.
+  template <class Take>
+  __device__ __forceinline__ void hand_over(const Take& take) {
+    static_assert(kOwnsTiles);
+    take(sums_);
+    clear();
+  }
 
  private:
   static constexpr bool kOnRows = !Load::kScatter && Load::kQueryAxis >= 0;

@@ -65,12 +65,18 @@ CaptureGradients::Geometry geometry_of(int blocks_per_sm) {
 using Geometries = std::vector<CaptureGradients::Geometry>;
 
 template <Math kMath, int kHeadDim>
-void add_hopper(bool scatters, Geometries* result) {
+void add_hopper(sm90::GradientStaging staging, Geometries* result) {
+  using sm90::GradientStaging;
   for_each_tile(sm90::CaptureGradientTiles{}, [&](int, auto tile) {
     using Tile = decltype(tile);
-    using Scattering = sm90::CaptureGradientTraits<kMath, kHeadDim, Tile, true>;
-    using Owning = sm90::CaptureGradientTraits<kMath, kHeadDim, Tile, false>;
-    result->push_back(scatters ? geometry_of<Scattering>(1) : geometry_of<Owning>(1));
+    const auto add = [&](auto constant) {
+      using Traits = sm90::CaptureGradientTraits<kMath, kHeadDim, Tile, constant()>;
+      if (staging == constant()) result->push_back(geometry_of<Traits>(1));
+    };
+    add(std::integral_constant<GradientStaging, GradientStaging::kDiagonals>{});
+    add(std::integral_constant<GradientStaging, GradientStaging::kSums>{});
+    add(std::integral_constant<GradientStaging, GradientStaging::kTiles>{});
+    add(std::integral_constant<GradientStaging, GradientStaging::kStartTiles>{});
   });
 }
 
@@ -90,6 +96,7 @@ CaptureGradients::CaptureGradients(const ProgramDescription& description)
     : source_(description.gradient_source),
       loads_(description.gradient_loads,
              description.gradient_loads + description.num_gradient_loads),
+      start_capture_(description.start_capture),
       problem_{},
       mask_(description.mask) {
   problem_.math = description.math;
@@ -104,6 +111,13 @@ CaptureGradients::Family CaptureGradients::family(const GpuTraits& gpu) const {
   return takes ? Family::kHopper : Family::kPortable;
 }
 
+sm90::GradientStaging CaptureGradients::staging(const CaptureLoad& load) const {
+  using sm90::GradientStaging;
+  if (load.scatter) return GradientStaging::kDiagonals;
+  if (load.query_axis < 0 || load.key_axis < 0) return GradientStaging::kSums;
+  return load.capture == start_capture_ ? GradientStaging::kStartTiles : GradientStaging::kTiles;
+}
+
 // The tiles of a family for a load, the best first.
 Status CaptureGradients::geometries(const GpuTraits& gpu, Family family, const CaptureLoad& load,
                                     std::vector<Geometry>* result) const {
@@ -111,7 +125,7 @@ Status CaptureGradients::geometries(const GpuTraits& gpu, Family family, const C
   const bool known = use_head_dim(head_dim, [&](auto size) {
     use_math(problem_.math, [&](auto math) {
       if (family == Family::kHopper) {
-        add_hopper<math(), size()>(load.scatter, result);
+        add_hopper<math(), size()>(staging(load), result);
       } else {
         add_portable<math(), size()>(gpu.shared_bytes, result);
       }
@@ -197,9 +211,11 @@ namespace {
 
 // A kernel on the GPU, and a call of it.
 struct Launch {
+  const CaptureLoad& description;
   const CaptureGradients::LoadedLoad& load;
   const BackwardParams& params;
   const CaptureGradient& plan;
+  int start_capture;  // that TMA loads, or -1
   CUstream_st* stream;
 
   int64_t parts() const { return plan.pieces() * plan.parts; }
@@ -232,6 +248,8 @@ struct Launch {
     if (!status.ok()) return status;
     args.plan = plan;
     args.parts = parts();
+    status = sm90::add_gradient_maps(params, description, start_capture, load.geometry.rows, args);
+    if (!status.ok()) return status;
     return blocks(std::min<int64_t>(parts(), multiprocessors), args);
   }
 };
@@ -286,7 +304,8 @@ Status CaptureGradients::launch(Device& device, const BackwardParams& params,
       status =
           clear(plan.turns, capture_gradient_turns(plan) * 4, "clearing the turns of a gradient");
     }
-    const Launch launch{loads[i], params, plan, stream};
+    const bool starts = staging(load) == sm90::GradientStaging::kStartTiles;
+    const Launch launch{load, loads[i], params, plan, starts ? start_capture_ : -1, stream};
     if (status.ok()) {
       status = family == Family::kHopper ? launch.hopper(maps, device.multiprocessors)
                                          : launch.portable(workspace);

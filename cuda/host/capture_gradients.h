@@ -12,6 +12,7 @@
 #include "host/gpu_traits.h"
 #include "host/runtime_kernel.h"
 #include "launcher.h"
+#include "sm90/capture_gradient_traits.h"
 
 namespace jaxflash {
 
@@ -69,12 +70,14 @@ class CaptureGradients {
   Status add_device(int number, const GpuTraits& gpu, Device** result) const;
   Status geometries(const GpuTraits& gpu, Family family, const CaptureLoad& load,
                     std::vector<Geometry>* result) const;
+  sm90::GradientStaging staging(const CaptureLoad& load) const;
   Status get(const GpuTraits& gpu, Family family, size_t load, Geometry* geometry,
              std::shared_ptr<RuntimeKernel>* kernel) const;
 
   std::string source_;
   std::vector<CaptureLoad> loads_;
-  Problem problem_;  // sizes, math and scale
+  int32_t start_capture_;  // see ProgramDescription
+  Problem problem_;        // sizes, math and scale
   MaskKind mask_;
   mutable std::mutex mutex_;  // of what follows: where the kernels are
   mutable std::vector<std::unique_ptr<Device>> devices_;

@@ -8,6 +8,7 @@
 #include "common/workspace.h"
 #include "sm90/capture_gradient_traits.h"
 #include "sm90/hardware/tensor_map.h"
+#include "sm90/start_map.h"
 
 namespace jaxflash::sm90 {
 
@@ -26,7 +27,35 @@ inline bool map_capture_gradient(const BackwardParams& params, CaptureGradientMa
   return map_operands(params.problem, operands, maps.batch, maps.operands);
 }
 
-// The plan and its parts are left to the caller. There are queries and keys.
+// Matrices of an element of 16 bits for each query and key; false where the gradient of a load is
+// something else, or TMA cannot write it in place.
+inline bool map_gradient(const Problem& problem, const CaptureLoad& load,
+                         const CaptureGradient& plan, MappedTensor& tensor) {
+  if (!load.narrow || load.query_axis != load.rank - 2 || load.key_axis != load.rank - 1) {
+    return false;
+  }
+  const int64_t rows = plan.extent[load.query_axis], keys = plan.extent[load.key_axis];
+  const int64_t all_rows = capture_gradient_elements(problem, plan, load.rank) / keys;
+  tensor = {plan.data, {keys, rows, all_rows / rows, 1, 1}, {1, keys, rows * keys, 0, 0}, {0, 0}};
+  return all_rows <= INT32_MAX && mappable(tensor);
+}
+
+// The maps of a plan that is not empty. `start_capture`: -1 where products do not start from what
+// the load reads, or TMA does not load it.
+inline Status add_gradient_maps(const BackwardParams& params, const CaptureLoad& load,
+                                int start_capture, int rows, CaptureGradientArgs& args) {
+  const Problem& problem = params.problem;
+  if (start_capture >= 0) {
+    Status status = encode_starts(args.starts, problem, params.captures, start_capture,
+                                  problem.math, rows, MappedTensor{});
+    if (!status.ok()) return status;
+  }
+  MappedTensor gradient;
+  args.stores_tiles = map_gradient(problem, load, args.plan, gradient);
+  return args.stores_tiles ? encode(args.gradient, gradient, problem.math, rows) : Status{};
+}
+
+// The plan, its maps and its parts are left to the caller. There are queries and keys.
 inline Status capture_gradient_args(const BackwardParams& params, const CaptureGradientMaps& maps,
                                     int rows, int keys, CaptureGradientArgs& args) {
   const Problem& problem = params.problem;

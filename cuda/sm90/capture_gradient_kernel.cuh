@@ -2,20 +2,24 @@
 //
 //   warpgroups 0 ... kWarpGroups - 1   consumers: 64 rows of the block's tile each
 //   last warpgroup                     one warp looks for the items of the block, one loads their q
-//                                      and k, dout and v; the others idle
+//                                      and k, dout and v, one moves what the items of a piece have
+//                                      in common; the last one idles
 //
 // A consumer issues both products of an item and works on the probabilities while the second one
-// runs.
+// runs. A tile of the gradient, and of what products start from, goes through shared memory where
+// TMA takes it.
 #pragma once
 
 #include "common/capture_gradient_sums.cuh"
 #include "common/mask.cuh"
 #include "sm90/capture_gradient_traits.h"
+#include "sm90/fragment_panels.cuh"
 #include "sm90/hardware/pipeline.cuh"
 #include "sm90/hardware/wgmma.cuh"
 #include "sm90/products.cuh"
 #include "sm90/scores.cuh"
 #include "sm90/softmax.cuh"
+#include "sm90/start_row.cuh"
 
 namespace jaxflash::sm90 {
 
@@ -33,10 +37,37 @@ struct GradientMessage {
 template <class Traits>
 struct CaptureGradientSharedMemory {
   alignas(1024) uint8_t operands[Traits::kStages][Traits::kStageBytes];
-  alignas(16) uint8_t other[Traits::kOtherBytes - 1024];  // starts or sums, see the traits
+  alignas(1024) uint8_t staging[Traits::kStagingBytes];  // with kHasTiles kTiles of kTileBytes
   Barrier full[Traits::kStages];
   Barrier empty[Traits::kStages];             // every consumer warp is through with it
+  Barrier tile_full[Traits::kTiles];          // a piece may begin: what it starts from is there
+  Barrier tile_done[Traits::kTiles];          // every consumer warp is through with the piece
   uint16_t pin[Traits::Fragments::kThreads];  // written, never read
+
+  __device__ __forceinline__ uint32_t tile(int stage) const {
+    return shared_address(staging) + stage * Traits::kTileBytes;
+  }
+};
+
+// What the items of a piece have in common, where it is a tile.
+template <class Traits, class Program, class Load>
+struct GradientTiles {
+  static constexpr bool kOwned = Traits::kHasTiles;
+  __device__ __forceinline__ static constexpr bool has_narrow_starts() {
+    if constexpr (Program::kStarts) {
+      return sizeof(typename Program::Neighbour) == 2;
+    } else {
+      return false;
+    }
+  }
+  // Their products start from the same.
+  static constexpr bool kOneStart = kOwned && Program::kStarts && Load::kOfStart;
+  // It lies in the piece's tile: laid there by TMA, or else by threads, from the first item on.
+  static constexpr bool kKeepsStart = kOneStart && has_narrow_starts();
+  static constexpr bool kLoadsStart =
+      kKeepsStart && Traits::kStaging == GradientStaging::kStartTiles;
+  // The sums may leave through the tile.
+  static constexpr bool kMayStore = kOwned && sizeof(typename Load::Result) == 2;
 };
 
 // Of a program, whose sizes the host does not know.
@@ -48,9 +79,9 @@ struct CaptureGradientState {
   Walk walk;  // the producer has no registers to spare
 };
 
-// kOneStart: see the consumers.
-template <class Traits, class State, class Program, bool kOneStart>
+template <class Traits, class State, class Program, class Load>
 struct CaptureGradientProducer {
+  using Tiles = GradientTiles<Traits, Program, Load>;
   using Tile = typename Traits::Tile;
   using SharedMemory = CaptureGradientSharedMemory<Traits>;
   using Message = GradientMessage<Program>;
@@ -124,7 +155,7 @@ struct CaptureGradientProducer {
       const Message& message = state.messages.receive(count);
       const GradientItem item = message.item;
       const bool ends = !item.exists && message.ends;
-      if constexpr (kOneStart) {
+      if constexpr (Tiles::kOneStart && !Tiles::kLoadsStart) {
         if (item.exists && is_first) prefetch_start(item, message.head);
         is_first = !item.exists;
       }
@@ -136,7 +167,95 @@ struct CaptureGradientProducer {
     }
   }
 
+  // A whole warp. A tile is that of the piece after the next: its sums leave when that one is
+  // found, two pieces later.
+  __device__ __forceinline__ static void move_tiles(const CaptureGradientArgs& args,
+                                                    SharedMemory& smem, State& state) {
+    const int lane = threadIdx.x % 32;
+    Ring<Traits::kTiles> ring;
+    StoredTile older = {}, newer = {};
+    bool is_first = true;  // of its piece
+    for (uint32_t count = 0;; ++count) {
+      const Message& message = state.messages.receive(count);
+      const bool exists = message.item.exists;
+      const bool ends = !exists && message.ends;
+      if (!ends && is_first && lane == 0) {
+        store_tile(args, smem, older, ring);
+        older = newer;
+        newer = stored_tile(args, message.piece);
+        begin_tile(args, smem, message, ring);
+      }
+      if (!ends && is_first) ring.advance();
+      is_first = !exists;
+      state.messages.release(count);
+      if (ends) break;
+    }
+    if (lane == 0) {
+      store_tile(args, smem, older, ring);
+      ring.advance();
+      store_tile(args, smem, newer, ring);
+    }
+  }
+
  private:
+  // Where a tile goes, as TMA has it.
+  struct StoredTile {
+    bool exists;
+    int key, row, matrix;
+  };
+
+  __device__ __forceinline__ static StoredTile stored_tile(const CaptureGradientArgs& args,
+                                                           const GradientPiece& piece) {
+    StoredTile tile = {};
+    if constexpr (Tiles::kMayStore) {
+      if (!args.stores_tiles) return tile;
+      tile.exists = true;
+      tile.key = piece.key_tile * Tile::kKeys;
+      tile.row = piece.row_tile * Tile::kRows;
+      const uint32_t rows = exact_quotient(piece.offset, args.plan.extent[Load::kKeyAxis]);
+      tile.matrix = static_cast<int>(exact_quotient(rows, args.plan.extent[Load::kQueryAxis]));
+    }
+    return tile;
+  }
+
+  // Returns when a tile of shared memory is free, where it has been in use.
+  __device__ __forceinline__ static void store_tile(const CaptureGradientArgs& args,
+                                                    SharedMemory& smem, const StoredTile& tile,
+                                                    const Ring<Traits::kTiles>& ring) {
+    smem.tile_done[ring.stage].wait(ring.phase ^ 1);
+    if (!tile.exists) return;
+#pragma unroll 1
+    for (int panel = 0; panel < Traits::kTilePanels; ++panel) {
+      tensor_store(&args.gradient, smem.tile(ring.stage) + panel * Traits::kRowPanelBytes,
+                   tile.key + 64 * panel, tile.row, tile.matrix, 0, 0);
+    }
+    bulk_commit_group();
+    bulk_wait_group_read<0>();
+  }
+
+  // Elements behind the last key or row are zeros or other rows': no sum takes what depends on
+  // them. A piece without items starts from nothing.
+  __device__ __forceinline__ static void begin_tile(const CaptureGradientArgs& args,
+                                                    SharedMemory& smem, const Message& message,
+                                                    const Ring<Traits::kTiles>& ring) {
+    Barrier& full = smem.tile_full[ring.stage];
+    if constexpr (Tiles::kLoadsStart) {
+      const GradientItem& item = message.item;
+      if (item.exists) {
+        full.arrive_expecting(Traits::kTileBytes);
+        const int row = start_row_of<Program>(args.captures, message.head,
+                                              Program::row(message.head, item.first_row));
+#pragma unroll 1
+        for (int panel = 0; panel < Traits::kTilePanels; ++panel) {
+          tensor_load(smem.tile(ring.stage) + panel * Traits::kRowPanelBytes, &args.starts,
+                      full.address(), item.first_key + 64 * panel, row, 0, 0, 0);
+        }
+        return;
+      }
+    }
+    full.arrive();
+  }
+
   // Rounds go to and fro, so that a block gets long and short ones where the length of parts
   // depends on their number. Turns are waited for: a block must only wait for parts that others
   // have begun.
@@ -177,21 +296,18 @@ struct CaptureGradientProducer {
     const auto outer = static_cast<int>(args.by_inner_batch.quotient(batch));
     const auto key_head = static_cast<int>(args.by_group.quotient(item.head));
 #pragma unroll 1
-    for (int piece = 0; piece < Traits::kPieces; ++piece, ring.advance()) {
+    for (int column = 0; column < Traits::kHeadDim; column += 64, ring.advance()) {
       Barrier& full = smem.full[ring.stage];
       smem.empty[ring.stage].wait(ring.phase ^ 1);
       if (threadIdx.x % 32 == 0) {
         full.arrive_expecting(Traits::kStageBytes);
-        uint32_t target = shared_address(smem.operands[ring.stage]);
-        const auto panels = [&](const MappedOperand& operand, int bytes, int first, int head) {
-#pragma unroll 1
-          for (int panel = 0; panel < Traits::kPanels; ++panel, target += bytes) {
-            tensor_load(target, &operand.map, full.address(), piece * Traits::kColumns + panel * 64,
-                        first, head, inner * operand.batch_step[0], outer * operand.batch_step[1]);
-          }
+        const uint32_t target = shared_address(smem.operands[ring.stage]);
+        const auto panel = [&](const MappedOperand& operand, uint32_t to, int first, int head) {
+          tensor_load(to, &operand.map, full.address(), column, first, head,
+                      inner * operand.batch_step[0], outer * operand.batch_step[1]);
         };
-        panels(rows, Traits::kRowPanelBytes, item.first_row, item.head);
-        panels(keys, Traits::kKeyPanelBytes, item.first_key, key_head);
+        panel(rows, target, item.first_row, item.head);
+        panel(keys, target + Traits::kRowPanelBytes, item.first_key, key_head);
       }
       __syncwarp();
     }
@@ -207,80 +323,109 @@ struct CaptureGradientConsumers {
   };
   using Tile = typename Traits::Tile;
   using SharedMemory = CaptureGradientSharedMemory<Traits>;
+  using Tiles = GradientTiles<Traits, Program, Load>;
+  using Panels = FragmentPanels<Traits::kRowPanelBytes>;
   using Scores = ProgramScores<Program>;
   using Sums = CaptureSums<typename Traits::Fragments, Mask, Program, Load, Team>;
   static constexpr Math kMath = Traits::kMath;
   static constexpr int kKeys = Tile::kKeys;
+  static constexpr int kSteps = Traits::kSteps;
+
+  static_assert(Tiles::kOwned == Sums::kOwnsTiles);
 
   // x = rows keys^T over the columns of one stage, on top of what is there if `kAdds`; in flight on
   // return.
   template <bool kAdds>
-  __device__ __forceinline__ static void issue_piece(float (&x)[kKeys / 2], SharedMemory& smem,
-                                                     uint64_t rows, uint64_t keys,
-                                                     Ring<Traits::kStages>& ring) {
+  __device__ __forceinline__ static void issue_step(float (&x)[kKeys / 2], SharedMemory& smem,
+                                                    uint64_t rows, uint64_t keys,
+                                                    Ring<Traits::kStages>& ring) {
     smem.full[ring.stage].wait(ring.phase);
     const uint64_t offset = ring.stage * descriptor_step(Traits::kStageBytes);
-    issue_scores<kMath, Traits::kColumns, Traits::kRowPanelBytes, Traits::kKeyPanelBytes, kKeys>(
+    issue_scores<kMath, 64, Traits::kRowPanelBytes, Traits::kKeyPanelBytes, kKeys>(
         x, rows + offset, keys + offset, kAdds);
     ring.advance();
   }
 
-  // A product of several pieces waits for stages that the other one has to release: no more than
-  // its first piece may be asked for before, and that only if it has a stage of its own.
-  static_assert(Traits::kStages >= Traits::kPieces);
-  static constexpr bool kBeside = Traits::kStages > Traits::kPieces;
-
-  // The stages of one product.
-  __device__ __forceinline__ static void release(SharedMemory& smem, Ring<Traits::kStages>& ring) {
-#pragma unroll
-    for (int i = 0; i < Traits::kPieces; ++i, ring.advance()) {
-      if (threadIdx.x % 32 == 0) smem.empty[ring.stage].arrive();
-    }
+  // Waits for the first one of so many steps in flight, whose stage gets free.
+  template <int kInFlight>
+  __device__ __forceinline__ static void end_step(SharedMemory& smem,
+                                                  const Ring<Traits::kStages>& ring) {
+    static_assert(kInFlight < Traits::kStages);
+    wgmma_wait<kInFlight - 1>();
+    const int stage = ring.stage - kInFlight;
+    if (threadIdx.x % 32 == 0) smem.empty[stage < 0 ? stage + Traits::kStages : stage].arrive();
   }
 
-  // Whether all items of a piece start from the same.
-  __device__ __forceinline__ static constexpr bool has_one_start() {
-    if constexpr (Sums::kOwnsTiles && Scores::kStarts) {
-      return Program::kStartCapture == Load::kCapture;
-    } else {
-      return false;
-    }
+  // The warpgroup's rows of the piece's tile.
+  __device__ __forceinline__ static Panels panels(const SharedMemory& smem, int stage) {
+    const int thread = late_thread();
+    const int group = static_cast<int>(tid_x()) / 128;
+    return Panels(smem.tile(stage) + group * 64 * Traits::kPanelRowBytes, thread);
   }
-  // And a thread keeps it: in 16 bits.
-  __device__ __forceinline__ static constexpr bool keeps_start() {
-    if constexpr (has_one_start()) {
-      return sizeof(typename Program::Neighbour) == 2;
-    } else {
-      return false;
-    }
-  }
-  // A thread keeps its own, from its first item of the piece on: the pairs that load_start leaves
-  // in every other register.
-  static constexpr int kStartWords = kKeys / 4;
-  __device__ __forceinline__ static float4& kept_start(SharedMemory& smem, int i) {
-    auto* const words = reinterpret_cast<float4*>(smem.other);
-    return words[i * Traits::Fragments::kThreads + threadIdx.x];
-  }
-  __device__ __forceinline__ static void load_start(const Scores& scores, SharedMemory& smem,
-                                                    float (&s)[kKeys / 2], int first_key,
+
+  // Pairs of what the products start from, in every other register.
+  __device__ __forceinline__ static void load_start(const Scores& scores, const SharedMemory& smem,
+                                                    int stage, float (&s)[kKeys / 2], int first_key,
                                                     bool is_first) {
-    if (!keeps_start() || is_first) {
-      scores.load_start(s, first_key, Fragment::column(threadIdx.x % 128));
-      if constexpr (keeps_start()) {
+    const bool is_kept = Tiles::kLoadsStart || (Tiles::kKeepsStart && !is_first);
+    if (!is_kept) scores.load_start(s, first_key, Fragment::column(threadIdx.x % 128));
+    if constexpr (Tiles::kKeepsStart) {
+      const Panels tile = panels(smem, stage);
+      const auto pair = [&](int column, int i) -> float& { return s[column / 2 + 2 * i]; };
+      uint32_t pairs[4];
+      if (is_kept) {
 #pragma unroll
-        for (int i = 0; i < kStartWords / 4; ++i) {
-          kept_start(smem, i) = make_float4(s[8 * i], s[8 * i + 2], s[8 * i + 4], s[8 * i + 6]);
+        for (int column = 0; column < kKeys; column += 16) {
+          tile.read(column, pairs);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) pair(column, i) = __uint_as_float(pairs[i]);
+        }
+      } else {
+#pragma unroll
+        for (int column = 0; column < kKeys; column += 16) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) pairs[i] = __float_as_uint(pair(column, i));
+          tile.write(column, pairs);
         }
       }
-    } else {
+    }
+  }
+
+  // The sums of a piece, to where its start was: a warp overwrites what no other one reads.
+  __device__ __forceinline__ static void stage_sums(Sums& sums, const SharedMemory& smem,
+                                                    int stage) {
+    sums.hand_over([&](const auto& of_tile) {
+      const Panels tile = panels(smem, stage);
 #pragma unroll
-      for (int i = 0; i < kStartWords / 4; ++i) {
-        const float4 words = kept_start(smem, i);
-        s[8 * i] = words.x;
-        s[8 * i + 2] = words.y;
-        s[8 * i + 4] = words.z;
-        s[8 * i + 6] = words.w;
+      for (int column = 0; column < kKeys; column += 16) {
+        uint32_t pairs[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const auto& block = of_tile[0][column / 8 + i / 2];
+          pairs[i] = jaxflash::pack<typename Load::Result>(block[i % 2 * 2], block[i % 2 * 2 + 1]);
+        }
+        tile.write(column, pairs);
       }
+    });
+    fence_proxy_async();
+  }
+
+  // After the last item of a piece.
+  __device__ __forceinline__ static void end_piece(const CaptureGradientArgs& args,
+                                                   SharedMemory& smem, const GradientPiece& piece,
+                                                   Sums& sums, int warp, uint32_t piece_count) {
+    if constexpr (Tiles::kMayStore) {
+      if (args.stores_tiles) {
+        stage_sums(sums, smem, piece_count % Traits::kTiles);
+      } else {
+        sums.store(piece, warp);
+      }
+    } else {
+      sums.store(piece, warp);
+    }
+    if constexpr (Tiles::kOwned) {
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) smem.tile_done[piece_count % Traits::kTiles].arrive();
     }
   }
 
@@ -292,21 +437,28 @@ struct CaptureGradientConsumers {
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     const uint64_t rows = wgmma_descriptor(
         shared_address(smem.operands[0]) + group * 64 * Traits::kPanelRowBytes, 16, 1024);
-    const uint64_t keys = wgmma_descriptor(
-        shared_address(smem.operands[0]) + Traits::kPanels * Traits::kRowPanelBytes, 16, 1024);
-    Sums sums(problem, args.captures, args.plan, reinterpret_cast<float*>(smem.other));
+    const uint64_t keys =
+        wgmma_descriptor(shared_address(smem.operands[0]) + Traits::kRowPanelBytes, 16, 1024);
+    Sums sums(problem, args.captures, args.plan, reinterpret_cast<float*>(smem.staging));
     Scores scores(args);
-    Ring<Traits::kStages> ring, released;
+    Ring<Traits::kStages> ring;
     float s[kKeys / 2], dp[kKeys / 2];
 
+    uint32_t piece_count = 0;
     bool is_first = true;  // of its piece
 #pragma unroll 1
     for (uint32_t count = 0;; ++count) {
       const GradientMessage<Program>& message = messages.receive(count);
       const GradientItem& item = message.item;
+      const bool ends = !item.exists && message.ends;
+      if constexpr (Tiles::kOwned) {
+        // Also where it has been waited for: a predicate takes a register.
+        const Barrier& full = smem.tile_full[piece_count % Traits::kTiles];
+        if (!ends) full.wait(piece_count / Traits::kTiles % 2);
+      }
       if (!item.exists) {
-        const bool ends = message.ends;
-        if (!ends) sums.store(message.piece, warp);
+        if (!ends) end_piece(args, smem, message.piece, sums, warp, piece_count);
+        ++piece_count;
         messages.release(count);
         is_first = true;
         if (ends) break;
@@ -318,7 +470,9 @@ struct CaptureGradientConsumers {
       const Mask mask(problem, item.batch);
       scores.begin_rows(problem, mask, message.head, message.dropout, {{row, row + 8}});
       scores.begin_keys(key);
-      if constexpr (Scores::kStarts) load_start(scores, smem, s, item.first_key, is_first);
+      if constexpr (Scores::kStarts) {
+        load_start(scores, smem, piece_count % Traits::kTiles, s, item.first_key, is_first);
+      }
       is_first = false;
       float lse[2], delta[2];
 #pragma unroll
@@ -328,18 +482,20 @@ struct CaptureGradientConsumers {
       }
       if constexpr (Scores::kStarts) scores.start(s);
 
-      issue_piece<Scores::kStarts>(s, smem, rows, keys, ring);
+      // Stages get free as steps of a product end, not with the product.
+      issue_step<Scores::kStarts>(s, smem, rows, keys, ring);
 #pragma unroll
-      for (int i = 1; i < Traits::kPieces; ++i) issue_piece<true>(s, smem, rows, keys, ring);
-      if constexpr (kBeside) issue_piece<false>(dp, smem, rows, keys, ring);
-      Kept<Scores::kDrops, true, kKeys> kept;
+      for (int i = 1; i < kSteps; ++i) {
+        if (i > 1) end_step<2>(smem, ring);
+        issue_step<true>(s, smem, rows, keys, ring);
+      }
+      if constexpr (kSteps > 1) end_step<2>(smem, ring);
+      issue_step<false>(dp, smem, rows, keys, ring);
+      if constexpr (kSteps > 1) issue_step<true>(dp, smem, rows, keys, ring);
+      Kept<Scores::kDrops, true, kKeys, true> kept;
       scores.draw(kept, key);
-      wgmma_wait<kBeside ? 1 : 0>();
+      end_step<(kSteps > 1 ? 3 : 2)>(smem, ring);
       hold(s);
-      release(smem, released);
-      if constexpr (!kBeside) issue_piece<false>(dp, smem, rows, keys, ring);
-#pragma unroll
-      for (int i = 1; i < Traits::kPieces; ++i) issue_piece<true>(dp, smem, rows, keys, ring);
       uint32_t all = 0;
 #pragma unroll
       for (int i = 0; i < kKeys / 2; ++i) {
@@ -354,9 +510,14 @@ struct CaptureGradientConsumers {
       // ptxas would move the wait above what is computed beside the product; a store of what
       // depends on all of it cannot follow the wait.
       store_shared_volatile(shared_address(&smem.pin[threadIdx.x]), static_cast<uint16_t>(all));
-      wgmma_wait<0>();
+#pragma unroll
+      for (int i = 2; i < kSteps; ++i) {
+        end_step<2>(smem, ring);
+        issue_step<true>(dp, smem, rows, keys, ring);
+      }
+      if constexpr (kSteps > 1) end_step<2>(smem, ring);
+      end_step<1>(smem, ring);
       hold(dp);
-      release(smem, released);
       // Probabilities that are kept make up for the dropped ones.
       float per_share = 1.f;
       if constexpr (Scores::kDrops) per_share = scores.kept_scale();
@@ -387,24 +548,30 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 
   const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (threadIdx.x == 0) {
-    state.messages.init(Traits::Fragments::kThreads / 32 + 1);  // consumers, and the loader
+    constexpr int kWarps = Traits::Fragments::kThreads / 32;  // of consumers
+    state.messages.init(kWarps + 1 + (Traits::kHasTiles ? 1 : 0));
     for (Barrier& full : smem.full) full.init(1);
-    for (Barrier& empty : smem.empty) empty.init(Traits::Fragments::kThreads / 32);
+    for (Barrier& empty : smem.empty) empty.init(kWarps);
+    for (Barrier& full : smem.tile_full) full.init(1);
+    for (Barrier& done : smem.tile_done) done.init(kWarps);
     fence_mbarrier_init();
   }
   __syncthreads();
 
   using Consumers = CaptureGradientConsumers<Traits, State, Mask, Program, Load>;
+  using Producer = CaptureGradientProducer<Traits, State, Program, Load>;
   if (group < Traits::kWarpGroups) {
     setmaxnreg_inc<Traits::kConsumerRegisters>();
     Consumers::consume(args, smem, state, group);
     return;
   }
   setmaxnreg_dec<Traits::kProducerRegisters>();
-  using Producer = CaptureGradientProducer<Traits, State, Program, Consumers::has_one_start()>;
   const int warp = threadIdx.x / 32 % 4;
   if (warp == 0) Producer::find_items(args, state);
   if (warp == 1) Producer::load_items(args, smem, state);
+  if constexpr (Traits::kHasTiles) {
+    if (warp == 2) Producer::move_tiles(args, smem, state);
+  }
 }
 
 }  // namespace jaxflash::sm90

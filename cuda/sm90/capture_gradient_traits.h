@@ -13,7 +13,10 @@ namespace jaxflash::sm90 {
 struct CaptureGradientArgs {
   MappedOperand q, dout;  // boxes of kRows x 64 columns
   MappedOperand k, v;     // boxes of kKeys x 64
-  Divisor by_group;       // query heads of a kv head
+  TensorMap starts;       // with kStartTiles: the rows of the capture, boxes of kRows x 64 keys
+  TensorMap gradient;     // with stores_tiles: the same of each matrix of its
+  bool stores_tiles;
+  Divisor by_group;  // query heads of a kv head
   Divisor by_inner_batch;
   Problem problem;
   Captures captures;
@@ -26,11 +29,20 @@ struct CaptureGradientArgs {
   float scale_log2;
 };
 
-template <Math kMath_, int kHeadDim_, class Tile_, bool kScatters_>
+// What lies in shared memory beside the operands.
+enum class GradientStaging {
+  kDiagonals,   // of what is scattered
+  kSums,        // of warps, over one axis or both
+  kTiles,       // of the gradient where its result is of 16 bits, and of what products start from
+  kStartTiles,  // the same, which TMA has loaded
+};
+
+template <Math kMath_, int kHeadDim_, class Tile_, GradientStaging kStaging_>
 struct CaptureGradientTraits {
   using Tile = Tile_;
   static constexpr Math kMath = kMath_;
   static constexpr int kHeadDim = kHeadDim_;  // no head is larger
+  static constexpr GradientStaging kStaging = kStaging_;
   static constexpr int kWarpGroups = Tile::kRows / 64;
   using Fragments = FragmentTile<Tile::kRows, Tile::kKeys, 4 * kWarpGroups, 1>;
 
@@ -39,24 +51,29 @@ struct CaptureGradientTraits {
   static constexpr int kConsumerRegisters = 224;
   static constexpr int kProducerRegisters = 56;
 
-  // A stage has some columns of rows and keys: of q and k, or of dout and v.
-  static constexpr int kColumns = kHeadDim < 128 ? kHeadDim : 128;
-  static constexpr int kPieces = kHeadDim / kColumns;
-  static_assert(kColumns % 64 == 0 && kPieces * kColumns == kHeadDim);
+  // A stage has 64 columns, a panel, of rows and of keys: of q and k, or of dout and v.
+  static constexpr int kSteps = kHeadDim / 64;  // stages of a product
+  static_assert(kSteps * 64 == kHeadDim);
   static constexpr int kPanelRowBytes = 128;
-  static constexpr int kPanels = kColumns / 64;
   static constexpr int kRowPanelBytes = Tile::kRows * kPanelRowBytes;
   static constexpr int kKeyPanelBytes = Tile::kKeys * kPanelRowBytes;
-  static constexpr int kStageBytes = kPanels * (kRowPanelBytes + kKeyPanelBytes);
+  static constexpr int kStageBytes = kRowPanelBytes + kKeyPanelBytes;
 
-  // What products start from, where all items of a piece start from the same; or sums.
-  static constexpr int kStartBytes = 2 * Tile::kRows * Tile::kKeys;
-  static constexpr int kStagingBytes = 4 * Fragments::staging_floats(kScatters_);
-  static constexpr int kOtherBytes =
-      1024 + (kScatters_ || kStagingBytes > kStartBytes ? kStagingBytes : kStartBytes);
-  static constexpr int kStages = (227 * 1024 - kOtherBytes) / kStageBytes;
-  static_assert(kStages >= 2);
-  static constexpr int kSharedBytes = kStages * kStageBytes + kOtherBytes;
+  // A tile in panels of 64 keys: what the products of a piece start from, then its sums. Two: one
+  // leaves, and the start of the next piece comes, while the other one is worked on.
+  static constexpr bool kHasTiles = kStaging >= GradientStaging::kTiles;
+  static constexpr int kTilePanels = Tile::kKeys / 64;
+  static_assert(kTilePanels * 64 == Tile::kKeys);
+  static constexpr int kTileBytes = kTilePanels * kRowPanelBytes;
+  static constexpr int kTiles = 2;
+
+  static constexpr int kStagingBytes =
+      kHasTiles ? kTiles * kTileBytes
+                : 4 * Fragments::staging_floats(kStaging == GradientStaging::kDiagonals);
+  static constexpr int kOtherBytes = 1024;  // barriers, and the pin
+  static constexpr int kStages = (227 * 1024 - kOtherBytes - kStagingBytes) / kStageBytes;
+  static_assert(kStages > 3, "three steps that are in flight, and one more");
+  static constexpr int kSharedBytes = kStages * kStageBytes + kStagingBytes + kOtherBytes;
 };
 
 }  // namespace jaxflash::sm90

@@ -162,6 +162,7 @@ class Writer:
             self._capture_tangent = self._lowered(roots.capture_tangent)
             self._guards_tangent = not is_finite(roots.capture_tangent)
         self._start = None
+        self._start_load = None if roots.start is None else roots.start.neighbours
         if roots.start is not None:
             x = roots.start.neighbours
             address, _ = self._address(x, paired=True)
@@ -311,6 +312,7 @@ class Writer:
             ("kScatter", load.scatter),
             ("kDiagonal", load.diagonal),
             ("kKeySum", load.is_key_sum),
+            ("kOfStart", self._is_of_start(roots)),
         ):
             lines.append(f"  static constexpr bool {name} = {'true' if value else 'false'};")
         lines.append(f"  using Result = {roots.result};")
@@ -322,6 +324,14 @@ class Writer:
         needed, text = self._weighed(partial, not is_finite(roots.partial))
         lines += self._function("partial", "element", needed, text)
         return [f"  {line}" for line in (*lines, "};")]
+
+    def _is_of_start(self, roots: LoadRoots) -> bool:
+        """Whether a load is the one that products start from."""
+        start = self._start_load
+        return start is not None and (roots.load.capture, roots.index) == (
+            start.value[0],
+            start.args,
+        )
 
     def _weighed(self, x: Node, guarded: bool) -> tuple[list[Node], str]:
         """(the nodes that it takes, the text) of what is multiplied with a probability: where the
