@@ -27,6 +27,12 @@ def array(name: str, x: Any) -> jax.Array:
         raise ValueError(f"{name} must be an array, got {type(x).__name__}: {error}") from error
 
 
+def unwrapped(x: Any) -> Any:
+    """The array of what stands for one in JAX, such as a variable of Flax; others as they are."""
+    as_array = getattr(x, "__jax_array__", None)  # None of tracers
+    return x if as_array is None else as_array()
+
+
 def is_abstract(x) -> bool:
     return isinstance(x, jax.ShapeDtypeStruct)
 

@@ -24,6 +24,7 @@ from jaxflash._arguments import (
     is_abstract,
     number,
     one_of,
+    unwrapped,
     window,
     with_one_dtype,
 )
@@ -193,6 +194,7 @@ def make(
         ValueError: an argument is wrong; the text names it, what came and what is allowed.
     """
     query, key, value = array("query", query), array("key", key), array("value", value)
+    mask, scale, dropout_rng = unwrapped(mask), unwrapped(scale), unwrapped(dropout_rng)
     _check_qkv(query, key, value)
     batch = query.shape[:-3]
     q_len, q_heads, head_dim = query.shape[-3:]

@@ -124,6 +124,47 @@ def test_nnx_options():
     _close(_nnx_loss_and_gradient(_nnx_module(attention_fn=attention_fn), _x()), expected)
 
 
+def _with_variables(**names):
+    """A layer whose options are its own variables: what nnx differentiates and carries."""
+
+    class Layer(nnx.Module):
+        def __init__(self):
+            self.scale = nnx.Param(jnp.float32(0.3))
+            self.sink = nnx.Param(jnp.linspace(-1, 1, HEADS, dtype=jnp.float32))
+            self.mask = nnx.Variable(jnp.tril(jnp.ones((T, T), bool)))
+            self.key = nnx.Variable(jax.random.key(3))
+
+        def __call__(self, qkv, read):
+            options = {name: read(getattr(self, own)) for name, own in names.items()}
+            rate = 0.3 if "dropout_rng" in names else 0.0
+            return jaxflash.dot_product_attention(*qkv, **options, dropout_rate=rate)
+
+    return Layer()
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"scale": "scale", "sink": "sink"},
+        {"mask": "mask", "dropout_rng": "key"},
+    ],
+    ids=["learned", "others"],
+)
+def test_nnx_variables_are_arrays(names):
+    """As in the functions of jax.numpy."""
+
+    def run(read):
+        def loss(layer):
+            return jnp.sum(jnp.sin(layer(_qkv(), read)))
+
+        value, gradient = nnx.jit(nnx.value_and_grad(loss))(_with_variables(**names))
+        return value, nnx.to_pure_dict(nnx.state(gradient, nnx.Param))
+
+    as_array = run(lambda variable: variable[...])
+    _close(run(lambda variable: variable), as_array)
+    assert ("scale" not in names) or abs(as_array[1]["scale"]) > 1e-3
+
+
 # Where types have 64 bits, the caches of Flax compare int64 with int32.
 _as_flax_promotes = jax.numpy_dtype_promotion("standard")
 
