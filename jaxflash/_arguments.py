@@ -37,6 +37,14 @@ def is_abstract(x) -> bool:
     return isinstance(x, jax.ShapeDtypeStruct)
 
 
+def promoted(query, key, value, dtype=None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The three in `dtype`; None: in their common one, by JAX's promotion."""
+    query, key, value = array("query", query), array("key", key), array("value", value)
+    if dtype is None:
+        dtype = jnp.result_type(query, key, value)
+    return query.astype(dtype), key.astype(dtype), value.astype(dtype)
+
+
 def computed(function: Callable, *arrays) -> Any:
     """A function of arrays; its types alone where one of them is abstract."""
     if any(map(is_abstract, arrays)):

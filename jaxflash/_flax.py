@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxflash._api import dot_product_attention
+from jaxflash._arguments import promoted
 from jaxflash.masks import Mask
 
 # Flax's own words for these come by name below; a module needs an array back.
@@ -143,7 +144,10 @@ def attention_fn(
     if not isinstance(mask_is_prefix, bool):
         raise ValueError(f"mask_is_prefix must be True or False, got {mask_is_prefix!r}")
 
-    query, key, value = _promoted((query, key, value), dtype, promote_dtype)
+    if promote_dtype is None:
+        query, key, value = promoted(query, key, value, dtype)
+    else:
+        query, key, value = promote_dtype((query, key, value), dtype=dtype)
     is_array = mask is not None and not isinstance(mask, Mask)
     if is_array:
         mask = jnp.asarray(mask)
@@ -182,14 +186,6 @@ def attention_fn(
 
 
 _FLAX = frozenset(inspect.signature(attention_fn).parameters)
-
-
-def _promoted(arrays, dtype, promote_dtype):
-    if promote_dtype is not None:
-        return promote_dtype(arrays, dtype=dtype)
-    if dtype is None:
-        dtype = jnp.result_type(*arrays)
-    return tuple(jnp.asarray(x, dtype) for x in arrays)
 
 
 def _prefix(mask, shape) -> tuple[jax.Array, jax.Array]:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.core
 from jax.typing import DTypeLike
 
 try:
@@ -18,6 +19,7 @@ except ImportError as _error:
     ) from _error
 
 from jaxflash._api import dot_product_attention
+from jaxflash._arguments import promoted
 from jaxflash.masks import Mask
 
 __all__ = ["MultiheadAttention"]
@@ -40,8 +42,8 @@ class MultiheadAttention(eqx.Module):
 
     Three things differ. A query that sees no key has output 0 before the output projection
     (Equinox: the mean of all values). Dropout draws other random numbers from `key`, and its rate
-    must be below 1. `mask` must be bool; for a causal mask prefer ``is_causal=True``, which reads
-    nothing from memory.
+    must be below 1 and known at trace time, as it is under `equinox.filter_jit`. `mask` must be
+    bool; for a causal mask prefer ``is_causal=True``, which reads nothing from memory.
 
     Attributes:
       query_proj: `equinox.nn.Linear`, ``query_size`` to ``num_heads * qk_size``.
@@ -189,7 +191,8 @@ class MultiheadAttention(eqx.Module):
               y = jax.vmap(one)(x)  # from (batch, T, 512) to (batch, T, 512)
         """
         if deterministic is not None:
-            warnings.warn("deterministic is deprecated: use inference", stacklevel=2)
+            # The caller of this frame is the named scope.
+            warnings.warn("deterministic is deprecated: use inference", stacklevel=3)
             inference = deterministic
         for name in ("dropout_rate", "dropout_rng", "return_residual"):
             if name in options:
@@ -203,8 +206,10 @@ class MultiheadAttention(eqx.Module):
                 f"{query.shape}, {key_.shape}, {value.shape}: map the module over a batch with "
                 "jax.vmap"
             )
-        if len(key_) != len(value):
-            raise ValueError(f"value must have the length of key_, {len(key_)}, got {len(value)}")
+        if key_.shape[0] != value.shape[0]:
+            raise ValueError(
+                f"value must have the length of key_, {key_.shape[0]}, got {value.shape[0]}"
+            )
 
         heads = (
             _project(self.query_proj, query, self.num_heads, self.qk_size),
@@ -218,8 +223,9 @@ class MultiheadAttention(eqx.Module):
                 raise ValueError(
                     f"process_heads must keep the shapes {shapes}, got {[x.shape for x in heads]}"
                 )
-        out = dot_product_attention(*heads, mask=mask, **self._dropout(key, inference), **options)
-        return jax.vmap(self.output_proj)(out.reshape(len(query), -1))
+        dropout = self._dropout(key, inference)
+        out = dot_product_attention(*promoted(*heads), mask=mask, **dropout, **options)
+        return jax.vmap(self.output_proj)(out.reshape(-1, self.num_heads * self.vo_size))
 
     def _dropout(self, key, inference) -> dict[str, Any]:
         inference = self.dropout.inference if inference is None else inference
@@ -228,8 +234,13 @@ class MultiheadAttention(eqx.Module):
             return {}
         if key is None:
             raise RuntimeError(f"dropout of {rate} needs a key, or inference=True")
+        if isinstance(rate, jax.core.Tracer):
+            raise ValueError(
+                "dropout.p must be known at trace time: use eqx.filter_jit, which leaves the "
+                "numbers of a module as they are, instead of jax.jit, which traces them"
+            )
         return dict(dropout_rate=rate, dropout_rng=key)
 
 
 def _project(linear: eqx.nn.Linear, x, heads: int, size: int) -> jax.Array:
-    return jax.vmap(linear)(x).reshape(len(x), heads, size)
+    return jax.vmap(linear)(x).reshape(-1, heads, size)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
+from jax import export
 
 import jaxflash
 from another_process import run_python
@@ -649,8 +650,51 @@ def test_multihead_attention_dropout():
     _close(eqx.nn.inference_mode(module)(x, x, x), plain)
     with pytest.raises(RuntimeError, match="needs a key"):
         module(x, x, x)
-    with pytest.warns(UserWarning, match="deterministic is deprecated"):
+    with pytest.warns(UserWarning, match="deterministic is deprecated") as warned:
         _close(module(x, x, x, deterministic=True), plain)
+    assert warned[0].filename == __file__
+    # jax.jit traces every number of a module; eqx.filter_jit does not.
+    with pytest.raises(ValueError, match=r"dropout\.p .* eqx\.filter_jit"):
+        jax.jit(lambda module: module(x, x, x, key=jax.random.key(1), inference=False))(module)
+
+
+def _widened(query, key, value):
+    return query.astype(jnp.float32), key.astype(jnp.float32), value
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "process_heads"),
+    [
+        ((jnp.bfloat16, jnp.float32, jnp.float32), None),
+        ((jnp.bfloat16, jnp.float32, jnp.bfloat16), None),
+        ((jnp.bfloat16,) * 3, _widened),
+    ],
+    ids=["query", "query and value", "process_heads"],
+)
+def test_multihead_attention_of_several_dtypes(dtypes, process_heads):
+    """Parameters in 16 bits, and not all heads: Equinox promotes in its products."""
+    inputs = [jnp.asarray(_x()[0], dtype) for dtype in dtypes]
+
+    def run(kind):
+        module = kind(HEADS, FEATURES, dtype=jnp.bfloat16, key=jax.random.key(0))
+        with jax.numpy_dtype_promotion("standard"):
+            return module(*inputs, process_heads=process_heads)
+
+    actual, expected = map(run, (jaxflash.equinox.MultiheadAttention, eqx.nn.MultiheadAttention))
+    assert actual.dtype == expected.dtype == jnp.float32
+    np.testing.assert_allclose(actual, expected, rtol=1e-2, atol=1e-3)
+
+
+def test_multihead_attention_of_symbolic_and_empty_lengths():
+    module = _multihead(jaxflash.equinox.MultiheadAttention)
+    shape = export.symbolic_shape(f"b, t, {FEATURES}")
+    run = jax.jit(jax.vmap(lambda x: module(x, x, x, is_causal=True)))
+    exported = export.export(run)(jax.ShapeDtypeStruct(shape, jnp.float32))
+    for x in (_x(), _x()[:1, :1]):
+        _close(exported.call(x), run(x))
+    empty = _x()[0, :0]
+    assert module(empty, _x()[0], _x()[0]).shape == empty.shape
+    assert not module(_x()[0], empty, empty).any()
 
 
 @pytest.mark.parametrize(
