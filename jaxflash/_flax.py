@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxflash._api import dot_product_attention
-from jaxflash._arguments import promoted
+from jaxflash._arguments import array, broadcastable, flag, promoted
 from jaxflash.masks import Mask
 
 # Flax's own words for these come by name below; a module needs an array back.
@@ -141,16 +141,15 @@ def attention_fn(
             f"{', '.join(sorted(_OPTIONS - _FLAX))}"
         )
 
-    if not isinstance(mask_is_prefix, bool):
-        raise ValueError(f"mask_is_prefix must be True or False, got {mask_is_prefix!r}")
-
+    is_causal = flag("is_causal", is_causal)
+    mask_is_prefix = flag("mask_is_prefix", mask_is_prefix)
     if promote_dtype is None:
         query, key, value = promoted(query, key, value, dtype)
     else:
         query, key, value = promote_dtype((query, key, value), dtype=dtype)
     is_array = mask is not None and not isinstance(mask, Mask)
     if is_array:
-        mask = jnp.asarray(mask)
+        mask = array("mask", mask)
         mask = mask if mask.dtype == jnp.bool_ else mask != 0
     is_prefix = None
     if mask_is_prefix and is_array and query.ndim >= 3 and query.shape[-3] == 1:
@@ -190,15 +189,8 @@ _FLAX = frozenset(inspect.signature(attention_fn).parameters)
 
 def _prefix(mask, shape) -> tuple[jax.Array, jax.Array]:
     """(keys that a mask of one query lets through, whether these are the first), (*B) each."""
-    padded = (1,) * (len(shape) - mask.ndim) + mask.shape
-    if len(padded) != len(shape) or any(
-        size not in (1, full) for size, full in zip(padded, shape, strict=True)
-    ):
-        raise ValueError(
-            f"mask_is_prefix: the mask must broadcast to (*batch, 1, 1, S) = {shape}, the same for "
-            f"all heads, got shape {mask.shape}"
-        )
-    visible = jnp.broadcast_to(mask.reshape(padded), shape)[..., 0, 0, :]
+    mask = broadcastable("mask_is_prefix: the mask", mask, shape, "(*batch, 1 for all heads, 1, S)")
+    visible = jnp.broadcast_to(mask, shape)[..., 0, 0, :]
     lengths = jnp.sum(visible, axis=-1, dtype=jnp.int32)
     numbers = jax.lax.broadcasted_iota(jnp.int32, visible.shape, visible.ndim - 1)
     return lengths, jnp.all(visible == (numbers < lengths[..., None]), axis=-1)

@@ -259,6 +259,28 @@ def test_broken_promise_of_a_prefix():
         _with_lengths(query, key, value, mask=of_heads)
     with pytest.raises(ValueError, match="mask_is_prefix must be True or False"):
         jaxflash.attention_fn(query, key, value, mask_is_prefix=1)
+    # Leading axes of one may be too many, as without the promise.
+    mask[1] = False
+    _close(
+        _with_lengths(query, key, value, mask=mask[None]),
+        jaxflash.attention_fn(query, key, value, mask=mask[None]),
+    )
+
+
+@pytest.mark.parametrize("name", ["is_causal", "mask_is_prefix"])
+def test_traced_flags_are_named(name):
+    with pytest.raises(ValueError, match=f"{name} must be known at trace time"):
+        jax.jit(lambda flag: jaxflash.attention_fn(*_qkv(), **{name: flag}))(True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [(dict(key=None), "key must be an array"), (dict(mask="causal"), "mask must be an array")],
+)
+def test_what_is_no_array_is_named(arguments, text):
+    query, key, value = _qkv()
+    with pytest.raises(ValueError, match=text):
+        jaxflash.attention_fn(**{"query": query, "key": key, "value": value, **arguments})
 
 
 def test_window_without_sides_has_no_position():
