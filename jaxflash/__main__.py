@@ -19,6 +19,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import json
+import math
 import os
 import platform
 import sys
@@ -117,7 +118,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _side(text: str) -> int | None:
-    return None if text.lower() == "none" else int(text)
+    try:
+        return None if text.lower() == "none" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"a side is a number of keys or none, got {text!r}"
+        ) from None
 
 
 def _axes(text: str) -> str:
@@ -135,6 +141,8 @@ def _calls(arguments: argparse.Namespace) -> list[_check.Call]:
     window = arguments.window
     if window is not None and len(window) > 2:
         raise ValueError(f"--window takes one side or two, got {window}")
+    if not 0 < arguments.seconds < math.inf:
+        raise ValueError(f"--seconds must be positive and finite, got {arguments.seconds:g}")
     heads = _or(arguments.heads, 16 if on_gpu else 2)
     head_size = _or(arguments.head_size, 128 if on_gpu else 64)
     batch = _or(arguments.batch, 2 if on_gpu else 1)
@@ -191,8 +199,16 @@ def _or(given: int | None, default: int) -> int:
 
 def _check_outputs(arguments: argparse.Namespace) -> None:
     """Before anything is measured."""
-    if arguments.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(f"--plot needs matplotlib: {_EXTRA}")
+    if arguments.plot is not None:
+        if importlib.util.find_spec("matplotlib") is None:
+            raise ValueError(f"--plot needs matplotlib: {_EXTRA}")
+        from matplotlib.backend_bases import FigureCanvasBase
+
+        formats = FigureCanvasBase.get_supported_filetypes()
+        if arguments.plot.suffix[1:].lower() not in formats:
+            raise ValueError(
+                f"--plot must end in one of {', '.join(formats)}, got {arguments.plot}"
+            )
     files = [arguments.plot] if arguments.plot else []
     files += [Path(arguments.json)] if arguments.json not in (None, "-") else []
     for file in files:
@@ -218,9 +234,11 @@ def _environment() -> dict[str, Any]:
 def _problems(config: _config.Config, environment: dict[str, Any]) -> list[str]:
     """What keeps the kernels of this installation from running."""
     if environment["backend"] != "gpu":
-        if config.devices:
-            return ["JAX does not use the GPU of this machine: pip install 'jax[cuda13]'"]
-        return []
+        if not config.devices:
+            return []
+        platforms = environment["variables"].get("JAX_PLATFORMS")
+        why = f"JAX_PLATFORMS={platforms}" if platforms else "pip install 'jax[cuda13]'"
+        return [f"JAX does not use the GPU of this machine: {why}"]
     if not config.kernels:
         return ["this installation has no CUDA kernels: calls take the blockwise path"]
     if not config.devices:

@@ -179,8 +179,11 @@ class Call:
         left, right = spec.left, spec.right
         row, pairs = np.arange(self.q_len), 0
         for b in range(self.batch):
-            q_len = self.q_len if self.query_lengths is None else self.query_lengths[b]
-            kv_len = self.kv_len if self.kv_lengths is None else self.kv_lengths[b]
+            q_len, kv_len = self.q_len, self.kv_len
+            if self.query_lengths is not None:
+                q_len = min(max(self.query_lengths[b], 0), q_len)
+            if self.kv_lengths is not None:
+                kv_len = min(max(self.kv_lengths[b], 0), kv_len)
             position = row + (kv_len - q_len if self.causal_alignment == "bottom_right" else 0)
             first = np.zeros_like(row)
             last = np.full_like(row, kv_len)  # excluded

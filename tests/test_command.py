@@ -12,7 +12,7 @@ import pytest
 
 import jaxflash
 from jaxflash import __main__ as command
-from jaxflash import _check
+from jaxflash import _check, _config
 
 _TINY = ["--batch", "1", "--heads", "2", "--kv-heads", "1", "--head-size", "8", "--length", "16"]
 _QUICK = [*_TINY, "--dtype", "float32", "--seconds", "0.01"]
@@ -136,6 +136,11 @@ def test_wrong_results_of_the_definition_are_no_number(monkeypatch):
         (["--implementation", "cuda", "--head-size", "400"], "cannot take this call"),
         (["--json", "no/such/folder/x.json"], "cannot write no/such/folder/x.json"),
         (["--plot", "no/such/folder/x.png"], "cannot write no/such/folder/x.png"),
+        (["--plot", "times.txt"], "--plot must end in"),
+        (["--plot", "times"], "--plot must end in"),
+        (["--window", "x"], "--window: a side is a number of keys or none, got 'x'"),
+        (["--seconds", "nan"], "--seconds must be positive and finite, got nan"),
+        (["--seconds", "0"], "--seconds must be positive and finite, got 0"),
     ],
 )
 def test_wrong_arguments(monkeypatch, capsys, arguments, text):
@@ -156,6 +161,8 @@ def test_wrong_arguments(monkeypatch, capsys, arguments, text):
         dict(local_window_size=(None, 1), kv_lengths=(13, 5), query_lengths=(12, 3)),
         dict(causal_alignment="bottom_right", local_window_size=(4, 0), kv_lengths=(13, 5)),
         dict(segments=3, is_causal=True),
+        dict(query_lengths=(100, -3), kv_lengths=(100, 5)),
+        dict(is_causal=True, causal_alignment="bottom_right", kv_lengths=(100, -3)),
     ],
 )
 def test_flops_count_what_is_visible(options):
@@ -185,6 +192,17 @@ def test_error_on_a_slice_of_rows(monkeypatch):
     call = dataclasses.replace(call, causal_alignment="bottom_right")
     ours, *_ = _check.measure(call, "forward", None, 0.01)
     assert ours["error"] is None
+
+
+def test_gpu_that_jax_does_not_use(monkeypatch):
+    config = dataclasses.replace(_config.config(), devices=(_config.Device("a GPU", (9, 0), 1),))
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    (problem,) = command._problems(config, command._environment())
+    assert "pip install 'jax[cuda13]'" in problem
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    (problem,) = command._problems(config, command._environment())
+    assert problem.endswith("JAX_PLATFORMS=cpu")
 
 
 def test_paths():
