@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import matplotlib
 import numpy as np
 import optax
+from matplotlib.backend_bases import FigureCanvasBase
 from tqdm import tqdm
 
 matplotlib.use("Agg")  # no display is needed
@@ -147,7 +148,11 @@ def _options(description: str) -> argparse.Namespace:
         "--no-compare", dest="compare", action="store_false", help="leave out the plain jnp run"
     )
     options = parse(own)
-    try:  # before the training, not after it
+    # Before the training, not after it.
+    formats = FigureCanvasBase.get_supported_filetypes()
+    if options.output.suffix[1:].lower() not in formats:
+        own.error(f"--output {options.output}: must end in one of {', '.join(formats)}")
+    try:
         options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.open("ab").close()
     except OSError as error:

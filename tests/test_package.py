@@ -101,6 +101,21 @@ def test_example_finds_its_module(name, how, tmp_path):
     assert "--steps" in done.stdout
 
 
+@pytest.mark.parametrize("output", ["curves.txt", "curves"])
+def test_example_refuses_a_plot_that_it_cannot_write(output, tmp_path):
+    """Before it trains."""
+    done = subprocess.run(
+        [sys.executable, "-P", _ROOT / "examples" / "train_gpt_flax.py", "--steps", "1",
+         "--batch", "1", "--layers", "1", "--width", "8", "--heads", "1", "--no-compare",
+         "--output", output],
+        capture_output=True, text=True, check=False, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert f"--output {output}: must end in one of" in done.stderr
+    assert "parameters" not in done.stdout
+    assert not (tmp_path / output).exists()
+
+
 def test_import_starts_no_backend():
     run_python(
         "import jaxflash; from jax._src import xla_bridge; "
