@@ -144,7 +144,7 @@ def _reasons_against_program(spec: AttentionSpec, operands: Operands) -> tuple[s
         program = _kernel_program.make(spec, operands, "forward", always)
     except NotPrintable as reason:
         parts = spec.program.parts if spec.program is not None else ()
-        if spec.predicate is not None:
+        if spec.predicate is not None or operands.mask is not None:
             parts = (*parts, "mask")
         return (f"{' with '.join(parts) or 'the call'} {reason}",)
     if program is None:

@@ -568,6 +568,32 @@ def _workspace_bytes(batch, q_len, kv_len, heads, kv_heads, left=1 << 30, right=
 
 
 @needs_kernels
+@pytest.mark.parametrize(
+    ("option", "dtype", "reason"),
+    [
+        ("bias", np.float32, "bias depends on a symbolic size, s"),
+        ("mask", np.bool_, "mask depends on a symbolic size, s"),
+        ("segment_ids", np.int32, "key length of segments or packed sequences s: "),
+    ],
+)
+def test_arrays_over_symbolic_lengths_are_reasons(option, dtype, reason):
+    scope = export.SymbolicScope()
+    query, key, row = (
+        jax.ShapeDtypeStruct(export.symbolic_shape(shape, scope=scope), dtype)
+        for shape, dtype in (
+            ("b, 3, 8, 64", jnp.bfloat16),
+            ("b, s, 2, 64", jnp.bfloat16),
+            ("b, s" if option == "segment_ids" else "b, 1, 1, s", dtype),
+        )
+    )
+    array = row
+    if option == "segment_ids":
+        array = jax.ShapeDtypeStruct(query.shape[:2], dtype), row
+    first, *_ = jaxflash.supported(query, key, key, **{option: array})
+    assert first.startswith(reason)
+
+
+@needs_kernels
 @pytest.mark.parametrize("heads", [(1, 1), (8, 2), (64, 8), (128, 128)])
 def test_export_for_cuda_with_symbolic_lengths(heads):
     """The workspace is enough for every batch and length that the program may be called with."""

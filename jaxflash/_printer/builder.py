@@ -157,8 +157,10 @@ class Builder:
             _refuse(eqn, "works on arrays")
         if math.prod(out.shape) != 1:
             _refuse(eqn, "makes an array")
+        if name == "dim_as_value":
+            raise NotPrintable(f"depends on a symbolic size, {eqn.params['dim']}")
         if not eqn.invars:
-            _refuse(eqn, "has no operands, a size that is symbolic")
+            _refuse(eqn, "has no operands")
         args = [self._scalar(atom, eqn) for atom in eqn.invars]
         dtype = _computed_in(out)
         narrow = dtype in FLOATS and (name == "select_n" or name in _PASSED_ON)
