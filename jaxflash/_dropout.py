@@ -115,12 +115,14 @@ def keep(seed, rate: float, batch, head, row, first_column, num_columns: int):
     shared = (words[1] * np.uint32(_INVERSE)) >> np.uint32(32 - _SHARED)
     limit = (np.uint32(threshold(rate)) + shared) >> np.uint32(_SHARED)
     upper_half = row // np.uint32(8) % np.uint32(2) * np.uint32(16)
-    # Four calls decide on eight columns and on the eight after them, in pairs.
-    kept = [
-        [((word >> (upper_half + np.uint32(byte))) & np.uint32(0x7F)) >= limit for word in words]
-        for byte in (0, 8)
-    ]
-    kept = [jnp.stack(pair, axis=-1).reshape(*pair[0].shape[:-1], groups, 8) for pair in kept]
-    kept = jnp.stack(kept, axis=-2)
+
+    # Four calls decide on eight columns and on the eight after them, in pairs. An axis that is only
+    # split or only joined may be next to others that are sharded explicitly.
+    def of_groups(word, byte):
+        kept = ((word >> (upper_half + np.uint32(byte))) & np.uint32(0x7F)) >= limit
+        return kept.reshape(*kept.shape[:-1], groups, 4)
+
+    kept = [jnp.stack([of_groups(word, byte) for word in words], axis=-1) for byte in (0, 8)]
+    kept = jnp.stack(kept, axis=-3)
     kept = kept.reshape(*kept.shape[: rank - 1], groups * _COLUMNS)
     return jax.lax.dynamic_slice_in_dim(kept, skipped, num_columns, axis=rank - 1)

@@ -1047,6 +1047,22 @@ def test_dropout_in_shard_map(key_is_split):
     _close(jax.jit(run)(query, key, value, rng), jnp.concatenate(expected))
 
 
+def test_dropout_keys_of_each_example_on_an_explicit_mesh():
+    """As Equinox's modules are mapped: keys are split like the examples."""
+    query, keys = _qkv(B)[0], jax.random.split(jax.random.key(0), B)
+
+    def run(query, keys):
+        def attend(x, key):
+            return jaxflash.dot_product_attention(x, x, x, dropout_rate=0.3, dropout_rng=key)
+
+        return jax.grad(lambda query: jnp.sum(jnp.sin(jax.vmap(attend)(query, keys))))(query)
+
+    placed = _sharded((query, keys), _explicit_mesh(), ("b",), ("b",))
+    with jax.set_mesh(_explicit_mesh()):
+        actual = jax.jit(run)(*placed)
+    _close(actual, run(*_on_cpu([query, keys])))
+
+
 @pytest.mark.usefixtures("cpu")
 @pytest.mark.parametrize("ids_spec", [(), ("b",)], ids=["whole ids", "split ids"])
 def test_segments_on_an_explicit_mesh(ids_spec):
