@@ -168,7 +168,8 @@ class MultiheadAttention(eqx.Module):
           deterministic: deprecated name of `inference`.
           process_heads: function of the projected query ``(T, num_heads, qk_size)``, key
             ``(S, num_kv_heads, qk_size)`` and value ``(S, num_kv_heads, vo_size)`` that returns the
-            three with the same shapes, for instance with rotary embeddings.
+            three with the same shapes, for instance with rotary embeddings. Heads of several dtypes
+            are cast to their common one.
           **options: of `jaxflash.dot_product_attention`, for this one example:
             ``is_causal=True``, ``local_window_size``, ``bias`` broadcastable to
             ``(num_heads, T, S)``, ``segment_ids`` ``(T,)``, ``sink`` ``(num_heads,)``,
