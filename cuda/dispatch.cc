@@ -279,6 +279,12 @@ Status jaxflash_forward(const ForwardParams* params, CUstream_st* stream) {
 }
 
 Status jaxflash_backward(const BackwardParams* params, CUstream_st* stream) {
+  if (params->diagonal_sum_bytes > 0) {
+    const auto bytes = static_cast<size_t>(params->diagonal_sum_bytes);
+    const Status status = jaxflash::cuda_status(
+        cudaMemsetAsync(params->diagonal_sums.data, 0, bytes, stream), "clearing sums");
+    if (!status.ok()) return status;
+  }
   return jaxflash::launch(jaxflash::kBackward, "backward", jaxflash::with_query_heads(*params),
                           stream);
 }

@@ -53,11 +53,11 @@ struct LoadedKernel {
 // Gradients of captures that a backward kernel computes beside those of q, k and v: the others take
 // kernels of their own.
 struct GradientsBeside {
-  bool key_sums;  // BackwardParams::key_sums
-  bool stored;    // BackwardParams::stored
+  bool sums;    // BackwardParams::key_sums, diagonal_sums
+  bool stored;  // BackwardParams::stored
 
   bool has(const CaptureLoad& load) const {
-    return load.is_key_sum() ? key_sums : load.stored && stored;
+    return load.is_summed() ? sums : load.stored && stored;
   }
 };
 

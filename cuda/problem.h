@@ -133,13 +133,16 @@ struct CaptureLoad {
   bool scatter;        // another index depends on the row or the column: nothing is owned
   bool narrow;         // the gradient has the capture's 16-bit dtype: every element is stored once
   bool stored;         // it is that of the score, see StoredGradient
+  bool summed;         // backward kernels that can compute it themselves do; no other load of it is
 
   bool is_key_sum() const { return capture < 0; }
+  // By the backward kernel, if that sums.
+  bool is_summed() const { return summed || is_key_sum(); }
 };
 
 // A sum over the queries for each head and key of a batch element, BackwardParams::key_sums: the
 // gradient of an array (N, S) for each batch element, had one been read.
-inline constexpr CaptureLoad kKeySumLoad = {-1, 2, -1, 1, false, false, false};
+inline constexpr CaptureLoad kKeySumLoad = {-1, 2, -1, 1, false, false, false, true};
 
 // Where the gradient of a capture goes: (*B, its own axes).
 struct CaptureGradientArray {
@@ -219,6 +222,9 @@ struct BackwardParams {
   // The program's sums over the queries, (*B, N, S) dense, where it has them: see program.cuh.
   float* key_sums[kMaxKeySums];
   StoredGradient stored;  // of the program's, likewise
+  // Where it sums along diagonals: what these are added to, float32, and how many bytes that has.
+  CaptureGradientArray diagonal_sums;
+  int64_t diagonal_sum_bytes;
 };
 
 }  // namespace jaxflash

@@ -126,7 +126,7 @@ def _start_capture(program: KernelProgram | None) -> np.int64:
 def _gradient_attributes(gradients: KernelGradients | None) -> dict:
     # cuda/ffi/call.h: GradientAttributes.
     numbers = [
-        (x.capture, x.query_axis, x.key_axis, x.scatter, x.narrow, x.stored)
+        (x.capture, x.query_axis, x.key_axis, x.scatter, x.narrow, x.stored, x.summed)
         for x in (() if gradients is None else gradients.loads)
     ]
     return dict(

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from jaxflash._printer.cuda import KeyLoad, Load, Printed, PrintedGradients
 
 
+# Backward kernels for larger head sizes divide a tile of keys between blocks.
+_MAX_SUMMED_HEAD_DIM = 128
+
+
 class KernelProgram(NamedTuple):
     """A score program, with sink and dropout, for the kernels.
 
@@ -134,6 +138,7 @@ def _program(
     printed = _printed(
         program, predicates, is_difference, sink_dtype, drops, paired, starts, moving, words,
         pass_ == "backward", wanted, _sizes(operands, wanted), _storable(operands, wanted),
+        pass_ == "backward" and _sums_diagonals(spec, operands),
     )  # fmt: skip
     if isinstance(printed, NotPrintable):
         raise printed
@@ -165,7 +170,7 @@ def gradients(
     starts = paired if _divides_by_scale(spec) else ()
     printed = _printed_gradients(
         program, predicates, tuple(wanted), lengths, is_difference, dropout, paired, starts,
-        _sizes(operands, wanted), _storable(operands, wanted),
+        _sizes(operands, wanted), _storable(operands, wanted), _sums_diagonals(spec, operands),
     )  # fmt: skip
     if isinstance(printed, NotPrintable):
         raise printed
@@ -206,6 +211,14 @@ def _storable(operands: Operands, wanted: Sequence[int]) -> tuple[int, ...]:
         )
 
     return tuple(i for i in wanted if is_storable(operands.captures[i]))
+
+
+def _sums_diagonals(spec: AttentionSpec, operands: Operands) -> bool:
+    """Whether the backward kernel may add sums along diagonals to a gradient: in no fixed order. On
+    Hopper, pairs of blocks cannot."""
+    sizes = operands.query.shape[-1], operands.value.shape[-1]
+    fits = all(isinstance(n, int) and n <= _MAX_SUMMED_HEAD_DIM for n in sizes)
+    return fits and not spec.deterministic_backward
 
 
 def gradient_of_sum(load: KeyLoad, x, capture):
@@ -305,6 +318,7 @@ def _printed(
     wanted: tuple[int, ...],
     sizes: tuple[tuple[str, Any], ...],
     storable: tuple[int, ...],
+    sums_diagonals: bool,
 ) -> Printed | NotPrintable:
     from jaxflash._printer import cuda  # a tenth of the time of `import jaxflash`
 
@@ -323,6 +337,7 @@ def _printed(
             wanted=wanted,
             sizes=dict(sizes),
             storable=storable,
+            sums_diagonals=sums_diagonals,
         )
     except NotPrintable as reason:
         return reason
@@ -340,6 +355,7 @@ def _printed_gradients(
     starts: tuple[int, ...],
     sizes: tuple[tuple[str, Any], ...],
     storable: tuple[int, ...],
+    sums_diagonals: bool,
 ) -> PrintedGradients | NotPrintable:
     from jaxflash._printer import cuda  # a tenth of the time of `import jaxflash`
 
@@ -355,6 +371,7 @@ def _printed_gradients(
             starts=starts,
             sizes=dict(sizes),
             storable=storable,
+            sums_diagonals=sums_diagonals,
         )
     except NotPrintable as reason:
         return reason

@@ -14,10 +14,14 @@ struct Program {{
   static constexpr bool kHasSink = {has_sink};
   static constexpr bool kDrops = {drops};
   static constexpr bool kSharesLoads = false;
+  static constexpr bool kSharesDiagonals = false;
+  static constexpr bool kHasDiagonals = false;
   static constexpr bool kCapturesMove = {captures_move};
   static constexpr bool kStarts = false;
   static constexpr int kKeySums = 0;
   static constexpr bool kStoresGradient = false;
+  static constexpr bool kSumsDiagonals = false;
+  static constexpr bool kSumsBuckets = false;
   struct Head {{
     float scale;
     float value;
@@ -26,6 +30,7 @@ struct Program {{
     {row_members}
   }};
   struct Column {{}};
+  struct Diagonal {{}};
   __device__ __forceinline__ static Head head(const Captures& captures, const Problem& problem,
                                               int64_t batch, int b, int h) {{
     return {{problem.scale * kLog2E, {head_value}}};

@@ -87,6 +87,20 @@ def _relative_table(score, b, h, q, kv, table):
     return score + table[h, jnp.clip(q - kv, -half, half) + half]
 
 
+def _distances(score, b, h, q, kv, table):
+    return score + table[h, q - kv + table.shape[1] // 2]
+
+
+def _distances_of_batch(score, b, h, q, kv, table):
+    offset = kv - q + (table.shape[2] // 2 - 1)
+    return 5.0 * jnp.tanh((score - 2.0 * table[b, h // 2, offset]) / 5.0)
+
+
+def _few_distances(score, b, h, q, kv, table):
+    """Indices beyond both ends: negative ones count from the end, then all are clamped."""
+    return score + table[h, q - kv + 20].astype(jnp.float32)
+
+
 def _buckets(score, b, h, q, kv, table):
     distance = jnp.maximum(q - kv, 0)
     large = 4 + (jnp.log(jnp.maximum(distance, 1) / 4.0) * 2.0).astype(jnp.int32)
@@ -213,6 +227,12 @@ SCORE_MODS = {
         _row(_dense_bias_by_parts, _full),
         _row(_key_bias, lambda s, r: {"bias": _normal(r, s.batch, s.kv_len, dtype="bfloat16")}),
         _row(_relative_table, lambda s, r: {"table": _normal(r, s.heads, 21)}),
+        _row(_distances, lambda s, r: {"table": _normal(r, s.heads, s.q_len + s.kv_len + 2)}),
+        _row(
+            _distances_of_batch,
+            lambda s, r: {"table": _normal(r, s.batch, s.heads, 2 * max(s.q_len, s.kv_len))},
+        ),
+        _row(_few_distances, lambda s, r: {"table": _normal(r, s.heads, 45, dtype="bfloat16")}),
         _row(_buckets, lambda s, r: {"table": _normal(r, s.heads, 10, dtype="float16")}),
         _row(_documents, _ids),
         _row(_documents_finite, _ids),

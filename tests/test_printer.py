@@ -63,6 +63,24 @@ void evaluate(int64_t points, const jaxflash::Captures& captures, jaxflash::Prob
       const float start = P::start(head, row, column, q[i], kv[i], distance[i], neighbour);
       started[i] = (start + s[i]) * (problem.scale * 1.4426950408889634f);
     }
+    if constexpr (P::kHasDiagonals) {
+      // From the diagonal three before, where both are inside.
+      const int difference = q[i] - kv[i];
+      if (P::inside(head, difference - 3, difference)) {
+        const auto diagonal = P::diagonal(head, difference - 3);
+        float also = 0.f;
+        const float same =
+            P::logit_and_slope(head, row, column, q[i], kv[i], distance[i], s[i], &also,
+                               diagonal, 3);
+        if (same != logit[i] || also != slope[i]) alone[i] = NAN;
+        if constexpr (P::kUnitSlope) {
+          const float addend = P::addend(head, row, column, q[i], kv[i], distance[i]);
+          if (addend != P::addend(head, row, column, q[i], kv[i], distance[i], diagonal, 3)) {
+            alone[i] = NAN;
+          }
+        }
+      }
+    }
     if constexpr (P::kMasks) {
       const bool visible = P::visible(head, row, column, q[i], kv[i], distance[i]);
       if (!visible) alone[i] = logit[i] = added[i] = started[i] = -INFINITY;
@@ -207,6 +225,16 @@ def test_indices_of_ragged_tiles_are_safe(compiled, name):
     function, printed, captures = programs[name]
     points = _points(np.random.default_rng(2), beyond=50)
     _check(library, list(programs).index(name), printed, captures, function, points)
+
+
+def test_loads_along_diagonals(compiled):
+    """Whose elements share them, and whose indices are the distance but for what heads know."""
+    _, programs = compiled
+    distances = {"distances", "distances-of-batch", "few-distances"}
+    sources = {name: printed.source for name, (_, printed, _) in programs.items()}
+    assert {x for x, text in sources.items() if "kHasDiagonals = true" in text} == distances
+    sharing = {x for x, text in sources.items() if "kSharesDiagonals = true" in text}
+    assert sharing == distances | {"relative-table", "buckets"}
 
 
 # ---- Masks ---------------------------------------------------------------------------------------
@@ -485,6 +513,101 @@ def test_rounded_differences_are_not_summed_along_diagonals():
         )
         (load,) = gradients.loads
         assert (load.scatter, load.diagonal) == (True, diagonal)
+
+
+_SUM_ALONG = """
+#include "program.h"
+#define P jaxflash::ProgramNUMBER
+extern "C" void accumulate_NUMBER(int64_t points, const jaxflash::Captures* captures, float scale,
+    const int* b, const int* h, const int* q, const int* kv, const float* distance, const float* s,
+    const float* weights, double* gradient) {
+  const jaxflash::Problem problem = {scale};
+  for (int64_t i = 0; i < points; ++i) {
+    const auto head = P::head(*captures, problem, b[i], b[i], h[i]);
+    const auto row = P::row(head, q[i]);
+    const auto column = P::column(head, kv[i]);
+    float slope = 0.f;
+    P::logit_and_slope(head, row, column, q[i], kv[i], distance[i], s[i], &slope);
+    // Any element of the diagonal says which one it is.
+    const int further = q[i] < 7 ? 3 : -7;
+    const int64_t index =
+        P::diagonal_index(head, P::row(head, q[i] + further), P::column(head, kv[i] + further),
+                          q[i] + further, kv[i] + further, distance[i]);
+    gradient[index] += double{weights[i]} * slope * P::diagonal_weight(head);
+  }
+}
+#undef P
+"""
+_SUMMED = {"distances": False, "distances-of-batch": False, "few-distances": False,
+           "relative-table": True, "buckets": True}  # fmt: skip
+
+
+def test_sums_along_diagonals(tmp_path):
+    """What the backward kernel adds up makes the gradient; buckets have several diagonals."""
+    if _COMPILER is None:
+        pytest.skip("needs a C++ compiler")
+    text, captures_of = [], {}
+    for number, (name, row) in enumerate(SCORE_MODS.items()):
+        arrays = jax.tree.map(jnp.asarray, row.arrays(_SIZES, np.random.default_rng(0)))
+        program, captures = _traced(row.bind(arrays))
+        floats = [i for i, x in enumerate(captures) if jnp.issubdtype(x.dtype, jnp.floating)]
+        options = dict(distance_is_difference=True, sums_diagonals=True)
+        printed = cuda.print_program(program, wanted=floats, **options)
+        summed = "kSumsDiagonals = true" in printed.source
+        gradients = cuda.print_gradients(program, floats, lengths=_LENGTHS, **options)
+        assert [x.summed for x in gradients.loads].count(True) == summed
+        assert summed == (name in _SUMMED), name
+        if summed:
+            assert ("kSumsBuckets = true" in printed.source) == _SUMMED[name]
+            text.append(f"#define Program Program{number}\n{printed.source}\n#undef Program")
+            text.append(_SUM_ALONG.replace("NUMBER", str(number)))
+            captures_of[name] = number, arrays["table"], captures
+    library = _library(['#include "program.h"', *text], tmp_path)
+    indices, s = _points(np.random.default_rng(3))
+    weights = np.random.default_rng(4).standard_normal(_POINTS).astype(np.float32)
+    q, kv = indices[2:]
+    for name, (number, table, captures) in captures_of.items():
+        captures = [np.ascontiguousarray(x) for x in captures]
+
+        def weighted(x, name=name):
+            function = SCORE_MODS[name].bind({"table": x})
+            logits = jax.vmap(function)(jnp.float32(_SCALE) * s, *indices)
+            return jnp.sum(logits * weights)
+
+        with jax.default_device(jax.devices("cpu")[0]):
+            expected = np.asarray(jax.grad(weighted)(table.astype(jnp.float32)))
+        gradient = np.zeros(table.shape, np.float64)
+        arrays = (*indices, (q - kv).astype(np.float32), s, weights, gradient)
+        getattr(library, f"accumulate_{number}")(
+            ctypes.c_int64(len(s)),
+            _given(captures),
+            ctypes.c_float(_SCALE),
+            *(x.ctypes.data_as(ctypes.c_void_p) for x in arrays),
+        )
+        np.testing.assert_allclose(gradient, expected, rtol=2e-3, atol=1e-3, err_msg=name)
+
+
+def test_one_load_is_summed_along_diagonals():
+    """The first whose capture has no other, and whose factor of d score a head knows."""
+    table, other = (jnp.ones((_SIZES.heads, 99), jnp.float32) for _ in range(2))
+    for function, summed in (
+        (lambda s, b, h, q, kv: s + table[h, q - kv + 40] + other[h, kv - q + 40], [True, False]),
+        (lambda s, b, h, q, kv: s + table[h, q - kv + 40] * h.astype("float32"), [True]),
+        (lambda s, b, h, q, kv: s + table[h, q - kv + 40] + table[h, kv - q + 40], [False, False]),
+        (lambda s, b, h, q, kv: s + table[h, q - kv + 40] * kv.astype("float32"), [False]),
+        (lambda s, b, h, q, kv: s * table[h, q - kv + 40], [False]),
+        (lambda s, b, h, q, kv: s + table[h, q + kv], [False]),
+        (lambda s, b, h, q, kv: 9.0 * jnp.tanh(s) + table[h, q - kv + 40], [False]),
+    ):
+        program, captures = _traced(function)
+        gradients = cuda.print_gradients(
+            program,
+            range(len(captures)),
+            lengths=_LENGTHS,
+            distance_is_difference=True,
+            sums_diagonals=True,
+        )
+        assert [x.summed for x in gradients.loads] == summed
 
 
 def test_what_has_no_derivative_has_no_load():

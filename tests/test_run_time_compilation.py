@@ -365,6 +365,34 @@ def test_sums_over_queries_on_hopper(head_dim, name, mask):
         assert compiled.spilled == 0, compiled
 
 
+_TABLES = {
+    "table": lambda s, b, h, q, kv, x: s + x[h, q - kv + 64],
+    "reversed": lambda s, b, h, q, kv, x: s + x[h, kv - q + 64],
+    "clipped": lambda s, b, h, q, kv, x: s + x[h, jnp.clip(q - kv, -9, 9) + 9],
+    "soft cap": lambda s, b, h, q, kv, x: 30.0 * jnp.tanh((s + x[h, q - kv + 64]) / 30.0),
+}
+
+
+@pytest.mark.parametrize("mask", [0, 1, 2], ids=["band", "ranges", "segments"])
+@pytest.mark.parametrize("name", _TABLES)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_tables_of_distances_on_hopper(head_dim, name, mask):
+    qkv = 3 * (jnp.zeros((2, 64, 2, head_dim), jnp.bfloat16),)
+    table = jnp.zeros((2, 128), jnp.float32)
+    call = _api.described(*qkv, score_mod=lambda *xs: _TABLES[name](*xs, table))
+    for pass_name, wanted in (("forward", ()), ("backward", ()), ("backward", (0,))):
+        program = _kernel_program.make(*call, pass_name, wanted=wanted)
+        assert program is not None
+        sums = len(wanted) > 0
+        assert f"kSumsDiagonals = {'true' if sums else 'false'};" in program.source
+        compiled = _program(
+            program.source, pass_name=pass_name, head_dim=head_dim, mask=mask, **_H200
+        )
+        assert not compiled.serialised, compiled
+        bound = 152 if (name, mask) == ("soft cap", 2) else 64  # as of sums over queries
+        assert compiled.spilled <= bound + _MORE_SPILLS, compiled
+
+
 @pytest.mark.parametrize("name", ["keys", "slopes", "soft cap"])
 def test_sums_over_queries_elsewhere(name):
     """The backward kernel leaves them to that of gradients, as it does where TMA cannot read."""
@@ -737,8 +765,7 @@ def test_gradients_of_captures_on_hopper(load, math, head_dim, keys, options):
     )
     narrow = "lengths" in options and options["lengths"] == _NARROW
     assert printed.loads[0].narrow == narrow
-    staging = "kDiagonals" if printed.loads[0].scatter else "kSums"
-    staging = options.get("staging", "kTiles" if load == "bias" else staging)
+    staging = options.get("staging", "kTiles" if load == "bias" else "kSums")
     tile = f"{_S90}CaptureGradientTile<{keys}>, {_S90}GradientStaging::{staging}"
     compiled = _compiled_gradient(
         printed,
@@ -1108,13 +1135,14 @@ _STAGES = """if True:
     instantiate("forward", program=program, problem=ranges)
     refused("no ranges", "paged", program=program, problem=ranges)
     one = dict(program=program, capture_ranks=np.array([2], np.int64), gradient_program=program)
-    instantiate("backward", **one, gradient_loads=np.array([0, 0, 1, 0, 0, 0], np.int64))
-    instantiate("backward", **one, gradient_loads=np.array([0, 0, 1, 0, 1, 1], np.int64))
+    for loads in ([0, 0, 1, 0, 0, 0, 0], [0, 0, 1, 0, 1, 1, 0], [0, -1, -1, 1, 0, 0, 1]):
+        instantiate("backward", **one, gradient_loads=np.array(loads, np.int64))
     for loads in (
-        [0], [0, 0, 1, 0, 0], [1, 0, 1, 0, 0, 0], [-1, 0, 1, 0, 0, 0], [0, 2, 1, 0, 0, 0],
-        [0, 0, -2, 0, 0, 0], [0, 0, 1, 0, 0, 1], [0, 0, 1, 1, 1, 1], [0, 1, 0, 0, 1, 1],
-        [0, 0, -1, 0, 1, 1],
-    ):
+        [0], [0, 0, 1, 0, 0, 0], [1, 0, 1, 0, 0, 0, 0], [-1, 0, 1, 0, 0, 0, 0],
+        [0, 2, 1, 0, 0, 0, 0], [0, 0, -2, 0, 0, 0, 0], [0, 0, 1, 0, 0, 1, 0],
+        [0, 0, 1, 1, 1, 1, 0], [0, 1, 0, 0, 1, 1, 0], [0, 0, -1, 0, 1, 1, 0],
+        [0, 0, 1, 0, 0, 0, 1], [0, -1, -1, 1, 1, 0, 1], 2 * [0, -1, -1, 1, 0, 0, 1],
+    ):  # fmt: skip
         refused("unknown loads", "backward", **one, gradient_loads=np.array(loads, np.int64))
     instantiate("backward", **one, key_sums=np.int64(2))
     for count in (-1, 3):

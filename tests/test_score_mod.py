@@ -546,7 +546,7 @@ def test_gradients_of_captures_are_results_of_the_custom_call():
     # Bias (4, 1, 16, 16) has a tile of rows and columns, the table (8, 15) an index of q - kv.
     (backward,), blockwise = gradient((0, 3, 4, 5))
     assert "xui8>, tensor<4x16x16xf32>, tensor<1x8x15xf32>)" in backward
-    assert "gradient_loads = dense<[0, 0, 1, 0, 0, 0, 1, -1, -1, 1, 0, 0]>" in backward
+    assert "gradient_loads = dense<[0, 0, 1, 0, 0, 0, 0, 1, -1, -1, 1, 0, 0, 0]>" in backward
     assert not blockwise
     (backward,), blockwise = gradient((3,))
     assert "xui8>, tensor<4x16x16xf32>)" in backward
@@ -586,7 +586,7 @@ def test_gradients_that_the_backward_kernel_stores():
 
     for options in ({}, dict(logits_soft_cap=2.0), dict(is_causal=True)):
         call = gradient((4, 8, 16, 16), **options)
-        assert "gradient_loads = dense<[0, 1, 2, 0, 1, 1]>" in call
+        assert "gradient_loads = dense<[0, 1, 2, 0, 1, 1, 0]>" in call
         assert "kStoresGradient = true" in call
         assert "xui8>, tensor<4x8x16x16xbf16>)" in call
     # Sums over batch elements or heads, another dtype, or what is multiplied.
@@ -598,7 +598,7 @@ def test_gradients_that_the_backward_kernel_stores():
     ):
         call = gradient(*args, **options)
         assert "kStoresGradient = false" in call
-        assert call.split("gradient_loads = dense<")[1].split("]")[0].endswith(", 0, 0")
+        assert call.split("gradient_loads = dense<")[1].split("]")[0].endswith(", 0, 0, 0")
 
 
 @_needs_kernels

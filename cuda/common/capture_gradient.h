@@ -29,15 +29,9 @@ struct FragmentTile {
                     kColBlocks % 2 == 0,
                 "whole fragments");
 
-  // 16 rows of a warp's part, where diagonals are summed; or sums of warps on their way to the
-  // block's.
-  static constexpr int kPitch = 8 * kColBlocks + 8;  // conflict-free for fragments and diagonals
-  static constexpr int kDiagonalFloats = 16 * kPitch;
-  static constexpr int staging_floats(bool scatters) {
-    return scatters                                ? kThreads / 32 * kDiagonalFloats
-           : kRows * kKeyWarps > kKeys * kRowWarps ? kRows * kKeyWarps
-                                                   : kKeys * kRowWarps;
-  }
+  // Of sums of warps on their way to the block's.
+  static constexpr int kStagingFloats =
+      kRows * kKeyWarps > kKeys* kRowWarps ? kRows * kKeyWarps : kKeys * kRowWarps;
 };
 
 // What the kernel is told.

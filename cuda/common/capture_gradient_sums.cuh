@@ -8,8 +8,8 @@
 // batch elements that read its piece, keeps the sum in registers and stores it once. Where there
 // are fewer pieces than a GPU has room for, the work of a piece is divided into parts, whose blocks
 // add to it: in any order, or in turns. A load whose index depends on rows and columns in another
-// way is summed along the diagonals, if the index has one value there, and added to the gradient by
-// atomics.
+// way is summed along the diagonals of a warp's part of a tile, if the index has one value there,
+// and added to the gradient by atomics.
 //
 // `Load`, printed with the program:
 //
@@ -27,6 +27,7 @@
 #pragma once
 
 #include "common/capture_gradient_walk.cuh"
+#include "common/diagonal_sums.cuh"
 #include "common/element.cuh"
 #include "common/memory_order.cuh"
 #include "common/thread.cuh"
@@ -96,7 +97,7 @@ class CaptureSums {
  public:
   using Walk = GradientWalk<Mask, Program, Load, Tile::kRows, Tile::kKeys>;
 
-  // `staging`: Tile::staging_floats(Load::kScatter) floats of shared memory.
+  // `staging`: Tile::kStagingFloats of shared memory.
   __device__ __forceinline__ CaptureSums(const Problem& problem, const Captures& captures,
                                          const CaptureGradient& plan, float* staging)
       : problem_(problem), captures_(captures), plan_(plan), staging_(staging) {}
@@ -111,14 +112,14 @@ class CaptureSums {
 
   // Takes what the elements of an item, from `first` on, contribute, and first 0 for what is not
   // visible: selected, not multiplied, so that whatever a masked element became, NaN included, is
-  // replaced.
-  template <class Elements>
-  __device__ __forceinline__ void add(const GradientPiece& piece, const GradientItem& item,
+  // replaced. `head`: a call returns what the program knows of the item's.
+  template <class Head, class Elements>
+  __device__ __forceinline__ void add(const GradientItem& item, const Head& head,
                                       const FirstElement& first, int warp,
                                       const Elements& elements) {
-    hide(item, first, warp, elements);
+    hide(item, head, first, warp, elements);
     if constexpr (Load::kScatter) {
-      scatter(piece, item, first, warp, elements);
+      scatter(item, head(), first, warp, elements);
     } else {
 #pragma unroll
       for (int m = 0; m < Tile::kRowTiles; ++m) {
@@ -199,18 +200,13 @@ class CaptureSums {
       const GradientPiece& piece) const {
     return {static_cast<typename Load::Result*>(plan_.data) + piece.offset,
             plan_.adds || (plan_.turns != nullptr && piece.part > 0),
-            Load::kScatter || (plan_.turns == nullptr && plan_.parts > 1)};
+            plan_.turns == nullptr && plan_.parts > 1};
   }
 
-  __device__ __forceinline__ auto program_head(const GradientItem& item) const {
-    return Program::head(captures_, problem_, item.batch,
-                         batch_number(captures_, problem_, item.batch),
-                         head_number(captures_, item.head));
-  }
-
-  template <class Elements>
-  __device__ __forceinline__ void hide(const GradientItem& item, const FirstElement& first,
-                                       int warp, const Elements& elements) const {
+  template <class Head, class Elements>
+  __device__ __forceinline__ void hide(const GradientItem& item, const Head& head_of,
+                                       const FirstElement& first, int warp,
+                                       const Elements& elements) const {
     const Mask mask(problem_, item.batch);
     const int row_begin = item.first_row + warp_row(warp);
     const int key_begin = item.first_key + warp_key(warp);
@@ -218,7 +214,7 @@ class CaptureSums {
                   {key_begin, key_begin + 8 * Tile::kColBlocks})) {
       return;
     }
-    const auto head = program_head(item);
+    const auto& head = head_of();
     const int diagonal = diagonal_of(item);
     const auto shows = [&](int row, int key) {
       if constexpr (Program::kMasks) {
@@ -265,48 +261,40 @@ class CaptureSums {
   }
 
   template <class Elements>
-  __device__ __forceinline__ void scatter(const GradientPiece& piece, const GradientItem& item,
+  __device__ __forceinline__ void scatter(const GradientItem& item,
+                                          const typename Program::Head& head,
                                           const FirstElement& first, int warp,
                                           const Elements& elements) const {
-    const auto head = program_head(item);
     const int diagonal = diagonal_of(item);
-    const auto lane = static_cast<int>(laneid());
-    const int row_begin = item.first_row + warp_row(warp);
-    const int key_begin = item.first_key + warp_key(warp);
-    const int64_t batch_offset = capture_offset(plan_.batch_stride, problem_, item.batch);
+    auto* const data = static_cast<typename Load::Result*>(plan_.data) + item.offset;
+    const GradientOutput<typename Load::Result> output{data, true, true};
     const auto put = [&](int row, int key, float value) {
       if (value == 0.f) return;  // most of them masked; NaN is not
       const float distance = static_cast<float>(row + diagonal - key);
-      output(piece).put(batch_offset + Load::index(head, Program::row(head, row),
-                                                   Program::column(head, key), row, key, distance),
-                        value);
+      output.put(Load::index(head, Program::row(head, row), Program::column(head, key), row, key,
+                             distance),
+                 value);
     };
     if constexpr (Load::kDiagonal) {
-      constexpr int kWidth = 8 * Tile::kColBlocks, kPitch = Tile::kPitch;
-      float* const part = staging_ + warp * Tile::kDiagonalFloats;
+      // Of the lowest eight rows; of those above, the columns begin further to the left.
+      constexpr int kEarlier = 2 * Tile::kRowTiles - 1;
+      DiagonalSums<Tile::kColBlocks + kEarlier> sums;
 #pragma unroll
       for (int m = 0; m < Tile::kRowTiles; ++m) {
 #pragma unroll
         for (int n = 0; n < Tile::kColBlocks; ++n) {
 #pragma unroll
-          for (int r = 0; r < 2; ++r) {
-            *reinterpret_cast<float2*>(part + (lane / 4 + 8 * r) * kPitch + 8 * n + lane % 4 * 2) =
-                make_float2(elements(m, n, 2 * r), elements(m, n, 2 * r + 1));
+          for (int i = 0; i < 4; ++i) {
+            sums.add(n + kEarlier - 2 * m - i / 2, i % 2, elements(m, n, i));
           }
         }
-        __syncwarp();
-#pragma unroll 1
-        for (int d = lane - 15; d < kWidth; d += 32) {  // column - row
-          float total = 0.f;
-#pragma unroll
-          for (int r = 0; r < 16; ++r) {
-            if (r + d >= 0 && r + d < kWidth) total += part[r * kPitch + r + d];
-          }
-          const int r = max(0, -d);
-          put(row_begin + 16 * m + r, key_begin + r + d, total);
-        }
-        __syncwarp();
       }
+      const int first_row = item.first_row + warp_row(warp);
+      const int first_key = item.first_key + warp_key(warp);
+      sums.reduce([&](int step, float total) {
+        const int further = step - 8 * kEarlier;  // key - row
+        put(first_row + max(0, -further), first_key + max(0, further), total);
+      });
     } else {
 #pragma unroll
       for (int m = 0; m < Tile::kRowTiles; ++m) {

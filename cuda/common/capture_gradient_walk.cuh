@@ -11,6 +11,7 @@ namespace jaxflash {
 // A tile of one head, or the end.
 struct GradientItem {
   int64_t batch;
+  int64_t offset;  // with Load::kScatter: of its batch element, in elements of the capture
   int head;
   int first_row, first_key;
   bool exists;
@@ -122,14 +123,16 @@ struct GradientWalk {
     uint32_t summed = candidate / heads, owned = slot;
     GradientItem item;
     item.head = static_cast<int>(candidate - summed * heads);
-    item.batch = 0;
+    item.batch = item.offset = 0;
     int64_t stride = 1;
 #pragma unroll 1
     for (int axis = problem.num_batch_axes - 1; axis >= 0; --axis) {
       const auto extent = static_cast<uint32_t>(problem.batch_extent[axis]);
       const bool own = owns(plan, axis);
       const uint32_t rest = own ? owned : summed, outer = rest / extent;
-      item.batch += static_cast<int64_t>(rest - outer * extent) * stride;
+      const auto digit = static_cast<int64_t>(rest - outer * extent);
+      item.batch += digit * stride;
+      if (Load::kScatter) item.offset += digit * plan.batch_stride[axis];
       owned = own ? outer : owned;
       summed = own ? summed : outer;
       stride *= extent;

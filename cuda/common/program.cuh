@@ -32,12 +32,25 @@
 //   int kStartCapture                              of this number,
 //   int neighbours_end(head)                       as many
 //   bool kSharesLoads                              neighbouring elements take parts of one load
+//   bool kSharesDiagonals                          elements of one diagonal load the same
+//   bool kHasDiagonals                             ... by the difference of q and kv, or its
+//                                                  negative, as the last index of an array:
+//   Diagonal diagonal(head, difference)            where that is for one difference, q - kv,
+//   bool inside(head, least, most)                 whether it is in the array for all of these,
+//   float addend(..., diagonal, step)              for those: a function of the same name for the
+//                                                  difference `step` more than the diagonal's;
+//                                                  likewise logit and logit_and_slope
 //   int kKeySums                                   backward: how many sums over the queries are
 //                                                  wanted of d score, one for each head and key,
 //   void key_weights(head, row, column, q, kv, distance, weights)   times these factors
 //   bool kStoresGradient                           backward: d score is wanted itself, as matrices
 //                                                  (queries, keys) of a StoredGradient:
 //   int64_t gradient_matrix(head)                  the number of the head's in a batch element
+//   bool kSumsDiagonals                            backward: d score is summed along diagonals, for
+//   float diagonal_weight(head)                    the gradient of an array, times this factor,
+//   int64_t diagonal_index(head, row, column, q, kv, distance)    of its element that a diagonal
+//                                                  belongs to,
+//   bool kSumsBuckets                              several of them perhaps
 //   Dropout dropout(captures, problem, batch, b, h)    with kDrops: those of which bits
 //
 // `b` and `h` are the numbers that the program means, `batch` counts the elements of this call.

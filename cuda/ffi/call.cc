@@ -15,7 +15,7 @@ std::optional<MaskKind> mask_of(int64_t kind) {
 
 std::optional<std::vector<CaptureLoad>> loads_of(const ProgramAttributes& program,
                                                  const GradientAttributes& gradients) {
-  constexpr size_t kNumbers = 6;
+  constexpr size_t kNumbers = 7;
   const auto numbers = gradients.loads;
   if (numbers.size() % kNumbers != 0) return std::nullopt;
   const int64_t key_sums = gradients.key_sums;
@@ -23,7 +23,7 @@ std::optional<std::vector<CaptureLoad>> loads_of(const ProgramAttributes& progra
   if ((numbers.size() == 0 && key_sums == 0) != gradients.source.empty()) return std::nullopt;
   std::vector<CaptureLoad> loads;
   bool taken[kMaxCaptures] = {};
-  bool any_stored = false;
+  bool any_stored = false, any_summed = false;
   for (size_t i = 0; i < numbers.size(); i += kNumbers) {
     const int64_t capture = numbers[i], query_axis = numbers[i + 1], key_axis = numbers[i + 2];
     if (capture < 0 || capture >= static_cast<int64_t>(program.capture_ranks.size()) ||
@@ -44,7 +44,15 @@ std::optional<std::vector<CaptureLoad>> loads_of(const ProgramAttributes& progra
     any_stored |= stored;
     loads.push_back({static_cast<int32_t>(capture), static_cast<int32_t>(rank),
                      static_cast<int32_t>(query_axis), static_cast<int32_t>(key_axis), scatter,
-                     narrow, stored});
+                     narrow, stored, numbers[i + 6] != 0});
+    const CaptureLoad& load = loads.back();
+    if (!load.summed) continue;
+    // One, that nothing else is added to.
+    const size_t next = i + kNumbers;
+    const bool alone = (loads.size() == 1 || loads[loads.size() - 2].capture != capture) &&
+                       (next == numbers.size() || numbers[next] != capture);
+    if (any_summed || !alone || !load.scatter || load.narrow) return std::nullopt;
+    any_summed = true;
   }
   loads.insert(loads.end(), key_sums, kKeySumLoad);
   return loads;
@@ -391,9 +399,15 @@ void CaptureGradientResults::describe(size_t batch_rank, const BatchAxes& axes,
   }
 }
 
-void CaptureGradientResults::describe(float* (&key_sums)[kMaxKeySums]) const {
+void CaptureGradientResults::describe(const CaptureGradientArray (&arrays)[kMaxCaptures],
+                                      BackwardParams* params) const {
   for (size_t i = 0; i < key_sums_.size(); ++i) {
-    key_sums[i] = static_cast<float*>(key_sums_[i].untyped_data());
+    params->key_sums[i] = static_cast<float*>(key_sums_[i].untyped_data());
+  }
+  for (const Gradient& result : results_) {
+    if (!result.load.summed) continue;
+    params->diagonal_sums = arrays[result.load.capture];
+    params->diagonal_sum_bytes = static_cast<int64_t>(result.buffer.size_bytes());
   }
 }
 

@@ -105,7 +105,8 @@ class CaptureGradientResults {
 
   void describe(size_t batch_rank, const BatchAxes& axes,
                 CaptureGradientArray (&arrays)[kMaxCaptures]) const;
-  void describe(float* (&key_sums)[kMaxKeySums]) const;
+  // What the backward kernel sums, given where gradients go.
+  void describe(const CaptureGradientArray (&arrays)[kMaxCaptures], BackwardParams* params) const;
   void describe(size_t batch_rank, const BatchAxes& axes, StoredGradient* stored) const;
 
  private:

@@ -323,15 +323,15 @@ ffi::Error backward(CUstream_st* stream, ProgramState* state, Attributes attribu
   params.dv = axes->tensor(dv->untyped_data(), dv_shape);
   params.workspace = workspace->untyped_data();
   params.deterministic = deterministic;
-  gradients.describe(params.key_sums);
+  CaptureGradientArray arrays[kMaxCaptures] = {};
+  gradients.describe(full.batch_rank(), *axes, arrays);
+  gradients.describe(arrays, &params);
   gradients.describe(full.batch_rank(), *axes, &params.stored);
   if (workspace->size_bytes() < jaxflash_backward_workspace_bytes(&params.problem)) {
     return invalid("the backward workspace is too small");
   }
   Status status = jaxflash_backward(&params, stream);
   if (status.ok() && gradients.wanted()) {
-    CaptureGradientArray arrays[kMaxCaptures] = {};
-    gradients.describe(full.batch_rank(), *axes, arrays);
     status = jaxflash_capture_gradients(&params, arrays, stream);
   }
   return to_error(status);

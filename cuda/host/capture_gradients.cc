@@ -73,7 +73,6 @@ void add_hopper(sm90::GradientStaging staging, Geometries* result) {
       using Traits = sm90::CaptureGradientTraits<kMath, kHeadDim, Tile, constant()>;
       if (staging == constant()) result->push_back(geometry_of<Traits>(1));
     };
-    add(std::integral_constant<GradientStaging, GradientStaging::kDiagonals>{});
     add(std::integral_constant<GradientStaging, GradientStaging::kSums>{});
     add(std::integral_constant<GradientStaging, GradientStaging::kTiles>{});
     add(std::integral_constant<GradientStaging, GradientStaging::kStartTiles>{});
@@ -113,8 +112,8 @@ CaptureGradients::Family CaptureGradients::family(const GpuTraits& gpu) const {
 
 sm90::GradientStaging CaptureGradients::staging(const CaptureLoad& load) const {
   using sm90::GradientStaging;
-  if (load.scatter) return GradientStaging::kDiagonals;
-  if (load.query_axis < 0 || load.key_axis < 0) return GradientStaging::kSums;
+  const bool owns_tiles = !load.scatter && load.query_axis >= 0 && load.key_axis >= 0;
+  if (!owns_tiles) return GradientStaging::kSums;
   return load.capture == start_capture_ ? GradientStaging::kStartTiles : GradientStaging::kTiles;
 }
 

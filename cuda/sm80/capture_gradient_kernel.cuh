@@ -192,8 +192,9 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::Tile::kBlocksPerSM)
         }
       }
     }
-    sums.add(walk.piece, item, first, warp,
-             [&](int m, int n, int i) -> float& { return s[m][n][i]; });
+    sums.add(
+        item, [&] { return program_head(item); }, first, warp,
+        [&](int m, int n, int i) -> float& { return s[m][n][i]; });
   }
   sums.store(walk.piece, warp);
 }

@@ -16,7 +16,6 @@ struct CaptureGradientTraits {
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kThreads = Fragments::kThreads;
   static_assert(kWorkspaceRows % Tile::kRows == 0, "padding");
-  static_assert(Fragments::staging_floats(true) >= Fragments::staging_floats(false), "of any load");
 
   static constexpr int kRowBytes = Tile::kRows * kHeadDim * kElementBytes<kMath>;  // q, dout
   static constexpr int kKeyBytes = Tile::kKeys * kHeadDim * kElementBytes<kMath>;  // k, v
@@ -26,7 +25,7 @@ struct CaptureGradientTraits {
   static constexpr int kDout = kKey + kKeyBytes;
   static constexpr int kValue = kDout + kRowBytes;
   static constexpr int kStaging = kValue + kKeyBytes;
-  static constexpr int kItems = kStaging + Fragments::staging_floats(true) * 4;
+  static constexpr int kItems = kStaging + Fragments::kStagingFloats * 4;
   static constexpr int kWalk = kItems + 96;
   static constexpr int kSharedBytes = kWalk + 128;
 };

@@ -217,33 +217,33 @@ struct CaptureGradientTiles;
 
 template <>
 struct CaptureGradientTiles<2, 64> {
-  using Large = CaptureGradientTile<128, 128, 4, 2, 1>;  // 101 KB
+  using Large = CaptureGradientTile<128, 128, 4, 2, 1>;  // 66 KB
   using Small = CaptureGradientTile<64, 64, 2, 2, 2>;
 };
 template <>
 struct CaptureGradientTiles<2, 128> {
-  using Large = CaptureGradientTile<128, 128, 4, 2, 1>;  // 165 KB
-  using Small = CaptureGradientTile<64, 64, 2, 2, 1>;    // 74 KB
+  using Large = CaptureGradientTile<128, 128, 4, 2, 1>;  // 130 KB
+  using Small = CaptureGradientTile<64, 64, 2, 2, 1>;    // 65 KB
 };
 template <>
 struct CaptureGradientTiles<2, 256> {
-  using Large = CaptureGradientTile<64, 128, 2, 4, 1>;  // 212 KB
-  using Small = CaptureGradientTile<32, 32, 2, 2, 1>;   // 70 KB
+  using Large = CaptureGradientTile<64, 128, 2, 4, 1>;  // 193 KB
+  using Small = CaptureGradientTile<32, 32, 2, 2, 1>;   // 65 KB
 };
 template <>
 struct CaptureGradientTiles<4, 64> {
-  using Large = CaptureGradientTile<64, 64, 2, 2, 2>;  // 74 KB
+  using Large = CaptureGradientTile<64, 64, 2, 2, 2>;  // 65 KB
   using Small = Large;
 };
 template <>
 struct CaptureGradientTiles<4, 128> {
-  using Large = CaptureGradientTile<64, 64, 2, 2, 1>;  // 138 KB
-  using Small = CaptureGradientTile<32, 32, 2, 2, 1>;  // 70 KB
+  using Large = CaptureGradientTile<64, 64, 2, 2, 1>;  // 129 KB
+  using Small = CaptureGradientTile<32, 32, 2, 2, 1>;  // 65 KB
 };
 template <>
 struct CaptureGradientTiles<4, 256> {
-  using Large = CaptureGradientTile<32, 64, 2, 2, 1>;  // 202 KB
-  using Small = CaptureGradientTile<16, 32, 1, 2, 1>;  // 99 KB
+  using Large = CaptureGradientTile<32, 64, 2, 2, 1>;  // 193 KB
+  using Small = CaptureGradientTile<16, 32, 1, 2, 1>;  // 97 KB
 };
 template <int kHeadDim>
 struct CaptureGradientTiles<0, kHeadDim> : CaptureGradientTiles<4, kHeadDim> {};

@@ -167,6 +167,7 @@ Status backward_args(const BackwardParams& params, const BackwardWorkspace& work
   args.scale_log2 = problem.scale * kLog2E;
   args.captures = params.captures;
   std::copy_n(params.key_sums, kMaxKeySums, args.key_sums);
+  args.diagonal_sums = params.diagonal_sums;
   args.workspace = workspace;
   args.workspace_data = params.workspace;
   return {};

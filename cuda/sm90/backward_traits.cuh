@@ -45,11 +45,12 @@ struct BackwardArgs {
   float scale_log2;  // scale * log2(e)
   BackwardWorkspace workspace;
   void* workspace_data;
-  Captures captures;             // of a score program; plain kernels do not look
-  float* key_sums[kMaxKeySums];  // see BackwardParams; likewise
-  TensorMap starts;              // where Tile::kLoadsStarts: boxes of kRows x 64 keys
-  StoredGradient stored;         // see BackwardParams; likewise; no data: nothing is stored
-  TensorMap stored_map;          // boxes of kRows x 64 keys
+  Captures captures;                   // of a score program; plain kernels do not look
+  float* key_sums[kMaxKeySums];        // see BackwardParams; likewise
+  TensorMap starts;                    // where Tile::kLoadsStarts: boxes of kRows x 64 keys
+  StoredGradient stored;               // see BackwardParams; no data: nothing is stored
+  TensorMap stored_map;                // boxes of kRows x 64 keys
+  CaptureGradientArray diagonal_sums;  // see BackwardParams
 
   __device__ __forceinline__ bool ordered() const { return deterministic && !direct_dq; }
 };

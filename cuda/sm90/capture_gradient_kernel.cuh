@@ -526,8 +526,9 @@ struct CaptureGradientConsumers {
         const float kept_dp = Scores::kDrops ? kept.of(i, dp[i]) * per_share : dp[i];
         s[i] *= kept_dp - delta[Fragment::lower(i)];
       }
-      sums.add(message.piece, item, {row, key}, warp,
-               [&](int, int n, int i) -> float& { return s[4 * n + i]; });
+      sums.add(
+          item, [&]() -> const auto& { return message.head; }, {row, key}, warp,
+          [&](int, int n, int i) -> float& { return s[4 * n + i]; });
       messages.release(count);
     }
   }

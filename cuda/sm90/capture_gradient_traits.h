@@ -31,7 +31,6 @@ struct CaptureGradientArgs {
 
 // What lies in shared memory beside the operands.
 enum class GradientStaging {
-  kDiagonals,   // of what is scattered
   kSums,        // of warps, over one axis or both
   kTiles,       // of the gradient where its result is of 16 bits, and of what products start from
   kStartTiles,  // the same, which TMA has loaded
@@ -68,8 +67,7 @@ struct CaptureGradientTraits {
   static constexpr int kTiles = 2;
 
   static constexpr int kStagingBytes =
-      kHasTiles ? kTiles * kTileBytes
-                : 4 * Fragments::staging_floats(kStaging == GradientStaging::kDiagonals);
+      kHasTiles ? kTiles * kTileBytes : 4 * Fragments::kStagingFloats;
   static constexpr int kOtherBytes = 1024;  // barriers, and the pin
   static constexpr int kStages = (227 * 1024 - kOtherBytes - kStagingBytes) / kStageBytes;
   static_assert(kStages > 3, "three steps that are in flight, and one more");

@@ -43,6 +43,7 @@ class ScaledScores {
  public:
   static constexpr bool kRewrites = false;
   static constexpr bool kStarts = false;
+  static constexpr bool kHasDiagonals = false;
   static constexpr bool kHasSink = false;
   static constexpr bool kMasks = false;
   static constexpr bool kDrops = false;
@@ -77,6 +78,10 @@ class ProgramScores {
   static constexpr bool kMasks = Program::kMasks;
   static constexpr bool kDrops = Program::kDrops;
   static constexpr bool kTests = kMasks && !Program::kAllInWords;
+  static constexpr bool kSharesDiagonals = Program::kSharesDiagonals && !kManyHeads;
+  // A tile may be inside all arrays that are read along diagonals: then indices are constants.
+  static constexpr bool kHasDiagonals =
+      Program::kHasDiagonals && kSharesDiagonals && kRewrites && !kStarts;
   // Tangents of products are those of logits.
   static constexpr bool kKeepsTangents = Program::kUnitSlope && !Program::kCapturesMove;
   template <class Mask, int kKeys>
@@ -117,6 +122,14 @@ class ProgramScores {
   __device__ __forceinline__ void begin_keys(int key) {
     key_ = key;
     for (int r = 0; r < 2; ++r) distance_[r] = static_cast<float>(row_[r] + diagonal_ - key);
+  }
+
+  // With kHasDiagonals: whether the warp's part of a tile of kKeys is inside, see Inside.
+  template <int kKeys>
+  __device__ __forceinline__ bool begin_diagonals() {
+    const int difference = row_[0] - key_;
+    diagonal_loads_ = Program::diagonal(head_of(0), difference);
+    return __all_sync(~0u, Program::inside(head_of(0), difference - (kKeys - 7), difference + 8));
   }
 
   // Which of a tile's elements are kept; begin_keys() need not have come. Belongs beside products.
@@ -201,26 +214,35 @@ class ProgramScores {
   __device__ __forceinline__ float factor() const { return scale_log2_; }
 
   // What does not depend on the score is added up before it is there.
+  template <bool kInside = false>
   __device__ __forceinline__ float relative(int i, float s, float offset) const {
     if constexpr (!Program::kAdds || kStarts) {
       return fmaf(s, scale_log2_, offset);
     } else if constexpr (Program::kUnitSlope) {
-      return fmaf(s, scale_log2_, addend(i) + offset);
+      return fmaf(s, scale_log2_, addend<kInside>(i) + offset);
     } else {
-      return logit(i, s) + offset;
+      return logit<kInside>(i, s) + offset;
     }
   }
-  template <int kElements>
+  template <bool kInside = false, int kElements>
   __device__ __forceinline__ void rewrite(float (&s)[kElements]) const {
 #pragma unroll
     for (int i = 0; i < kElements; ++i) {
       if constexpr (Program::kUnitSlope) {
-        s[i] = fmaf(s[i], scale_log2_, addend(i));
+        s[i] = fmaf(s[i], scale_log2_, addend<kInside>(i));
       } else {
-        s[i] = logit(i, s[i]);
+        s[i] = logit<kInside>(i, s[i]);
       }
     }
   }
+  // The scores of a part of a tile that is inside.
+  struct Inside {
+    const ProgramScores& scores;
+
+    __device__ __forceinline__ float relative(int i, float s, float offset) const {
+      return scores.template relative<true>(i, s, offset);
+    }
+  };
   // What is shown of the tile from `tile_key` on: belongs beside products, like draw(), because
   // words take as long to come. Nothing waits for them here.
   template <bool kHasBits, int kKeys, class Mask>
@@ -330,7 +352,14 @@ class ProgramScores {
       // The same by "or", which the compiler sees through: tiles are multiples of 16 keys.
       key = ((key_ & -16) + column / 16 * 16) | (key_ & 6) | column % 16;
     }
-    return of(head, rows_[r], Program::column(head, key), row_[r], key, distance_[r] - column);
+    int q = row_[r];
+    float distance = distance_[r] - column;
+    if constexpr (kSharesDiagonals) {
+      // The same, so that the compiler sees which elements of the two rows are on one diagonal.
+      q = row_[0] + 8 * r;
+      distance = distance_[0] + static_cast<float>(8 * r - column);
+    }
+    return of(head, rows_[r], Program::column(head, key), q, key, distance);
   }
   // The same of any row, where nothing has begun.
   __device__ __forceinline__ static float sink_of(const ForwardArgs& args, int batch, int head) {
@@ -359,15 +388,31 @@ class ProgramScores {
   __device__ __forceinline__ static constexpr uint32_t bit_of(int i) {
     return 1u << (i / 4 * 2 + i % 2);
   }
-  __device__ __forceinline__ float logit(int i, float s) const {
-    return element(
-        i, [&](const auto& head, const auto& row, const auto& column, int q, int kv,
-               float distance) { return Program::logit(head, row, column, q, kv, distance, s); });
+  // From the diagonal of the thread's first element.
+  __device__ __forceinline__ static constexpr int step_of(int i) {
+    return 8 * Fragment::lower(i) - Fragment::column_of(i);
   }
+  template <bool kInside>
+  __device__ __forceinline__ float logit(int i, float s) const {
+    return element(i, [&](const auto& head, const auto& row, const auto& column, int q, int kv,
+                          float distance) {
+      if constexpr (kInside) {
+        return Program::logit(head, row, column, q, kv, distance, s, diagonal_loads_, step_of(i));
+      } else {
+        return Program::logit(head, row, column, q, kv, distance, s);
+      }
+    });
+  }
+  template <bool kInside>
   __device__ __forceinline__ float addend(int i) const {
-    return element(
-        i, [&](const auto& head, const auto& row, const auto& column, int q, int kv,
-               float distance) { return Program::addend(head, row, column, q, kv, distance); });
+    return element(i, [&](const auto& head, const auto& row, const auto& column, int q, int kv,
+                          float distance) {
+      if constexpr (kInside) {
+        return Program::addend(head, row, column, q, kv, distance, diagonal_loads_, step_of(i));
+      } else {
+        return Program::addend(head, row, column, q, kv, distance);
+      }
+    });
   }
 
   float scale_log2_;
@@ -376,8 +421,9 @@ class ProgramScores {
   int row_[2];
   int diagonal_;  // from a row number to its position among the keys
   int key_;
-  float distance_[2];        // of a row's position from the first key
-  Dropout dropout_[kHeads];  // with kDrops
+  float distance_[2];                          // of a row's position from the first key
+  Dropout dropout_[kHeads];                    // with kDrops
+  typename Program::Diagonal diagonal_loads_;  // with kHasDiagonals: of the thread's first element
 };
 
 }  // namespace jaxflash::sm90

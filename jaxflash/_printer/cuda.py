@@ -9,6 +9,7 @@ from typing import Any
 from jaxflash._printer import MAX_KEY_SUMS
 from jaxflash._printer.builder import LOG2_E, Builder
 from jaxflash._printer.gradients import (
+    DiagonalSum,
     KeyLoad,
     KeySum,
     Load,
@@ -18,7 +19,7 @@ from jaxflash._printer.gradients import (
     key_axes,
     key_weight,
 )
-from jaxflash._printer.graph import Graph, Node
+from jaxflash._printer.graph import Graph, Node, depends_on_difference
 from jaxflash._printer.starts import Start, start_of
 from jaxflash._printer.writer import Roots, Words, Writer
 from jaxflash._scores import Program
@@ -58,6 +59,7 @@ def print_program(
     wanted: Sequence[int] = (),
     sizes: Mapping[str, Any] | None = None,
     storable: Collection[int] = (),
+    sums_diagonals: bool = False,
 ) -> Printed:
     """The struct `jaxflash::Program` for a score program.
 
@@ -80,6 +82,7 @@ def print_program(
         wanted: captures of the program whose gradients are wanted, in the backward pass.
         sizes: as for `print_gradients`.
         storable: likewise.
+        sums_diagonals: likewise.
 
     Raises:
         NotPrintable: the text says why, naming the equation.
@@ -108,9 +111,10 @@ def print_program(
     sums, _ = _key_sums(graph, program, wanted, sizes)
     weights = tuple(x.weight for x in sums)
     stored = _stored(graph, program, wanted, sizes, storable)
+    along = _diagonal_sum(graph, program, wanted) if sums_diagonals else None
     roots = Roots(
-        logit, slope, addend, visible, in_words, sink, capture_tangent, start, weights, stored,
-        paired=paired,
+        logit, slope, addend, visible, in_words, sink, capture_tangent, start, weights,
+        stored, along, paired=paired,
     )  # fmt: skip
     writer = Writer(graph, roots)
     return Printed(
@@ -151,6 +155,7 @@ def print_gradients(
     starts: Collection[int] = (),
     sizes: Mapping[str, Any] | None = None,
     storable: Collection[int] = (),
+    sums_diagonals: bool = False,
 ) -> PrintedGradients:
     """The struct `jaxflash::Program` with a struct for each load of some captures.
 
@@ -168,6 +173,7 @@ def print_gradients(
         storable: captures whose last axes are those of queries and keys, and whose gradients have
             the form in which the backward kernel has that of the score. They have an element of
             their own for each batch element, or are asked for it by "b".
+        sums_diagonals: whether backward kernels may add sums along diagonals to a gradient.
 
     Raises:
         NotPrintable: the text says why, naming the equation.
@@ -193,6 +199,11 @@ def print_gradients(
             )
             for index, partial in partials.items()
         ]
+    along = _diagonal_sum(graph, program, captures) if sums_diagonals else None
+    if along is not None:
+        (at,) = (i for i, x in enumerate(loads) if x.load.capture == along.capture)
+        load = dataclasses.replace(loads[at].load, summed=True)
+        loads[at] = dataclasses.replace(loads[at], load=load)
     visible, _ = _visible(graph, predicates, len(program.capture_types))
     addend, start = _added(graph, logit, slope, starts)
     roots = Roots(
@@ -259,6 +270,27 @@ def _stored(
         for index, partial in (partials := _partials(graph, program, capture)).items():
             if len(partials) == 1 and is_stored(graph, index, shape, partial, slope, sizes):
                 return StoredLoad(capture, index)
+    return None
+
+
+def _diagonal_sum(graph: Graph, program: Program, captures: Sequence[int]) -> DiagonalSum | None:
+    """What the backward kernel sums along diagonals: for the first of some captures whose only load
+    has one value there, and a factor of d score that the head knows."""
+    logit, slope = Builder(graph).build(program)
+    slope = graph.shown(slope, logit)
+    for capture in captures:
+        partials = _partials(graph, program, capture)
+        if len(partials) != 1:
+            continue
+        ((index, partial),) = partials.items()
+        weight = key_weight(graph, partial, slope)
+        if (
+            any(i.deps for i in index)
+            and all(map(depends_on_difference, index))
+            and weight is not None
+            and not weight.deps
+        ):
+            return DiagonalSum(capture, index, weight)
     return None
 
 

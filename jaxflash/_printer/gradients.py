@@ -10,7 +10,15 @@ from typing import Any
 import jax
 
 from jaxflash._printer import CAPTURE_DTYPES
-from jaxflash._printer.graph import ELEMENT, SCORE, Graph, Node, is_finite, linear
+from jaxflash._printer.graph import (
+    SCORE,
+    Graph,
+    Node,
+    depends_on_difference,
+    is_along_diagonals,
+    is_finite,
+    linear,
+)
 
 # Elements of the gradient that blocks own side by side, each of which looks for its heads.
 _MAX_SLICES = 1 << 16
@@ -30,6 +38,8 @@ class Load:
         diagonal: whether it does so through their difference alone.
         narrow: whether the gradient has the capture's dtype, not float32.
         stored: whether it is the gradient of the score, which the backward kernel may store.
+        summed: whether backward kernels may compute it themselves: it is the only load of its
+            capture, and the only such one.
     """
 
     capture: int
@@ -38,7 +48,8 @@ class Load:
     scatter: bool
     diagonal: bool
     narrow: bool
-    stored: bool
+    stored: bool = False
+    summed: bool = False
 
     @property
     def is_key_sum(self) -> bool:
@@ -89,7 +100,7 @@ class LoadRoots:
         slices = math.prod(n for axis, n in enumerate(array.shape) if axis not in axes)
         scatter = elsewhere or not _at_most(slices, _MAX_SLICES)
         query_axis, key_axis = (-1, -1) if scatter else axes
-        diagonal = scatter and all(map(_depends_on_difference, index))
+        diagonal = scatter and all(map(depends_on_difference, index))
         dtype = str(array.dtype)
         # Each element is stored once, by one of many blocks.
         once = query_axis >= 0 and key_axis >= 0 and alone and dtype != "float32"
@@ -100,7 +111,7 @@ class LoadRoots:
     @classmethod
     def of_key_sum(cls, key_sum: KeySum) -> LoadRoots:
         """As if an array (heads, keys) of each batch element had been added, with that factor."""
-        load = Load(-1, -1, 1, scatter=False, diagonal=False, narrow=False, stored=False)
+        load = Load(-1, -1, 1, scatter=False, diagonal=False, narrow=False)
         return cls(load, "float32", (), key_sum.partial)
 
     @property
@@ -150,6 +161,28 @@ class StoredLoad:
 
     capture: int
     index: tuple[Node, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class DiagonalSum:
+    """A sum of d score along diagonals.
+
+    Attributes:
+        capture: to the gradient of which it is added.
+        index: of the element.
+        weight: its factor, which the head knows.
+    """
+
+    capture: int
+    index: tuple[Node, ...]
+    weight: Node
+
+    @property
+    def has_buckets(self) -> bool:
+        """Whether several diagonals may have one element."""
+        *others, last = self.index
+        last = last.args[0] if last.op == "wrap" else last
+        return any(i.deps for i in others) or not is_along_diagonals(last)
 
 
 def is_stored(
@@ -214,46 +247,3 @@ def _at_most(size: Any, limit: Any) -> bool:
         return bool(size <= limit)
     except jax.errors.InconclusiveDimensionOperation:
         return False
-
-
-def _depends_on_difference(x: Node) -> bool:
-    """Whether a node depends on the numbers of row and column through their difference alone."""
-    if not x.deps & ELEMENT:
-        return True
-    if x.op == "input":
-        return x.value == "distance"
-    if x.op == "sum":
-        constant, terms = linear(x)
-        numbers = {
-            term.args[0].value: coefficient
-            for term, coefficient in terms.items()
-            if term.op == "to_float" and term.args[0].op == "input"
-        }
-        if numbers.keys() & {"q", "kv"}:
-            # Nothing else, whose sum with one of them would be rounded.
-            exact = numbers in ({"q": 1.0, "kv": -1.0}, {"q": -1.0, "kv": 1.0})
-            return exact and len(terms) == 2 and constant.is_integer()
-        return all(map(_depends_on_difference, terms))
-    if x.dtype == "int32":
-        coefficients = _affine(x)
-        if coefficients is not None:
-            return sum(coefficients) == 0
-    return bool(x.args) and all(map(_depends_on_difference, x.args))
-
-
-def _affine(x: Node) -> tuple[int, int] | None:
-    """Coefficients of q and kv of an integer that is linear in them; None for another."""
-    if not x.deps:
-        return 0, 0
-    if x.op == "input":
-        return {"q": (1, 0), "kv": (0, 1), "distance": (1, -1)}.get(x.value)
-    if x.op not in ("add", "sub", "neg"):
-        return None
-    q, kv = 0, 0
-    for number, a in enumerate(x.args):
-        part = _affine(a)
-        if part is None:
-            return None
-        sign = -1 if x.op == "neg" or (x.op == "sub" and number == 1) else 1
-        q, kv = q + sign * part[0], kv + sign * part[1]
-    return q, kv

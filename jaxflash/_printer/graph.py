@@ -519,3 +519,69 @@ def is_finite(x: Node) -> bool:
     if x.op == "select":
         return all(map(is_finite, x.args[1:]))
     return False
+
+
+def depends_on_difference(x: Node) -> bool:
+    """Whether a node depends on the numbers of row and column through their difference alone."""
+    if not x.deps & ELEMENT:
+        return True
+    if x.op == "input":
+        return x.value == "distance"
+    if x.op == "sum":
+        constant, terms = linear(x)
+        numbers = {
+            term.args[0].value: coefficient
+            for term, coefficient in terms.items()
+            if term.op == "to_float" and term.args[0].op == "input"
+        }
+        if numbers.keys() & {"q", "kv"}:
+            # Nothing else, whose sum with one of them would be rounded.
+            exact = numbers in ({"q": 1.0, "kv": -1.0}, {"q": -1.0, "kv": 1.0})
+            return exact and len(terms) == 2 and constant.is_integer()
+        return all(map(depends_on_difference, terms))
+    if x.dtype == "int32":
+        coefficients = _affine(x)
+        if coefficients is not None:
+            return sum(coefficients) == 0
+    return bool(x.args) and all(map(depends_on_difference, x.args))
+
+
+def along_diagonals(graph: Graph, x: Node) -> tuple[int, Node] | None:
+    """(sign, offset) of an integer that is `sign` * (q - kv) plus what the head knows, and does not
+    leave int32; None for another."""
+    coefficients = _affine(x)
+    if not is_along_diagonals(x) or x.deps & DISTANCE or coefficients is None:
+        return None
+    return coefficients[0], _at_origin(graph, x)
+
+
+def is_along_diagonals(x: Node) -> bool:
+    """Whether an integer is q - kv or kv - q, plus what the head knows."""
+    return not wraps(x) and _affine(x) in ((1, -1), (-1, 1))
+
+
+def _at_origin(graph: Graph, x: Node) -> Node:
+    """An affine integer where q and kv are 0."""
+    if not x.deps:
+        return x
+    if x.op == "input":
+        return graph.constant(0, "int32")
+    return graph.integer(x.op, *(_at_origin(graph, a) for a in x.args))
+
+
+def _affine(x: Node) -> tuple[int, int] | None:
+    """Coefficients of q and kv of an integer that is linear in them; None for another."""
+    if not x.deps:
+        return 0, 0
+    if x.op == "input":
+        return {"q": (1, 0), "kv": (0, 1), "distance": (1, -1)}.get(x.value)
+    if x.op not in ("add", "sub", "neg"):
+        return None
+    q, kv = 0, 0
+    for number, a in enumerate(x.args):
+        part = _affine(a)
+        if part is None:
+            return None
+        sign = -1 if x.op == "neg" or (x.op == "sub" and number == 1) else 1
+        q, kv = q + sign * part[0], kv + sign * part[1]
+    return q, kv

@@ -21,14 +21,17 @@ from jaxflash._printer.formats import (
     INTEGER_FORMATS,
     UNSIGNED_FORMATS,
 )
-from jaxflash._printer.gradients import LoadRoots, StoredLoad
+from jaxflash._printer.gradients import DiagonalSum, LoadRoots, StoredLoad
 from jaxflash._printer.graph import (
     COLUMN,
+    ELEMENT,
     FLOAT_MAX,
     ROW,
     SCORE,
     Graph,
     Node,
+    along_diagonals,
+    depends_on_difference,
     is_finite,
     is_nonnegative,
     wraps,
@@ -70,6 +73,8 @@ _SIGNATURES = {
     "words": "const uint32_t* words(const Head& head, const Row& row)",
     "words_end": "int words_end(const Head& head)",
     "bit": "uint32_t bit(int kv)",
+    "diagonal": "Diagonal diagonal(const Head& head, int difference)",
+    "inside": "bool inside(const Head& head, int least, int most)",
     "visible_beside": "bool visible_beside(const Head& head, const Row& row, const Column& column,"
     " int q, int kv, float distance)",
     "sink": "float sink(const Head& head)",
@@ -83,9 +88,15 @@ _SIGNATURES = {
     "key_weights": "void key_weights(const Head& head, const Row& row, const Column& column, int q,"
     " int kv, float distance, float (&weights)[kKeySums])",
     "gradient_matrix": "int64_t gradient_matrix(const Head& head)",
+    "diagonal_index": "int64_t diagonal_index(const Head& head, const Row& row,"
+    " const Column& column, int q, int kv, float distance)",
+    "diagonal_weight": "float diagonal_weight(const Head& head)",
     "dropout": "Dropout dropout(const Captures& captures, const Problem& problem, int64_t batch,"
     " int b, int h)",
 }
+
+# Of functions whose loads along diagonals are inside their array.
+_INSIDE = "const Diagonal& diagonal, int step)"
 
 _WORDS = ("words", "words_end", "bit", "visible_beside")
 
@@ -110,6 +121,17 @@ class Words:
 
 
 @dataclasses.dataclass(frozen=True)
+class DiagonalLoad:
+    """What is behind a load whose index is `sign` * (q - kv) + `offset` along an axis of `extent`
+    elements from `address` on."""
+
+    sign: int
+    offset: Node
+    address: Node
+    extent: Node
+
+
+@dataclasses.dataclass(frozen=True)
 class Roots:
     """What the struct computes.
 
@@ -124,6 +146,7 @@ class Roots:
         start: what products may start from.
         key_weights: factors of d score in sums over the queries.
         stored: the load whose gradient d score is.
+        diagonal_sum: a sum of it along diagonals.
         loads: those whose gradients are wanted.
         paired: captures of whose rows, an element for each column, a thread takes neighbours.
     """
@@ -138,6 +161,7 @@ class Roots:
     start: Start | None = None
     key_weights: tuple[Node, ...] = ()
     stored: StoredLoad | None = None
+    diagonal_sum: DiagonalSum | None = None
     loads: tuple[LoadRoots, ...] = ()
     paired: Collection[int] = ()
 
@@ -149,6 +173,7 @@ class Writer:
         self._graph = graph
         self._paired = roots.paired
         self._instructions: dict[Node, Node] = {}
+        self._diagonals: dict[Node, DiagonalLoad] = {}
         self._names: dict[Node, str] = {}
         self._adds = roots.addend is not graph.constant(0.0)
         self._guards_slope = roots.slope is not None and not is_finite(roots.slope)
@@ -198,6 +223,19 @@ class Writer:
         if self._gradient_matrix is not None:
             self._need(self._gradient_matrix, "end")
             self._visit(self._gradient_matrix, seen)
+        below = _below(self._logit) | (set() if self._slope is None else _below(self._slope))
+        self._diagonals = {x: load for x, load in self._diagonals.items() if x in below}
+        for load in self._diagonals.values():
+            self._need(load.offset, "end")
+            self._visit(load.offset, seen)
+        self._diagonal_sum = None
+        if roots.diagonal_sum is not None:
+            x = roots.diagonal_sum
+            self._sums_buckets = x.has_buckets
+            self._diagonal_sum = self._offset(x.capture, x.index), self._lowered(x.weight)
+            for root, place in zip(self._diagonal_sum, ("element", "end"), strict=True):
+                self._need(root, place)
+                self._visit(root, seen)
         self._loads = []
         for x in roots.loads:
             owned = (x.load.query_axis, x.load.key_axis)
@@ -222,39 +260,28 @@ class Writer:
             ("kAllInWords", self._words is not None and len(self._words) < len(_WORDS)),
             ("kDrops", dropout is not None),
             ("kSharesLoads", self._shares_loads()),
+            ("kSharesDiagonals", self._shares_diagonals()),
+            ("kHasDiagonals", bool(self._diagonals)),
             ("kCapturesMove", self._capture_tangent is not None),
             ("kStarts", self._start is not None),
             ("kStoresGradient", self._gradient_matrix is not None),
         ):
             lines.append(f"  static constexpr bool {name} = {'true' if value else 'false'};")
         lines.append(f"  static constexpr int kKeySums = {len(self._key_weights)};")
+        for name, value in (
+            ("kSumsDiagonals", self._diagonal_sum is not None),
+            ("kSumsBuckets", self._diagonal_sum is not None and self._sums_buckets),
+        ):
+            lines.append(f"  static constexpr bool {name} = {'true' if value else 'false'};")
         for place in _PLACES[:3]:
             fields = [f"    {self._field(x)};" for x in members[place]]
             lines += [f"  struct {place.capitalize()} {{", *fields, "  };"]
         for place in _PLACES[:3]:
             results = ", ".join(self._text(x, place) for x in members[place])
             lines += self._function(place, place, members[place], f"{{{results}}}")
-        logit = self._text(self._logit, "element")
-        lines += self._function("logit", "element", [self._logit], logit)
-        if self._addend is not None:
-            addend = self._text(self._addend, "element")
-            lines += self._function("addend", "element", [self._addend], addend)
-            lines += self._function(
-                "logit_and_slope",
-                "element",
-                [],
-                "logit(head, row, column, q, kv, distance, s)",
-                "*slope = 1.0f;",
-            )
-        elif self._slope is not None:
-            _, slope = self._weighed(self._slope, self._guards_slope)
-            lines += self._function(
-                "logit_and_slope",
-                "element",
-                [self._logit, self._slope],
-                logit,
-                f"*slope = {slope};",
-            )
+        lines += self._diagonal_struct()
+        for inside in (False, True) if self._diagonals else (False,):
+            lines += self._logit_functions(inside=inside)
         if self._start is not None:
             start, address, end, (capture, dtype) = self._start
             lines.append(f"  static constexpr int kStartCapture = {capture};")
@@ -273,6 +300,14 @@ class Writer:
         if self._gradient_matrix is not None:
             matrix = self._text(self._gradient_matrix, "end")
             lines += self._function("gradient_matrix", "end", [], matrix)
+        if self._diagonal_sum is not None:
+            for name, root, place in zip(
+                ("diagonal_index", "diagonal_weight"),
+                self._diagonal_sum,
+                ("element", "end"),
+                strict=True,
+            ):
+                lines += self._function(name, place, [root], self._text(root, place))
         if self._visible is not None:
             visible = self._text(self._visible, "element")
             lines += self._function("visible", "element", [self._visible], visible)
@@ -289,12 +324,61 @@ class Writer:
             lines += self._load_struct(number, *load)
         return "\n".join([*lines, "};", "}  // namespace jaxflash", ""])
 
-    def _function(self, name: str, place: str, roots, result: str, *last: str) -> list[str]:
+    def _logit_functions(self, *, inside: bool) -> list[str]:
+        logit = self._text(self._logit, "element")
+        lines = self._function("logit", "element", [self._logit], logit, inside=inside)
+        if self._addend is not None:
+            addend = self._text(self._addend, "element")
+            lines += self._function("addend", "element", [self._addend], addend, inside=inside)
+            more = ", diagonal, step" if inside else ""
+            lines += self._function(
+                "logit_and_slope",
+                "element",
+                [],
+                f"logit(head, row, column, q, kv, distance, s{more})",
+                "*slope = 1.0f;",
+                inside=inside,
+            )
+        elif self._slope is not None:
+            _, slope = self._weighed(self._slope, self._guards_slope)
+            lines += self._function(
+                "logit_and_slope",
+                "element",
+                [self._logit, self._slope],
+                logit,
+                f"*slope = {slope};",
+                inside=inside,
+            )
+        return lines
+
+    def _diagonal_struct(self) -> list[str]:
+        """Where the loads along diagonals are, in this order, and whether they are in bounds."""
+        loads = self._diagonals.items()
+        fields = [f"    const {CAPTURE_DTYPES[x.value]}* {self._names[x]};" for x, _ in loads]
+        addresses, tests = [], []
+        for _, load in loads:
+            address, offset, extent = (
+                self._text(x, "element") for x in (load.address, load.offset, load.extent)
+            )
+            sign, ends = ("+", ("least", "most")) if load.sign > 0 else ("-", ("most", "least"))
+            addresses.append(f"{address} + ({offset} {sign} difference)")
+            tests += [f"{offset} {sign} {ends[0]} >= 0", f"{offset} {sign} {ends[1]} < {extent}"]
+        return [
+            *("  struct Diagonal {", *fields, "  };"),
+            *self._function("diagonal", "end", [], f"{{{', '.join(addresses)}}}"),
+            *self._function("inside", "end", [], " && ".join(tests) or "true"),
+        ]
+
+    def _function(
+        self, name: str, place: str, roots, result: str, *last: str, inside: bool = False
+    ) -> list[str]:
         signature = f"  __device__ __forceinline__ static {_SIGNATURES[name]} {{"
+        if inside:
+            signature = signature.replace(") {", f", {_INSIDE} {{")
         body: list[str] = []
         done: set[Node] = set()
         for root in roots:
-            self._define(root, place, done, body)
+            self._define(root, place, done, body, inside=inside)
         last = (*last, f"return {result};") if result else last
         return [signature, *(f"    {x}" for x in (*body, *last)), "  }"]
 
@@ -384,16 +468,23 @@ class Writer:
         member = f"{home}.{self._name(x)}"
         return f"({member} != 0)" if x.dtype == "bool" else member
 
-    def _define(self, x: Node, place: str, done: set[Node], lines: list[str]) -> None:
+    def _define(
+        self, x: Node, place: str, done: set[Node], lines: list[str], *, inside: bool = False
+    ) -> None:
         if x in done or x.op in ("constant", "input") or _place(x) != place:
             return
         done.add(x)
-        for a in x.args:
-            self._define(a, place, done, lines)
+        name = self._names[x]
+        if inside and x in self._diagonals:
+            step = "step" if self._diagonals[x].sign > 0 else "-step"
+            expression = f"load_capture(diagonal.{name}, {step})"
+        else:
+            for a in x.args:
+                self._define(a, place, done, lines, inside=inside)
+            expression = self._expression(x, [self._text(a, place) for a in x.args])
         kind = COMPUTED.get(x.dtype, x.dtype)
-        args = [self._text(a, place) for a in x.args]
         kind = kind if kind.endswith("*") else f"const {kind}"
-        lines.append(f"{kind} {self._names[x]} = {self._expression(x, args)};")
+        lines.append(f"{kind} {name} = {expression};")
 
     @staticmethod
     def _expression(x: Node, args: list[str]) -> str:
@@ -538,7 +629,14 @@ class Writer:
         address, index = self._address(x, paired)
         if paired:
             return self._graph.node("load_of_pair", (address, index, x.args[-1]), x.dtype)
-        return self._graph.node("load_capture", (address, index), x.dtype)
+        result = self._graph.node("load_capture", (address, index), x.dtype, x.value[1])
+        if x.args and not any(i.deps for i in x.args[:-1]):
+            last = x.args[-1].args[0] if x.args[-1].op == "wrap" else x.args[-1]
+            found = along_diagonals(self._graph, last)
+            if found is not None:
+                offset, extent = self._lowered(found[1]), self._extent(x.value[0], len(x.args) - 1)
+                self._diagonals[result] = DiagonalLoad(found[0], offset, address, extent)
+        return result
 
     def _address(self, x: Node, paired: bool) -> tuple[Node, Node]:
         """(address, index) of a load. What the head knows is added to the address there, then what
@@ -584,6 +682,23 @@ class Writer:
             x.op == "load_of_pair" or (x.op == "load_capture" and x.dtype == "uint32")
             for x in self._instructions.values()
         )
+
+    def _shares_diagonals(self) -> bool:
+        """Whether the elements of a diagonal load the same, others something else."""
+        return any(
+            x.op == "load" and x.deps & ELEMENT and all(map(depends_on_difference, x.args))
+            for x in self._instructions
+        )
+
+
+def _below(x: Node) -> set[Node]:
+    """A node and those that it is made of."""
+    found, left = {x}, [x]
+    while left:
+        new = set(left.pop().args) - found
+        found |= new
+        left += new
+    return found
 
 
 def _literal(x: Node) -> str:

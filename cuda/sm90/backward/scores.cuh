@@ -7,11 +7,35 @@
 // ds^T = weight * (kept dp^T - share * delta).
 #pragma once
 
+#include "common/diagonal_sums.cuh"
+#include "common/memory_order.cuh"
 #include "common/program.cuh"
 #include "sm90/backward/consumers.cuh"
 #include "sm90/start_row.cuh"
 
 namespace jaxflash::sm90 {
+
+// Sums of ds of a step along diagonals, where a program wants them.
+template <bool kWanted, int kRows>
+class StepDiagonals {
+ public:
+  __device__ __forceinline__ void add(int i, float ds) {
+    sums_.add(i / 4 + 1 - Fragment::lower(i), i % 2, ds);
+  }
+  // By a whole warp: use(query - key, sum), relative to the warp's first ones.
+  template <class Use>
+  __device__ __forceinline__ void reduce(const Use& use) const {
+    sums_.reduce([&](int further, float sum) { use(further - 8, sum); });
+  }
+
+ private:
+  DiagonalSums<kRows / 8 + 1> sums_;  // the upper eight keys begin eight queries further left
+};
+template <int kRows>
+class StepDiagonals<false, kRows> {
+ public:
+  __device__ __forceinline__ void add(int /*i*/, float /*ds*/) {}
+};
 
 // A factor, which dq and dk get at the end: weights are probabilities.
 class ScaledLogits {
@@ -22,6 +46,8 @@ class ScaledLogits {
   static constexpr bool kDrops = false;
   static constexpr int kKeySums = 0;
   static constexpr bool kStoresGradient = false;
+  template <int kRows>
+  using AlongDiagonals = StepDiagonals<false, kRows>;
 
   __device__ __forceinline__ explicit ScaledLogits(const BackwardArgs& args)
       : scale_log2_(args.scale_log2) {}
@@ -34,6 +60,9 @@ class ScaledLogits {
   __device__ __forceinline__ auto adder_to(KeySums<0>&, int /*row*/, int /*key*/) const {
     return [](int /*i*/, float /*ds*/) {};
   }
+  template <int kRows, class Block>
+  __device__ __forceinline__ void add_up(const BackwardArgs&, const StepDiagonals<false, kRows>&,
+                                         const Block&, int /*row*/, int /*key*/) const {}
 
   // lse as for_columns takes it; `row` and `key` of the warpgroup's first element. `common_rows`
   // see all of its keys: other tiles are masked.
@@ -96,6 +125,8 @@ class ProgramLogits {
   static constexpr bool kDrops = Program::kDrops;
   static constexpr int kKeySums = Program::kKeySums;
   static constexpr bool kStoresGradient = Program::kStoresGradient;
+  template <int kRows>
+  using AlongDiagonals = StepDiagonals<Program::kSumsDiagonals, kRows>;
 
   __device__ __forceinline__ explicit ProgramLogits(const BackwardArgs& args)
       : scale_log2_(args.scale_log2) {}
@@ -224,6 +255,37 @@ class ProgramLogits {
     }
   }
 
+  // Adds a step's sums along diagonals to a gradient. Belongs beside products.
+  template <int kRows, class Block>
+  __device__ __forceinline__ void add_up(const BackwardArgs& args,
+                                         const AlongDiagonals<kRows>& along, const Block& block,
+                                         int row, int key) const {
+    if constexpr (Program::kSumsDiagonals) {
+      const CaptureGradientArray& array = args.diagonal_sums;
+      float* const data = static_cast<float*>(array.data) +
+                          capture_offset(array.batch_stride, args.problem, block.batch);
+      const float weight = Program::diagonal_weight(head_);
+      const int first_key = key + late_thread() / 32 * 16;
+      along.reduce([&](int further, float sum) {
+        const int q = row + max(0, further), kv = first_key + max(0, -further);
+        const auto distance = static_cast<float>(q + diagonal_ - kv);
+        const int64_t index = Program::diagonal_index(head_, Program::row(head_, q),
+                                                      Program::column(head_, kv), q, kv, distance);
+        if constexpr (Program::kSumsBuckets) {
+          // Neighbours may be one element, to which a thread adds for the warp.
+          int same = 0;
+          __match_all_sync(~0u, static_cast<long long>(index), &same);
+          if (same != 0) {
+#pragma unroll
+            for (int lane = 1; lane < 32; lane *= 2) sum += __shfl_xor_sync(~0u, sum, lane);
+            if (late_thread() % 32 != 0) sum = 0.f;
+          }
+        }
+        if (sum != 0.f) red_add_f32(data + index, sum * weight);  // NaN is not 0
+      });
+    }
+  }
+
   // As of ScaledLogits, where weights are probabilities.
   template <int kElements, class Block>
   __device__ __forceinline__ void weigh(float (&s)[kElements], const ColumnValues& first_lse,
@@ -273,7 +335,13 @@ class ProgramLogits {
       }
     };
     const auto distance_of = [&](int i) {
-      return distance[Fragment::lower(i)] + Fragment::column_of(i);
+      const int lower = Fragment::lower(i), column = Fragment::column_of(i);
+      // One expression for the elements of a diagonal, which the compiler then computes once.
+      if constexpr (Program::kSharesDiagonals) {
+        return distance[0] + static_cast<float>(column - 8 * lower);
+      } else {
+        return distance[lower] + column;
+      }
     };
     const auto shows = [&](int i) {
       if constexpr (!kMasks) {
@@ -284,8 +352,9 @@ class ProgramLogits {
                                 first_key + 8 * lower, distance_of(i));
       }
     };
-    // What exp2 takes. What does not depend on the score is added up before it is there.
-    const auto relative = [&](int i, float lse_of_row, float& slope) {
+    // What exp2 takes. What does not depend on the score is added up before it is there. `on...`:
+    // of a part of a tile that is inside all arrays that are read along diagonals.
+    const auto relative = [&](int i, float lse_of_row, float& slope, const auto&... on) {
       if constexpr (kDrops) lse_of_row += log2_share_;
       const int lower = Fragment::lower(i);
       const int q = row_of(i), kv = first_key + 8 * lower;
@@ -294,16 +363,25 @@ class ProgramLogits {
         return fmaf(s[i], scale_log2_, -lse_of_row);
       } else if constexpr (Program::kUnitSlope) {
         const float addend =
-            Program::addend(head_, Program::row(head_, q), columns_[lower], q, kv, at);
+            Program::addend(head_, Program::row(head_, q), columns_[lower], q, kv, at, on...);
         return fmaf(s[i], scale_log2_, addend - lse_of_row);
       } else {
         return Program::logit_and_slope(head_, Program::row(head_, q), columns_[lower], q, kv, at,
-                                        s[i], &slope) -
+                                        s[i], &slope, on...) -
                lse_of_row;
       }
     };
+    // Steps of 128 rows would spill, as would the ids of segments.
+    constexpr bool kHasDiagonals = Program::kHasDiagonals && Program::kAdds && !kStarts &&
+                                   kElements <= 32 && !decltype(block.mask)::kTestsElements;
+    bool inside = true;
+    if constexpr (kHasDiagonals) {
+      const int difference = first_row - first_key;
+      inside =
+          __all_sync(~0u, Program::inside(head_, difference - 8, difference + 2 * kElements - 7));
+    }
     // Selected, not multiplied: what is masked may have any logit and any slope.
-    if (row < common_rows.begin || row + 2 * kElements > common_rows.end) {
+    if (!inside || row < common_rows.begin || row + 2 * kElements > common_rows.end) {
       const Interval visible[2] = {rows_that_see(block.mask, first_row, first_key, 0),
                                    rows_that_see(block.mask, first_row, first_key, 1)};
       for_columns<kElements>(first_lse, lse, [&](int i, float lse_of_row) {
@@ -321,8 +399,14 @@ class ProgramLogits {
     } else {
       for_columns<kElements>(first_lse, lse, [&](int i, float lse_of_row) {
         float slope = 1.f;
-        const float logit = relative(i, lse_of_row, slope);
-        use(i, exp2_approx(logit), slope);
+        if constexpr (kHasDiagonals) {
+          const auto diagonal = Program::diagonal(head_, first_row - first_key);
+          const int step = Fragment::column_of(i) - 8 * Fragment::lower(i);
+          use(i, exp2_approx(relative(i, lse_of_row, slope, diagonal, step)), slope);
+        } else {
+          const float logit = relative(i, lse_of_row, slope);
+          use(i, exp2_approx(logit), slope);
+        }
       });
     }
   }

@@ -213,9 +213,11 @@ struct SingleConsumers {
         first_delta.load(delta);
         if (steps.last()) arrive_warp(smem.v_empty[keys.stage]);
         const auto sum_up = score.adder_to(key_sums, row, own_key);
+        typename Score::template AlongDiagonals<kRows> along_diagonals;
         for_columns<kRows / 2>(first_delta, delta, [&](int i, float delta_of_row) {
           dp[i] = s[i] * (kept.of(i, dp[i]) - score.share_of(delta_of_row));
           sum_up(i, dp[i]);
+          along_diagonals.add(i, dp[i]);
           if (i % 2 == 0) return;
           ds[i / 2] = pack<kMath>(dp[i - 1], dp[i]);
           if (!kEarlyPack) p[i / 2] = kept.of_pair(i - 1, pack<kMath>(s[i - 1], s[i]));
@@ -231,6 +233,7 @@ struct SingleConsumers {
 
         discard(dq);
         issue_dq(dq, dq_ds + odd * descriptor_step(Traits::kScoreBytes), dq_k);
+        score.add_up(args, along_diagonals, block, row, own_key);
         prepare_next();
         wgmma_wait<1>();
         steps.release_dout();

@@ -181,8 +181,19 @@ class Probabilities {
     const RowPositions positions = rows_.positions(unit_);
     if constexpr (Scores::kRewrites && !Scores::kStarts) {
       // A logit of -inf would not stay so: what is masked is masked after the rewriting.
-      if (!cut() && held(scores_)) return false;
-      scores_.rewrite(s);
+      if constexpr (Scores::kHasDiagonals) {
+        // Others are rewritten: no third copy of the exponentials.
+        const bool inside = scores_.template begin_diagonals<kKeys>();
+        if (inside && !cut() && held(typename Scores::Inside{scores_})) return false;
+        if (!kSpeculates && inside) {
+          scores_.template rewrite<true>(s);
+        } else {
+          scores_.rewrite(s);
+        }
+      } else {
+        if (!cut() && held(scores_)) return false;
+        scores_.rewrite(s);
+      }
       hide(positions, key);
       return advance(Logits{});
     } else {
