@@ -86,7 +86,7 @@ class LoadRoots:
         stored: bool,
     ) -> LoadRoots:
         """A load of a capture of some type, in a call of `lengths`, of queries and of keys; `alone`
-        if the capture has no other, and `stored` if it is a `stored_load`."""
+        if the capture has no other, `stored` if it `is_stored`."""
         axes = [-1, -1]
         elsewhere = False
         for axis, i in enumerate(index):
