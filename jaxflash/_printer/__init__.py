@@ -1,7 +1,8 @@
 """Prints a score program as the CUDA struct that the kernels are compiled with.
 
 The value of the program and its derivative become one graph of scalar expressions (`builder`,
-`graph`), log2(e) of the result among their coefficients, and the graph becomes text (`writer`).
+`graph`), log2(e) of the result among their coefficients; the graph becomes instructions, each in
+the earliest place that knows what it depends on (`lowering`), and these become text (`writer`).
 Here is what can be printed; `cuda` prints, imported with the first call that has a program.
 """
 

@@ -1,8 +1,5 @@
-"""From the graph to the text of a struct.
-
-Each node belongs to the earliest place that knows what it depends on: batch element and head, row,
-column, element, score; what an earlier place computes is a member of that place's struct.
-"""
+"""From instructions to the text of a struct: what an earlier place computes is a member of that
+place's struct."""
 
 from __future__ import annotations
 
@@ -23,23 +20,17 @@ from jaxflash._printer.formats import (
 )
 from jaxflash._printer.gradients import DiagonalSum, LoadRoots, StoredLoad
 from jaxflash._printer.graph import (
-    COLUMN,
-    ELEMENT,
     FLOAT_MAX,
-    ROW,
-    SCORE,
     Graph,
     Node,
-    along_diagonals,
-    depends_on_difference,
     is_finite,
     is_nonnegative,
     wraps,
 )
-from jaxflash._printer.starts import Start, is_of_neighbours
+from jaxflash._printer.lowering import PLACES, Lowering, place_of
+from jaxflash._printer.starts import Start
 
-# Where a node is computed, from early to late, and which of its inputs are parameters there.
-_PLACES = ("head", "row", "column", "element")
+# Inputs that are parameters where a node is computed.
 _PARAMETERS = {
     "head": {"b": "b", "h": "h", "scale": "problem.scale"},
     "row": {"q": "q"},
@@ -101,10 +92,6 @@ _INSIDE = "const Diagonal& diagonal, int step)"
 _WORDS = ("words", "words_end", "bit", "visible_beside")
 
 
-def _place(x: Node) -> str:
-    return {0: "head", ROW: "row", COLUMN: "column"}.get(x.deps, "element")
-
-
 @dataclasses.dataclass(frozen=True)
 class Words:
     """What of visibility lies in words of 32 keys each.
@@ -118,17 +105,6 @@ class Words:
     load: Node
     bit: Node
     beside: Node | None
-
-
-@dataclasses.dataclass(frozen=True)
-class DiagonalLoad:
-    """What is behind a load whose index is `sign` * (q - kv) + `offset` along an axis of `extent`
-    elements from `address` on."""
-
-    sign: int
-    offset: Node
-    address: Node
-    extent: Node
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,47 +143,49 @@ class Roots:
 
 
 class Writer:
-    """Chooses instructions for the nodes and writes them where they belong."""
+    """Writes the instructions of nodes where they belong."""
 
     def __init__(self, graph: Graph, roots: Roots):
-        self._graph = graph
-        self._paired = roots.paired
-        self._instructions: dict[Node, Node] = {}
-        self._diagonals: dict[Node, DiagonalLoad] = {}
+        self._lowering = lowering = Lowering(graph, roots.paired)
         self._names: dict[Node, str] = {}
         self._adds = roots.addend is not graph.constant(0.0)
         self._guards_slope = roots.slope is not None and not is_finite(roots.slope)
-        self._logit = self._lowered(roots.logit)
-        self._slope = None if roots.slope is None else self._lowered(roots.slope)
-        self._addend = None if roots.addend is None else self._lowered(roots.addend)
-        self._visible = None if roots.visible is None else self._lowered(roots.visible)
-        self._sink = None if roots.sink is None else self._lowered(roots.sink)
+        self._logit = lowering.lowered(roots.logit)
+        self._slope = None if roots.slope is None else lowering.lowered(roots.slope)
+        self._addend = None if roots.addend is None else lowering.lowered(roots.addend)
+        self._visible = None if roots.visible is None else lowering.lowered(roots.visible)
+        self._sink = None if roots.sink is None else lowering.lowered(roots.sink)
         self._capture_tangent = None
         if roots.capture_tangent is not None:
-            self._capture_tangent = self._lowered(roots.capture_tangent)
+            self._capture_tangent = lowering.lowered(roots.capture_tangent)
             self._guards_tangent = not is_finite(roots.capture_tangent)
         self._start = None
         self._start_load = None if roots.start is None else roots.start.neighbours
         if roots.start is not None:
             x = roots.start.neighbours
-            address, _ = self._address(x, paired=True)
-            end = self._extent(x.value[0], len(x.args) - 1)
-            self._start = self._lowered(roots.start.value), address, end, x.value
-        self._key_weights = [self._lowered(x) for x in roots.key_weights]
+            address, _ = lowering.address(x, paired=True)
+            end = lowering.extent(x.value[0], len(x.args) - 1)
+            self._start = lowering.lowered(roots.start.value), address, end, x.value
+        self._key_weights = [lowering.lowered(x) for x in roots.key_weights]
         self._gradient_matrix = None
         if roots.stored is not None:
             *of_head, _, _ = roots.stored.index
-            self._gradient_matrix = self._offset(roots.stored.capture, tuple(of_head))
+            self._gradient_matrix = lowering.offset(roots.stored.capture, tuple(of_head))
         self._words = None
         if roots.words is not None:
             x = roots.words.load
-            address, index = self._address(x, paired=False)
+            address, index = lowering.address(x, paired=False)
             if x.args[-1].op == "constant":  # A row has one word, and the index is that of the row.
                 address = graph.node("shift", (address, index), address.dtype)
-            end = self._extent(x.value[0], len(x.args) - 1)
-            bit, beside = self._lowered(roots.words.bit), roots.words.beside
-            self._words = address, end, bit, *(() if beside is None else (self._lowered(beside),))
-        self._members: dict[str, list[Node]] = {place: [] for place in _PLACES}
+            end = lowering.extent(x.value[0], len(x.args) - 1)
+            bit, beside = lowering.lowered(roots.words.bit), roots.words.beside
+            self._words = (
+                address,
+                end,
+                bit,
+                *(() if beside is None else (lowering.lowered(beside),)),
+            )
+        self._members: dict[str, list[Node]] = {place: [] for place in PLACES}
         seen: set[Node] = set()
         places = {self._sink: "end"}
         if self._words is not None:
@@ -224,7 +202,7 @@ class Writer:
             self._need(self._gradient_matrix, "end")
             self._visit(self._gradient_matrix, seen)
         below = _below(self._logit) | (set() if self._slope is None else _below(self._slope))
-        self._diagonals = {x: load for x, load in self._diagonals.items() if x in below}
+        self._diagonals = {x: load for x, load in lowering.diagonals.items() if x in below}
         for load in self._diagonals.values():
             self._need(load.offset, "end")
             self._visit(load.offset, seen)
@@ -232,15 +210,15 @@ class Writer:
         if roots.diagonal_sum is not None:
             x = roots.diagonal_sum
             self._sums_buckets = x.has_buckets
-            self._diagonal_sum = self._offset(x.capture, x.index), self._lowered(x.weight)
+            self._diagonal_sum = lowering.offset(x.capture, x.index), lowering.lowered(x.weight)
             for root, place in zip(self._diagonal_sum, ("element", "end"), strict=True):
                 self._need(root, place)
                 self._visit(root, seen)
         self._loads = []
         for x in roots.loads:
             owned = (x.load.query_axis, x.load.key_axis)
-            offset = self._offset(x.load.capture, x.index, owned)
-            self._loads.append((x, offset, self._lowered(x.partial)))
+            offset = lowering.offset(x.load.capture, x.index, owned)
+            self._loads.append((x, offset, lowering.lowered(x.partial)))
         for load, offset, partial in self._loads:
             self._need(offset, "element" if load.load.scatter else "end")
             self._visit(offset, seen)
@@ -259,8 +237,8 @@ class Writer:
             ("kHasWords", self._words is not None),
             ("kAllInWords", self._words is not None and len(self._words) < len(_WORDS)),
             ("kDrops", dropout is not None),
-            ("kSharesLoads", self._shares_loads()),
-            ("kSharesDiagonals", self._shares_diagonals()),
+            ("kSharesLoads", self._lowering.shares_loads()),
+            ("kSharesDiagonals", self._lowering.shares_diagonals()),
             ("kHasDiagonals", bool(self._diagonals)),
             ("kCapturesMove", self._capture_tangent is not None),
             ("kStarts", self._start is not None),
@@ -273,10 +251,10 @@ class Writer:
             ("kSumsBuckets", self._diagonal_sum is not None and self._sums_buckets),
         ):
             lines.append(f"  static constexpr bool {name} = {'true' if value else 'false'};")
-        for place in _PLACES[:3]:
+        for place in PLACES[:3]:
             fields = [f"    {self._field(x)};" for x in members[place]]
             lines += [f"  struct {place.capitalize()} {{", *fields, "  };"]
-        for place in _PLACES[:3]:
+        for place in PLACES[:3]:
             results = ", ".join(self._text(x, place) for x in members[place])
             lines += self._function(place, place, members[place], f"{{{results}}}")
         lines += self._diagonal_struct()
@@ -436,13 +414,13 @@ class Writer:
             return
         seen.add(x)
         for a in x.args:
-            self._need(a, _place(x))
+            self._need(a, place_of(x))
             self._visit(a, seen)
         if x.op not in ("constant", "input"):
             self._names[x] = f"x{len(self._names)}"
 
     def _need(self, x: Node, place: str) -> None:
-        home = _place(x)
+        home = place_of(x)
         if x.op == "constant" or home == place or home == "element":
             return
         if x.op == "input" and x.value in _PARAMETERS.get(place, ()):
@@ -462,7 +440,7 @@ class Writer:
             return _literal(x)
         if x.op == "input" and x.value in _PARAMETERS.get(place, ()):
             return _PARAMETERS[place][x.value]
-        home = _place(x)
+        home = place_of(x)
         if home == place:
             return self._names[x]
         member = f"{home}.{self._name(x)}"
@@ -471,7 +449,7 @@ class Writer:
     def _define(
         self, x: Node, place: str, done: set[Node], lines: list[str], *, inside: bool = False
     ) -> None:
-        if x in done or x.op in ("constant", "input") or _place(x) != place:
+        if x in done or x.op in ("constant", "input") or place_of(x) != place:
             return
         done.add(x)
         name = self._names[x]
@@ -504,7 +482,7 @@ class Writer:
                 return f"__float2{'int' if signed else 'uint'}_rz({args[0]})"
             return f"static_cast<{'int' if signed else 'uint32_t'}>({args[0]})"
         if op == "reciprocal":
-            return f"rcp_approx({args[0]})" if _place(x) == "element" else f"1.0f / {args[0]}"
+            return f"rcp_approx({args[0]})" if place_of(x) == "element" else f"1.0f / {args[0]}"
         if op in ADDRESS_FORMATS:
             return ADDRESS_FORMATS[op].format(*args)
         if x.dtype == "float32":
@@ -521,174 +499,6 @@ class Writer:
         if op in ("add", "sub") and not wraps(x):
             return f"{args[0]} {'+' if op == 'add' else '-'} {args[1]}"
         return INTEGER_FORMATS[op].format(*args)
-
-    # ---- Instructions -----------------------------------------------------------------------
-
-    def _lowered(self, x: Node) -> Node:
-        """The same value in nodes of one instruction each."""
-        if x.op in ("constant", "input"):
-            return x
-        if x not in self._instructions:
-            if x.op == "sum":
-                result = self._lowered_sum(x)
-            elif x.op == "product":
-                result = self._plus_term(None, 1.0, x)
-            elif x.op == "load":
-                result = self._lowered_load(x)
-            elif x.op == "wrap":
-                result = self._graph.node(
-                    "wrap", (self._lowered(x.args[0]), self._extent(*x.value)), "int32"
-                )
-            else:
-                args = tuple(map(self._lowered, x.args))
-                result = self._graph.node(x.op, args, x.dtype, x.value)
-            self._instructions[x] = result
-        return self._instructions[x]
-
-    def _lowered_sum(self, x: Node) -> Node:
-        constant, coefficients = x.value
-        groups: dict[str, list[tuple[float, Node]]] = {}
-        for coefficient, term in zip(coefficients, x.args, strict=True):
-            place = "score" if term.deps & SCORE else _place(term)
-            groups.setdefault(place, []).append((coefficient, term))
-        total = None if constant == 0.0 else self._graph.constant(constant)
-        for place in (*_PLACES, "score"):
-            part = None
-            if place == "column" and total is not None and _place(total) == "row":
-                # Summed by itself, so that an element adds once.
-                part, total = total, None
-            for coefficient, term in groups.get(place, ()):
-                total = self._plus_term(total, coefficient, term)
-            if part is not None:
-                total = part if total is None else self._graph.atom("add", part, total)
-        assert total is not None
-        return total
-
-    def _plus_term(self, total: Node | None, coefficient: float, term: Node) -> Node:
-        """total + coefficient * term; the factors known earlier are multiplied first."""
-        atom = self._graph.atom
-        groups: dict[str, list[Node]] = {}
-        for factor in term.args if term.op == "product" else (term,):
-            place = "score" if factor.deps & SCORE else _place(factor)
-            groups.setdefault(place, []).append(self._lowered(factor))
-        early = None if coefficient == 1.0 else self._graph.constant(coefficient)
-        *before, last = (groups[place] for place in (*_PLACES, "score") if place in groups)
-        for factor in (factor for group in before for factor in group):
-            early = self._scaled_by(early, factor)
-        if total is None:
-            for factor in last:
-                early = self._scaled_by(early, factor)
-            assert early is not None
-            return early
-        x, *rest = last
-        for factor in rest[1:]:
-            x = atom("times", x, factor)
-        if rest:
-            return atom("fma", self._scaled_by(early, x), rest[0], total)
-        if early is None:
-            return atom("add", total, x)
-        if early is self._graph.constant(-1.0):
-            return atom("sub", total, x)
-        return atom("fma", early, x, total)
-
-    def _scaled_by(self, factor: Node | None, x: Node) -> Node:
-        if factor is None:
-            return x
-        if factor is self._graph.constant(-1.0):
-            return self._graph.atom("neg", x)
-        return self._graph.atom("times", factor, x)
-
-    def _extent(self, capture: int, axis: int) -> Node:
-        return self._graph.node("extent", (), "int32", (capture, axis))
-
-    def _offset(self, capture: int, index: tuple[Node, ...], owned: Collection[int] = ()) -> Node:
-        """Of an element by the first axes of a capture, without what the owned axes add."""
-        node = self._graph.node
-        offsets: dict[str, Node] = {}
-        stride = None
-        for axis in reversed(range(len(index))):
-            i, extent = self._lowered(index[axis]), self._extent(capture, axis)
-            is_zero = i.op == "constant" and i.value == 0
-            if axis not in owned and not is_zero:
-                offset = node("clamp_index", (i, extent), "int64_t")
-                if stride is not None:
-                    offset = node("scale_offset", (offset, stride), "int64_t")
-                place = _place(i)
-                if place in offsets:
-                    offset = node("add_offset", (offsets[place], offset), "int64_t")
-                offsets[place] = offset
-            wide = node("widen", (extent,), "int64_t")
-            stride = wide if stride is None else node("scale_offset", (stride, wide), "int64_t")
-        total = None
-        for offset in (offsets[place] for place in _PLACES if place in offsets):
-            total = offset if total is None else node("add_offset", (total, offset), "int64_t")
-        return self._graph.constant(0, "int32") if total is None else total
-
-    def _lowered_load(self, x: Node) -> Node:
-        paired = is_of_neighbours(x, self._paired)
-        address, index = self._address(x, paired)
-        if paired:
-            return self._graph.node("load_of_pair", (address, index, x.args[-1]), x.dtype)
-        result = self._graph.node("load_capture", (address, index), x.dtype, x.value[1])
-        if x.args and not any(i.deps for i in x.args[:-1]):
-            last = x.args[-1].args[0] if x.args[-1].op == "wrap" else x.args[-1]
-            found = along_diagonals(self._graph, last)
-            if found is not None:
-                offset, extent = self._lowered(found[1]), self._extent(x.value[0], len(x.args) - 1)
-                self._diagonals[result] = DiagonalLoad(found[0], offset, address, extent)
-        return result
-
-    def _address(self, x: Node, paired: bool) -> tuple[Node, Node]:
-        """(address, index) of a load. What the head knows is added to the address there, then what
-        the row knows; the index is what is left, of pairs if `paired`."""
-        node = self._graph.node
-        capture, dtype = x.value
-        stored = CAPTURE_DTYPES[dtype]
-        pointer = f"const {stored}*"
-        address = node("capture_data", (), pointer, (capture, stored))
-        offsets: dict[str, Node] = {}
-        stride = None
-        for axis in reversed(range(len(x.args))):
-            i, extent = self._lowered(x.args[axis]), self._extent(capture, axis)
-            if not (i.op == "constant" and i.value == 0):
-                place = _place(i)
-                if stride is None and paired:
-                    offset = node("clamp_pair", (i, extent), "int32")
-                elif stride is None and place == "column":
-                    offset = node("clamp_column", (i, extent), "int32")
-                else:
-                    offset = node("clamp_index", (i, extent), "int64_t")
-                if stride is not None:
-                    offset = node("scale_offset", (offset, stride), "int64_t")
-                if place in offsets:
-                    offset = node("add_offset", (offsets[place], offset), "int64_t")
-                offsets[place] = offset
-            wide = node("widen", (extent,), "int64_t")
-            stride = wide if stride is None else node("scale_offset", (stride, wide), "int64_t")
-        early = [offsets[place] for place in ("head", "row") if place in offsets]
-        late = [offsets[place] for place in ("column", "element") if place in offsets]
-        if not late:
-            late = [early.pop() if early else self._graph.constant(0, "int32")]
-        for offset in early:
-            address = node("shift", (address, offset), pointer)
-        index = late[0]
-        for offset in late[1:]:
-            index = node("add_offset", (index, offset), "int64_t")
-        return address, index
-
-    def _shares_loads(self) -> bool:
-        """Whether neighbours take parts of one load: pairs, or words of bits."""
-        return any(
-            x.op == "load_of_pair" or (x.op == "load_capture" and x.dtype == "uint32")
-            for x in self._instructions.values()
-        )
-
-    def _shares_diagonals(self) -> bool:
-        """Whether the elements of a diagonal load the same, others something else."""
-        return any(
-            x.op == "load" and x.deps & ELEMENT and all(map(depends_on_difference, x.args))
-            for x in self._instructions
-        )
 
 
 def _below(x: Node) -> set[Node]:
