@@ -139,10 +139,16 @@ inline EncodeTiled encode_tiled() {
   return function;
 }
 
+// What the L2 fetches from memory where a box misses it.
+enum class Fetch {
+  kNeighbours,  // 256 bytes
+  kBox,         // what the box has of them
+};
+
 // Map whose boxes are 64 elements (128 bytes, swizzled) by `box_length` positions of `box_heads`
 // heads.
 inline Status encode(TensorMap& map, const MappedTensor& tensor, Math math, int box_length,
-                     int box_heads = 1) {
+                     int box_heads = 1, Fetch fetch = Fetch::kNeighbours) {
   static_assert(sizeof(TensorMap) == sizeof(CUtensorMap));
   if (encode_tiled() == nullptr) {
     return error_status("the CUDA driver has no cuTensorMapEncodeTiled: update it");
@@ -157,12 +163,14 @@ inline Status encode(TensorMap& map, const MappedTensor& tensor, Math math, int 
   const cuuint32_t box[5] = {64, static_cast<cuuint32_t>(box_length),
                              static_cast<cuuint32_t>(box_heads), 1, 1};
   const cuuint32_t element_strides[5] = {1, 1, 1, 1, 1};
+  const CUtensorMapL2promotion promotion = fetch == Fetch::kNeighbours
+                                               ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B
+                                               : CU_TENSOR_MAP_L2_PROMOTION_NONE;
   const CUresult encoded = encode_tiled()(
       reinterpret_cast<CUtensorMap*>(&map),
       math == Math::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
       5, tensor.data, extents, strides, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      CU_TENSOR_MAP_SWIZZLE_128B, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (encoded == CUDA_SUCCESS) return {};
   return error_status("cuTensorMapEncodeTiled failed with CUresult %d", static_cast<int>(encoded));
 }
