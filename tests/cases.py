@@ -53,7 +53,9 @@ class AttentionCase:
     bias_hides: bool = False  # some entries of the bias are -inf, and a whole row
     mask: str | None = None
     mask_value: str | None = None  # a name of mask_values.MASK_VALUES; beside a mask: & it
-    segments: str | None = None  # "shared": one array; "pair": (query ids, key ids)
+    # "shared": one array; "pair": (query ids, key ids); "apart": one, ids that come back, some of
+    # them a multiple of twice the length apart
+    segments: str | None = None
     logits_soft_cap: float | None = None
     sink: bool = False
     alibi: str | None = None  # "N" or "BN"
@@ -235,7 +237,10 @@ class AttentionCase:
 
     def _segments(self, rng, length) -> np.ndarray:
         starts = rng.random((*self.batch, length)) < 4.0 / max(length, 1)
-        return np.cumsum(starts, axis=-1).astype(np.int32)
+        numbers = np.cumsum(starts, axis=-1).astype(np.int32)
+        if self.segments == "apart":
+            numbers = np.array([3, 3 + 2 * length, -(2**31), 3 - 4 * length, 2**31 - 1])[numbers % 5]
+        return numbers.astype(np.int32)
 
     def _poison(self, arrays) -> None:
         visible = visibility(self, arrays)
@@ -343,6 +348,12 @@ BASE = (
     _row("T-1-S-1", q_len=1, kv_len=1, dtype="float16"),
     _row("T-63-S-65", q_len=63, kv_len=65, head_dim=64, dtype="bfloat16"),
     _row("T-129-S-127", q_len=129, kv_len=127, head_dim=64, dtype="float16"),
+    # Tiles of three units of rows, which such numbers of queries fill better than those of four.
+    _row("T-264-S-320-64", q_len=264, kv_len=320, head_dim=64, dtype="bfloat16"),
+    _row("T-384-64", q_len=384, head_dim=64, dtype="bfloat16"),
+    _row("T-330-S-370-64", q_len=330, kv_len=370, q_heads=4, kv_heads=4, head_dim=64,
+         dtype="float16", kv_lengths=(370, 200)),
+    _row("T-570-causal-64", q_len=570, head_dim=64, dtype="bfloat16", is_causal=True),
     _row("T-193-S-97", q_len=193, kv_len=97, head_dim=128, dtype="bfloat16", is_causal=True),
     _row("T-65-float32", q_len=65, kv_len=33),
     _row("unbatched", batch=(), dtype="bfloat16"),
@@ -442,6 +453,7 @@ SCORES = (
     _row("mask-4d-unbatched", mask="1NTS", batch=()),
     _row("segments", segments="shared", dtype="bfloat16"),
     _row("segments-pair", segments="pair", kv_len=70),
+    _row("segments-apart", segments="apart", q_len=50),
     _row("segments-causal-gqa", segments="shared", is_causal=True, q_heads=4, kv_heads=2, q_len=80),
     _row("soft-cap", logits_soft_cap=1.5),
     _row("soft-cap-bias-mask", logits_soft_cap=2.0, bias="BNTS", mask="B1TS"),
@@ -468,6 +480,7 @@ SCORES = (
 SCORES_OF_TILES = (
     _row("tiles-segments-64", segments="shared", q_len=330, q_heads=4, kv_heads=2, head_dim=64,
          dtype="bfloat16", gpu_only=True),
+    _row("tiles-segments-apart-128", segments="apart", q_len=700, head_dim=128, dtype="bfloat16"),
     _row("tiles-segments-causal-128", segments="shared", q_len=400, head_dim=128, is_causal=True,
          dtype="float16"),
     _row("tiles-segments-pair-256", segments="pair", q_len=200, kv_len=330, head_dim=256,

@@ -78,7 +78,7 @@ inline int32_t shared_units(const Problem& problem, bool paged) {
 }
 
 // Units of 64 rows that the queries of a kv head fill where blocks do not share keys and each
-// unit's rows are of one head: in kernels for a score program.
+// unit's rows are of one head: in kernels for a score program, and of 64 queries and more.
 inline int32_t query_units(const Problem& problem) {
   const int64_t group = problem.q_heads / std::max(problem.kv_heads, 1);
   const int64_t units = (int64_t{problem.q_len} + 63) / 64 * group;

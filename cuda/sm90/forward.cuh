@@ -256,7 +256,8 @@ template <Math kMath, class First, class... Rest>
 Status forward_in(Choices<First, Rest...>, const ForwardParams& params, int64_t keys,
                   cudaStream_t stream) {
   if constexpr (sizeof...(Rest) > 0) {
-    if (params.problem.q_len > First::kMaxQueries || keys > First::kMaxKeys) {
+    if (params.problem.q_len > First::kMaxQueries || keys > First::kMaxKeys ||
+        !First::suits(query_units(params.problem))) {
       return forward_in<kMath>(Choices<Rest...>{}, params, keys, stream);
     }
   }
@@ -314,14 +315,8 @@ namespace detail {
 // Whether tiles of fewer rows are faster, because the units of a kv head fill them better.
 template <class Choice, class First, class... Rest>
 bool takes_fewer_rows(ProgramTiles<First, Rest...>, int64_t query_units) {
-  if constexpr (Choice::kFewerWarpGroups > 0) {
-    const auto filled = [&](int warpgroups) {
-      return (query_units + warpgroups - 1) / warpgroups * warpgroups;
-    };
-    return filled(Choice::kFewerWarpGroups) * Choice::kFewerCost < filled(First::kWarpGroups) * 100;
-  } else {
-    return false;
-  }
+  return Choice::kFewerWarpGroups > 0 &&
+         fill_better(query_units, Choice::kFewerWarpGroups, Choice::kFewerCost, First::kWarpGroups);
 }
 
 }  // namespace detail
