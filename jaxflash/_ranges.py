@@ -195,21 +195,44 @@ def _joined(intervals, axis: int):
 
 
 def _of_segments(query_ids, key_ids, keys_hull=None, rows_hull=None, *inside) -> Ranges:
-    keys, keys_solid = _matches(query_ids, key_ids)
-    rows, rows_solid = _matches(key_ids, query_ids)
     # Ids of 64 bits as their rank among the keys: -1 for those that no key has.
     if query_ids.dtype != jnp.int32:
         order = jnp.sort(key_ids)
         key_ids, query_ranks = ranks(order, key_ids), ranks(order, query_ids)
-        query_ids = jnp.where(keys[:, 0] < keys[:, 1], query_ranks, -1)
+        known = order[jnp.minimum(query_ranks, order.shape[0] - 1)] == query_ids
+        query_ids = jnp.where(known, query_ranks, -1)
+    keys, keys_solid = _matches(query_ids, key_ids)
+    rows, rows_solid = _matches(key_ids, query_ids)
     if keys_hull is not None:
         keys, rows = _met(keys, keys_hull), _met(rows, rows_hull)
     return _summarised(keys, keys_solid, rows, rows_solid, inside, query_ids, key_ids)
 
 
 def _matches(ids, others):
-    """Of each id the interval of `others` that holds its equals, (n, 2), and whether all in it are
-    such."""
+    """Of each id an interval of `others` that holds its equals, (n, 2), and whether all in it are
+    such. It is the smallest one if no two ids are a multiple of twice the number of `others` apart.
+    """
+    if _is_partly_explicit(ids):
+        return _sorted_matches(ids, others)
+    # A table of as many buckets, by the remainder of the id, because a GPU sorts 4096 ids in 27 us.
+    count = others.shape[0]
+    number = jnp.arange(count, dtype=jnp.int32)
+    bucket = others % (2 * count)
+    table = jnp.full((2 * count, 4), jnp.iinfo(jnp.int32).max, jnp.int32)
+    least = jnp.stack((number, ~number, others, ~others), axis=-1)  # ~x falls where x rises
+    table = table.at[bucket].min(least, mode="promise_in_bounds")
+    amount = jnp.zeros(2 * count, jnp.int32).at[bucket].add(1, mode="promise_in_bounds")
+    bucket = ids % (2 * count)
+    first, last, low, high = jnp.unstack(table[bucket], axis=-1)
+    last, high = ~last, ~high  # in an empty bucket below the first ones
+    is_shared = low < high
+    found = jnp.where(is_shared, True, low == ids) & (first <= last)
+    solid = ~found | (~is_shared & (amount[bucket] == last + 1 - first))
+    interval = jnp.stack((jnp.where(found, first, 0), jnp.where(found, last + 1, 0)), axis=-1)
+    return interval, solid
+
+
+def _sorted_matches(ids, others):
     order = jnp.argsort(others, stable=True).astype(jnp.int32)
     ordered = others[order]
     first, end = (ranks(ordered, ids, side) for side in ("left", "right"))
@@ -221,13 +244,18 @@ def _matches(ids, others):
     return interval.astype(jnp.int32), ~found | (stop - begin == end - first)
 
 
+def _is_partly_explicit(x) -> bool:
+    """Whether scatters and scans under `jax.vmap` fail: on explicit meshes, and inside a
+    `shard_map` over some axes of a mesh."""
+    axis_types = set(jax.typeof(x).sharding.mesh.axis_types)
+    is_partly_manual = AxisType.Manual in axis_types and len(axis_types) > 1
+    return AxisType.Explicit in axis_types or is_partly_manual
+
+
 def ranks(ordered, ids, side: str = "left"):
     """Where ids stand in an ordered array, int32."""
-    # The scan fails under `jax.vmap` on explicit meshes, and inside a `shard_map` over some axes of
-    # a mesh; elsewhere it is what was measured.
-    axis_types = set(jax.typeof(ids).sharding.mesh.axis_types)
-    is_partly_manual = AxisType.Manual in axis_types and len(axis_types) > 1
-    method = "sort" if AxisType.Explicit in axis_types or is_partly_manual else "scan_unrolled"
+    # Elsewhere the scan is what was measured.
+    method = "sort" if _is_partly_explicit(ids) else "scan_unrolled"
     return jnp.searchsorted(ordered, ids, side=side, method=method).astype(jnp.int32)
 
 

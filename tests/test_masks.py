@@ -528,6 +528,32 @@ def test_visited_tiles(mask, pass_):
     _check_inside(ranges, visible[None, None], is_longest=True)
 
 
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_intervals_of_segments(dtype):
+    """The smallest ones, in any order of the ids, but for those that share a bucket of a table:
+    they hold what they should, and what needs no test is of one id."""
+    length = 300
+    rng = np.random.default_rng(0)
+    numbers = rng.integers(0, 8, (6, length // 10)).repeat(10, axis=1)
+    numbers = np.concatenate((numbers, np.sort(numbers, axis=1)))
+    apart = np.array([-5, 7, 2 * length - 5, -(2**31), 2**31 - 1, 0, 7 - 8 * length, 1])
+    for ids, exact in ((numbers - 5, True), (numbers * 70, True), (apart[numbers], False)):
+        with jax.enable_x64(dtype == "int64"):
+            x = jnp.asarray(ids, dtype)
+            mask = masks.segments(x, x[::-1])
+            spec, operands = _described(mask, shape=(len(ids), 2, length, length))
+            ranges = jax.tree.map(np.asarray, _ranges.of_call(spec, operands, "forward"))
+        visible = ids[:, :, None] == ids[::-1, None, :]
+        for intervals, seen in ((ranges.keys_of_row, visible), (ranges.rows_of_key, visible.mT)):
+            smallest = _intervals_of(seen)
+            sees = smallest[..., 1] > 0
+            if exact or dtype == "int64":  # those are ranks
+                np.testing.assert_array_equal(intervals, smallest)
+            assert (intervals[..., 0] <= smallest[..., 0])[sees].all()
+            assert (intervals[..., 1] >= smallest[..., 1])[sees].all()
+        _check_inside(ranges, visible[:, None].repeat(2, 1))
+
+
 # Whose loops go over one interval.
 _BLOCKWISE = {name: mask for name, mask in _VISITS.items() if name != "window and global tokens"}
 _BLOCKWISE |= {
