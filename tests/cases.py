@@ -239,7 +239,8 @@ class AttentionCase:
         starts = rng.random((*self.batch, length)) < 4.0 / max(length, 1)
         numbers = np.cumsum(starts, axis=-1).astype(np.int32)
         if self.segments == "apart":
-            numbers = np.array([3, 3 + 2 * length, -(2**31), 3 - 4 * length, 2**31 - 1])[numbers % 5]
+            apart = np.array([3, 3 + 2 * length, -(2**31), 3 - 4 * length, 2**31 - 1])
+            numbers = apart[numbers % 5]
         return numbers.astype(np.int32)
 
     def _poison(self, arrays) -> None:
