@@ -419,8 +419,9 @@ def measure(
         row["flops_per_second"] = flops / row["seconds"]
         row["memory"] = program.memory
         if peer == "jaxflash":
-            row["error"] = _slice_error(call, pass_name, program, qkv, arrays, dout)
-            row["tolerance"] = tolerance(call)
+            error = _slice_error(call, pass_name, program, qkv, arrays, dout)
+            row["error"], row["tolerance"] = error, tolerance(call)
+            row["passed"] = error is None or error <= tolerance(call)
         yield row
 
 

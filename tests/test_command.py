@@ -123,6 +123,28 @@ def test_wrong_results_of_the_definition_are_no_number(monkeypatch):
     assert not ours["error"] <= ours["tolerance"]
 
 
+def _refused(constant: str):
+    raise ValueError(f"{constant} is not JSON")
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+@pytest.mark.parametrize("file", [False, True], ids=["stdout", "file"])
+def test_json_has_no_nan_and_no_infinity(monkeypatch, capsys, tmp_path, number, file):
+    """Strict parsers refuse them. Such an error is null, and so is one that is not known."""
+    monkeypatch.setattr(
+        _check, "_ours", lambda call, implementation: lambda q, k, v: q * jnp.float32(number)
+    )
+    arguments = ["--no-self-test", "--no-backward", "--json"]
+    path = tmp_path / "report.json"
+    assert _main(monkeypatch, *arguments, *[path] * file) == 1
+    text = path.read_text() if file else capsys.readouterr().out
+    report = json.loads(text, parse_constant=_refused)
+    (ours,) = (row for row in report["times"] if row["peer"] == "jaxflash")
+    assert ours["error"] is None
+    assert not ours["passed"]
+    assert not report["passed"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
