@@ -461,7 +461,8 @@ def main() -> int:
     except ValueError as error:
         parser.error(str(error))
     pretty = importlib.util.find_spec("rich") is not None
-    report = _run(arguments, calls, _Rich() if pretty else _Plain())
+    with jax.disable_jit(False):  # it measures compiled programs
+        report = _run(arguments, calls, _Rich() if pretty else _Plain())
     if arguments.json == "-":
         print(_json(report))
     elif arguments.json:

@@ -85,6 +85,14 @@ def test_json_alone_on_stdout(monkeypatch, capsys):
     assert all("seconds" in row for row in report["times"] if row["peer"] == "jax.nn xla")
 
 
+def test_without_jit(monkeypatch, capsys):
+    """JAX_DISABLE_JIT in the environment: compiled programs are measured all the same."""
+    with jax.disable_jit():
+        assert _main(monkeypatch, "--no-self-test", "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert all("seconds" in row for row in report["times"] if row["peer"] != "jax.nn cudnn")
+
+
 def _broken(call, implementation):
     """The op with one wrong row."""
 
