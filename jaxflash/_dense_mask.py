@@ -61,15 +61,18 @@ def blocks(mask, pass_: Pass, size: int):
     whole = x if packed is None else x == np.uint32(0xFFFFFFFF)
     empty = ~x if packed is None else x == np.uint32(0)
     for axis in (1, 2):
-        if mask.shape[axis - 3] > 1:
-            count = size // (_BITS if axis == packed else 1)
-            whole, empty = (all_of_groups(x, axis - 3, count) for x in (whole, empty))
+        if mask.shape[axis - 3] != 1:
+            group = size // (_BITS if axis == packed else 1)
+            # As of the length itself, which is another expression where it is symbolic.
+            count = -(-mask.shape[axis - 3] // size)
+            whole, empty = (all_of_groups(x, axis - 3, group, count) for x in (whole, empty))
     return whole, empty
 
 
-def all_of_groups(x, axis: int, size: int):
-    """Whether all of `size` neighbours along an axis are true; the last ones may be fewer."""
-    return jnp.all(_in_groups(x, axis, size, True), axis=axis)
+def all_of_groups(x, axis: int, size: int, count=None):
+    """Whether all of `size` neighbours along an axis are true; the last ones may be fewer. `count`:
+    of these groups, by default as the axis has them."""
+    return jnp.all(_in_groups(x, axis, size, True, count), axis=axis)
 
 
 def any_of_groups(x, axis: int, size: int):
@@ -77,9 +80,9 @@ def any_of_groups(x, axis: int, size: int):
     return jnp.any(_in_groups(x, axis, size, False), axis=axis)
 
 
-def _in_groups(x, axis: int, size: int, padding: bool):
+def _in_groups(x, axis: int, size: int, padding: bool, count=None):
     """Groups come before `axis`, which is counted from the end, and takes what is in them."""
-    count = -(-x.shape[axis] // size)
+    count = -(-x.shape[axis] // size) if count is None else count
     before, after = x.shape[:axis], x.shape[x.ndim + axis + 1 :]
     amounts = [(0, 0)] * x.ndim
     amounts[axis] = (0, size * count - x.shape[axis])

@@ -62,7 +62,9 @@ class Program:
     """A traced score program. Equal programs are equal values, whichever functions they came from.
 
     Attributes:
-        text: value and derivative, printed; two programs with one text are the same program.
+        text: value and derivative, printed; two programs with one text and the same shapes are the
+            same program.
+        shapes: of the captures; in the text, symbolic sizes of two scopes look alike.
         jaxpr: of `ARGUMENTS` and the captures, without constants. Calls are inlined, but for those
             with derivatives of their own.
         parts: the arguments of the call that it is made of.
@@ -71,6 +73,7 @@ class Program:
     """
 
     text: str
+    shapes: tuple[tuple[Any, ...], ...]
     jaxpr: core.ClosedJaxpr = dataclasses.field(compare=False, repr=False)
     parts: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     axes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
@@ -314,7 +317,9 @@ def trace(
         closed = _inlined(closed, inlined)
         if not closed.consts:
             break
-    return Program(_text(closed), closed), (*captures, *closed_over)
+    types: list[Any] = closed.in_avals[len(ARGUMENTS) :]
+    shapes = tuple(t.shape for t in types)
+    return Program(_text(closed), shapes, closed), (*captures, *closed_over)
 
 
 def _argument_types(dtype) -> tuple[jax.ShapeDtypeStruct, ...]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -317,7 +316,7 @@ def test_without_jit():
 @_needs_kernels
 @pytest.mark.parametrize("symbolic", [False, True])
 def test_export(symbolic):
-    """Gradients, for CPU and CUDA; of symbolic lengths, what kernels do not take is blockwise."""
+    """Gradients, for CPU and CUDA."""
     sizes = "b, t" if symbolic else f"{_B}, {_T}"
     scope = export.SymbolicScope()
     query, ids = (
@@ -330,11 +329,9 @@ def test_export(symbolic):
         mask = mask & masks.causal() | masks.window(0, 0, "bottom_right")
         return jax.grad(lambda q: _loss(jaxflash.dot_product_attention, mask, (q, q, q)))(query)
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", jaxflash.SlowPathWarning)
-        exported = export.export(
-            jax.jit(gradient), platforms=["cpu", "cuda"], disabled_checks=jaxflash.EXPORT_CHECKS
-        )(query, ids)
+    exported = export.export(
+        jax.jit(gradient), platforms=["cpu", "cuda"], disabled_checks=jaxflash.EXPORT_CHECKS
+    )(query, ids)
     exported = export.deserialize(exported.serialize())
     x, ids = _qkv()[0], jnp.asarray(np.arange(_B * _T).reshape(_B, _T) // 5, jnp.int32)
     with jax.default_device(jax.devices("cpu")[0]):

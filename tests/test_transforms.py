@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxflash
 from check import assert_same_bits, on_gpu
-from jaxflash import _ffi, masks
+from jaxflash import _api, _ffi, _kernel_program, _nvrtc, _ranges, _support, masks
 from jaxprs import calls_of, equations, products
 from meshes import cpu_mesh
 
@@ -434,25 +434,112 @@ def _everything(bias, lengths, ids, key_ids, slopes):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("mask", ["b, 1, t, t", "1, 1, t, t", "b, 1, 1, t", "b, 4, t, 1"])
-def test_export_of_masks_of_symbolic_lengths(mask):
-    """For all platforms; on CUDA by the blockwise path, which warns."""
+_OVER_LENGTHS = [
+    ("bias", "4, t, s"),
+    ("bias", "b, 1, 1, s"),
+    ("mask", "b, 1, t, s"),
+    ("mask", "1, 4, t, s"),
+    ("mask", "b, 1, 1, s"),
+    ("mask", "b, 4, t, 1"),
+    ("score_mod", "t"),
+]
+
+
+def _over_lengths(option, shape):
+    """Types of query, key and the array of an option, of symbolic sizes of a scope of their own."""
     scope = export.SymbolicScope()
-    query, mask = (
-        jax.ShapeDtypeStruct(export.symbolic_shape(shape, scope=scope), dtype)
-        for shape, dtype in (("b, t, 4, 8", np.float32), (mask, np.bool_))
+    dtypes = np.float32, np.float32, np.bool_ if option == "mask" else np.float32
+    return [
+        jax.ShapeDtypeStruct(export.symbolic_shape(own, scope=scope), dtype)
+        for own, dtype in zip(("b, t, 4, 8", "b, s, 2, 8", shape), dtypes, strict=True)
+    ]
+
+
+def _of_lengths(option, shape, **sizes):
+    """Such arrays."""
+    rng = np.random.default_rng(0)
+    query, key, array = (
+        rng.standard_normal([sizes.get(n) or int(n) for n in own.split(", ")], np.float32)
+        for own in ("b, t, 4, 8", "b, s, 2, 8", shape)
     )
+    return query, key, array > 0.5 if option == "mask" else array
 
-    def gradient(query, mask):
-        def loss(query):
-            return jnp.sum(jaxflash.dot_product_attention(query, query, query, mask=mask))
 
-        return jax.grad(loss)(query)
+def _with_array(option, array):
+    if option == "score_mod":  # by a negative index, too
+        return dict(score_mod=lambda score, b, h, q, kv: score + array[q - kv])
+    return {option: array}
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", jaxflash.SlowPathWarning)
-        exported = export.export(jax.jit(gradient), platforms=["cpu", "cuda"])(query, mask)
-    assert "custom_call @jaxflash" not in exported.mlir_module()
+
+@pytest.mark.parametrize("platform", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(("option", "shape"), _OVER_LENGTHS)
+def test_export_of_arrays_over_symbolic_lengths(option, shape, platform):
+    """Gradients, for CPU and, with the kernels where there are any, for CUDA; again in another
+    scope, whose sizes have the same names."""
+    has_kernels = bool(_ffi.extension.kernels) and _nvrtc.reason_against() is None
+
+    def gradients(*arguments, path=None):
+        def loss(query, key, array):
+            out = jaxflash.dot_product_attention(
+                query, key, key, precision="highest", implementation=path,
+                **_with_array(option, array),
+            )  # fmt: skip
+            return jnp.sum(jnp.sin(out))
+
+        return jax.grad(loss, (0, 1) if option == "mask" else (0, 1, 2))(*arguments)
+
+    for _ in range(2):
+        with warnings.catch_warnings():
+            _support._warned.clear()
+            warnings.simplefilter("error" if has_kernels else "ignore", jaxflash.SlowPathWarning)
+            exported = export.export(
+                jax.jit(gradients),
+                platforms=["cpu", "cuda"],
+                disabled_checks=jaxflash.EXPORT_CHECKS,
+            )(*_over_lengths(option, shape))
+        assert (f"@{_ffi.BACKWARD_TARGET}" in exported.mlir_module()) == has_kernels
+    expected = jax.jit(functools.partial(gradients, path="xla"))
+    for sizes in (dict(b=2, t=24, s=20), dict(b=1, t=130, s=70)):
+        arrays = _of_lengths(option, shape, **sizes)
+        placed = jax.device_put(arrays, jax.devices(platform)[0])
+        _close(jax.jit(exported.call)(*placed), expected(*_on_cpu(arrays)))
+
+
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+@pytest.mark.parametrize(("option", "shape"), [x for x in _OVER_LENGTHS if x[0] != "score_mod"])
+def test_programs_over_symbolic_lengths(option, shape, pass_):
+    """They are those of lengths that nothing divides, as sizes are read from the arrays."""
+
+    def program(query, key, array):
+        return _kernel_program.make(*_api.described(query, key, key, **{option: array}), pass_)
+
+    expected = program(*_of_lengths(option, shape, b=2, t=197, s=321))
+    assert expected is not None
+    assert program(*_over_lengths(option, shape)) == expected
+
+
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+@pytest.mark.parametrize("shape", [shape for option, shape in _OVER_LENGTHS if option == "mask"])
+def test_ranges_of_symbolic_lengths(shape, pass_):
+    """What the kernels can skip of a mask."""
+
+    @jax.jit
+    def ranges(query, key, mask):
+        found = _ranges.of_call(*_api.described(query, key, key, mask=mask), pass_)
+        assert found is not None
+        return found[:5]  # without the ids of segments
+
+    exported = export.export(ranges, platforms=["cpu"])(*_over_lengths("mask", shape))
+    for sizes in (dict(b=2, t=25, s=33), dict(b=1, t=1, s=3), dict(b=2, t=197, s=321)):
+        arrays = _on_cpu(_of_lengths("mask", shape, **sizes))
+        for actual, expected in zip(exported.call(*arrays), ranges(*arrays), strict=True):
+            np.testing.assert_array_equal(_intervals(actual), _intervals(expected))
+
+
+def _intervals(x):
+    """Pairs (begin, end), empty ones as (0, 0)."""
+    pairs = np.asarray(x).reshape(*x.shape[:-1], -1, 2)
+    return np.where(pairs[..., :1] < pairs[..., 1:], pairs, 0)
 
 
 @pytest.mark.parametrize("features", [False, True], ids=["causal", "features"])
@@ -569,27 +656,29 @@ def _workspace_bytes(batch, q_len, kv_len, heads, kv_heads, left=1 << 30, right=
 
 @needs_kernels
 @pytest.mark.parametrize(
-    ("option", "dtype", "reason"),
+    ("option", "reason"),
     [
-        ("bias", np.float32, "bias depends on a symbolic size, s"),
-        ("mask", np.bool_, "mask depends on a symbolic size, s"),
-        ("segment_ids", np.int32, "key length of segments or packed sequences s: "),
+        ("segment_ids", "key length of segments or packed sequences s: "),
+        ("score_mod", "score_mod depends on a symbolic size that no array has, 2*s"),
     ],
 )
-def test_arrays_over_symbolic_lengths_are_reasons(option, dtype, reason):
+def test_reasons_against_symbolic_lengths(option, reason):
     scope = export.SymbolicScope()
-    query, key, row = (
+    query, key, query_ids, key_ids = (
         jax.ShapeDtypeStruct(export.symbolic_shape(shape, scope=scope), dtype)
         for shape, dtype in (
             ("b, 3, 8, 64", jnp.bfloat16),
             ("b, s, 2, 64", jnp.bfloat16),
-            ("b, s" if option == "segment_ids" else "b, 1, 1, s", dtype),
+            ("b, 3", np.int32),
+            ("b, s", np.int32),
         )
     )
-    array = row
-    if option == "segment_ids":
-        array = jax.ShapeDtypeStruct(query.shape[:2], dtype), row
-    first, *_ = jaxflash.supported(query, key, key, **{option: array})
+    twice = 2 * key.shape[1]
+    options = {
+        "segment_ids": (query_ids, key_ids),
+        "score_mod": lambda score, b, h, q, kv: jnp.where(kv < twice, score, 0.0),
+    }
+    first, *_ = jaxflash.supported(query, key, key, **{option: options[option]})
     assert first.startswith(reason)
 
 

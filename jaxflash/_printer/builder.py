@@ -42,6 +42,7 @@ class Builder:
         self._graph = graph
         self._values: dict[core.Var, Node | View] = {}
         self._capture_dtypes: dict[int, str] = {}
+        self._symbolic_sizes: dict[Any, Node] = {}  # of captures: known at run time
 
     def build(self, program: Program) -> tuple[Node, Node]:
         """(logit, d logit / d score)."""
@@ -119,6 +120,10 @@ class Builder:
         for number, (variable, capture) in enumerate(captures, first_capture):
             self._values[variable] = View.whole(number, capture.shape)
             self._capture_dtypes[number] = str(capture.dtype)
+            for axis, size in enumerate(capture.shape):
+                if not isinstance(size, int):
+                    extent = graph.node("extent", (), "int32", (number, axis))
+                    self._symbolic_sizes.setdefault(size, extent)
         for eqn in jaxpr.eqns:
             self._values.update(zip(eqn.outvars, self._equation(eqn), strict=True))
         return [self._scalar(atom, None) for atom in jaxpr.outvars]
@@ -158,7 +163,10 @@ class Builder:
         if math.prod(out.shape) != 1:
             _refuse(eqn, "makes an array")
         if name == "dim_as_value":
-            raise NotPrintable(f"depends on a symbolic size, {eqn.params['dim']}")
+            size = eqn.params["dim"]
+            if size not in self._symbolic_sizes:
+                raise NotPrintable(f"depends on a symbolic size that no array has, {size}")
+            return [self._symbolic_sizes[size]]
         if not eqn.invars:
             _refuse(eqn, "has no operands")
         args = [self._scalar(atom, eqn) for atom in eqn.invars]
@@ -223,7 +231,8 @@ class Builder:
         if i.op == "select" and i.args[0].op == "lt":
             _, moved, same = i.args
             size = view.shape[axis]
-            zero, extent = (self._graph.constant(n, "int32") for n in (0, size))
+            zero = self._graph.constant(0, "int32")
+            extent = self._symbolic_sizes.get(size) or self._graph.constant(size, "int32")
             if i.args[0].args == (same, zero) and moved is self._graph.integer("add", same, extent):
                 return self._graph.node("wrap", (same,), "int32", (view.capture, axis))
         return i
