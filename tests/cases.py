@@ -352,8 +352,7 @@ BASE = (
     # Tiles of three units of rows, which such numbers of queries fill better than those of four.
     _row("T-264-S-320-64", q_len=264, kv_len=320, head_dim=64, dtype="bfloat16"),
     _row("T-384-64", q_len=384, head_dim=64, dtype="bfloat16"),
-    _row("T-330-S-370-64", q_len=330, kv_len=370, q_heads=4, kv_heads=4, head_dim=64,
-         dtype="float16", kv_lengths=(370, 200)),
+    _row("T-330-lengths-64", q_len=330, head_dim=64, dtype="float16", kv_lengths=(330, 200)),
     _row("T-570-causal-64", q_len=570, head_dim=64, dtype="bfloat16", is_causal=True),
     _row("T-193-S-97", q_len=193, kv_len=97, head_dim=128, dtype="bfloat16", is_causal=True),
     _row("T-65-float32", q_len=65, kv_len=33),

@@ -20,7 +20,7 @@ NAMES = (
     "decode-cap-12-group-8", "decode-sink-3-window", "decode-dropout-20-group-3",
     "decode-mask-value-gap",
     "capture-bias-64", "capture-bias-tiles", "capture-bias-tiles-deterministic", "capture-table",
-    "capture-keys-deterministic", "T-330-S-370-64",
+    "capture-keys-deterministic", "T-330-lengths-64",
     "mask-value-causal-window", "mask-value-intervals", "tiles-bias-loaded-64",
     "tiles-bias-loaded-128", "capture-bias-stored-64", "capture-bias-stored-causal-128",
 )  # fmt: skip
