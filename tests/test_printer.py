@@ -946,6 +946,8 @@ _OF_PYTHON_NUMBERS = {
     "choice": lambda s, b, h, q, kv: s + jnp.where(q > kv, 0.0, 1.0) * jnp.where(q > h, 2, -1),
     "division": lambda s, b, h, q, kv: s + jnp.asarray(_SLOPES)[q // 3 % 4] * (kv / 7),
     "truth": lambda s, b, h, q, kv: s + (q > kv) * 3,
+    # As indices become where they are compared with symbolic sizes.
+    "index": lambda s, b, h, q, kv: s + jnp.asarray(_SLOPES)[q.astype(int) // 3 % 4],
 }
 
 
@@ -972,11 +974,12 @@ def test_python_numbers_of_64_bits_are_of_32(tmp_path):
     [
         (lambda s, b, h, q, kv: s + jnp.float64(0.1), "computes in float64"),
         (lambda s, b, h, q, kv: s + (q - kv).astype(jnp.float64), "computes in float64"),
-        (lambda s, b, h, q, kv: s + jnp.int64(q) * 3, "computes in int64"),
+        (lambda s, b, h, q, kv: s + jnp.int64(q) * 3, "computes in int64, and 32 bits may not"),
+        (lambda s, b, h, q, kv: jnp.where(jnp.int64(q) * 3 > kv, s, 0), "32 bits may not hold"),
         (lambda s, b, h, q, kv: s + jnp.where(q > kv, 2**31, 0), "operand of dtype int64"),
         (lambda s, b, h, q, kv: s + jnp.where(q > kv, 2**30, 0) * 5, "may not hold"),
     ],
-    ids=["constant", "conversion", "index", "beyond", "product"],
+    ids=["constant", "conversion", "index", "comparison", "beyond", "product"],
 )
 def test_explicit_64_bits_are_refused(function, said):
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):

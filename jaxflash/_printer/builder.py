@@ -43,6 +43,7 @@ class Builder:
         self._values: dict[core.Var, Node | View] = {}
         self._capture_dtypes: dict[int, str] = {}
         self._symbolic_sizes: dict[Any, Node] = {}  # of captures: known at run time
+        self._too_wide: dict[core.Var, Any] = {}  # int64 that 32 bits may not hold, from where
 
     def build(self, program: Program) -> tuple[Node, Node]:
         """(logit, d logit / d score)."""
@@ -178,7 +179,7 @@ class Builder:
         if result is None:
             _refuse(eqn, "has no counterpart in CUDA")
         if str(out.dtype) == "int64" and wraps(result):
-            _refuse(eqn, "computes in int64, and 32 bits may not hold the result")
+            self._too_wide[eqn.outvars[0]] = eqn
         return [result]
 
     def _index(self, atom, eqn) -> Node:
@@ -207,6 +208,9 @@ class Builder:
             if (dtype not in COMPUTED and dtype not in FLOATS) or not is_held:
                 _refuse(eqn, f"has an operand of dtype {aval.dtype}")
             return graph.constant(value, "float32" if dtype in FLOATS else dtype)
+        # Of an index and a symbolic size, a choice takes the sum where the index is negative only.
+        if atom in self._too_wide and (eqn is None or eqn.primitive.name != "select_n"):
+            _refuse(self._too_wide[atom], "computes in int64, and 32 bits may not hold the result")
         value = self._values[atom]
         if isinstance(value, Node):
             return value
@@ -362,10 +366,13 @@ class Builder:
 
 def _computed_in(aval) -> str:
     """The dtype that stands for the one of a value: under JAX_ENABLE_X64 a Python number is of 64
-    bits, and so is what it makes of int32, both weakly: they yield to the score's float32.
+    bits, and so is what it makes of int32, both weakly: they yield to the score's float32. Sizes
+    and the indices that are compared with them are int64, as long as 32 bits hold them.
     """
     dtype = str(aval.dtype)
-    return {"float64": "float32", "int64": "int32"}.get(dtype, dtype) if aval.weak_type else dtype
+    if dtype == "int64":
+        return "int32"
+    return "float32" if dtype == "float64" and aval.weak_type else dtype
 
 
 def _is_variable(atoms) -> bool:

@@ -407,6 +407,11 @@ def _range(x: Node) -> tuple[int, int]:
         return (-_LARGEST_INPUT if x.value == "distance" else 0), _LARGEST_INPUT
     if x.op == "to_int" and x.args[0].dtype == "bool":
         return 0, 1
+    if x.op == "to_int" and x.args[0].op == "srl":
+        bits = max(32 - _range(x.args[0].args[1])[0], 0)
+        return (0, 2**bits - 1) if bits < 32 else _INT32_RANGE
+    if x.op == "extent":
+        return 0, 2**31 - 1
     if x.dtype != "int32" or x.op not in _RANGED:
         return _INT32_RANGE
     ranges = [_range(a) for a in x.args if a.dtype == "int32"]
