@@ -177,8 +177,16 @@ string(REPLACE ";" " sm_" JF_BUILD_INFO
   "nvcc ${CMAKE_CUDA_COMPILER_VERSION}, ptxas ${ptxas_version}, for sm_${compiled_archs}")
 configure_file(${PROJECT_SOURCE_DIR}/cuda/variants.h.in ${generated}/variants.h @ONLY)
 
+# For every GPU that is compiled for.
+set(common_gencode ${sm80_gencode})
+if(NOT common_gencode)
+  set(common_gencode ${sm90_gencode})
+endif()
+set(common_sources ${PROJECT_SOURCE_DIR}/cuda/dense_mask.cu)
+set_source_files_properties(${common_sources} PROPERTIES COMPILE_OPTIONS "${common_gencode}")
 file(GLOB host_sources CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/cuda/host/*.cc)
-add_library(jaxflash_cuda SHARED ${PROJECT_SOURCE_DIR}/cuda/dispatch.cc ${host_sources} ${sources})
+add_library(jaxflash_cuda SHARED ${PROJECT_SOURCE_DIR}/cuda/dispatch.cc ${host_sources}
+            ${common_sources} ${sources})
 target_include_directories(jaxflash_cuda PRIVATE ${PROJECT_SOURCE_DIR}/cuda ${generated})
 target_include_directories(jaxflash_cuda SYSTEM PRIVATE
   ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})

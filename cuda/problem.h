@@ -68,6 +68,9 @@ inline constexpr bool is_of_program(MaskKind kind) {
 
 // Rows (keys) whose intervals are summarised together.
 inline constexpr int kRangeBlock = 64;
+JAXFLASH_HOST_DEVICE inline int32_t blocks_of(int32_t length) {
+  return (length + kRangeBlock - 1) / kRangeBlock;
+}
 // Of all sequences: indices into their summaries stay within 32 bits.
 inline constexpr int64_t kMaxRangeBlocks = int64_t{1} << 30;
 
@@ -79,10 +82,12 @@ struct Ranges {
   const int32_t* rows_of_key;  // (prod B, S, 2)
   const int32_t* row_blocks;   // (prod B, ceil(T / kRangeBlock), 3, 2)
   const int32_t* key_blocks;   // (prod B, ceil(S / kRangeBlock), 3, 2)
-  const int32_t* seen_keys;    // (prod B, 2), the hull of all rows' intervals
-  const int32_t* q_ids;        // (prod B, T), or nullptr: all see each other
-  const int32_t* kv_ids;       // (prod B, S)
-  bool of_program;             // is_of_program() of their kind
+  // (prod B, 3, 2), hulls: of all rows' intervals; of the keys among them that a score program
+  // hides from all rows, and of rows from which it hides all.
+  const int32_t* hulls;
+  const int32_t* q_ids;   // (prod B, T), or nullptr: all see each other
+  const int32_t* kv_ids;  // (prod B, S)
+  bool of_program;        // is_of_program() of their kind
 };
 
 struct Problem {
@@ -225,6 +230,35 @@ struct BackwardParams {
   // Where it sums along diagonals: what these are added to, float32, and how many bytes that has.
   CaptureGradientArray diagonal_sums;
   int64_t diagonal_sum_bytes;
+};
+
+// Of kRangeBlock rows and as many keys of a dense mask: which rows see one of the keys, a bit for
+// each, which keys are seen, and whether all is visible.
+struct MaskBlock {
+  uint32_t rows[2];
+  uint32_t keys[2];
+  uint32_t whole;
+  uint32_t unused;
+};
+
+// What is made of a dense mask. Intervals are those of blocks, (begin, end); no rows or keys are
+// one of (0, 0).
+struct DenseMaskParams {
+  const uint8_t* mask;  // (count, rows, keys), 0 or 1
+  int64_t count;
+  int32_t rows;
+  int32_t keys;
+  bool packs_keys;
+  // Of 32 neighbours, bits in the order of `word_bit`, those beyond the mask 0: of keys, (count,
+  // rows, ceil(keys / 32)), or of rows, (count, ceil(rows / 32), keys).
+  uint32_t* words;
+  int32_t* keys_of_row;  // (count, rows, 2), the hull of what each sees
+  int32_t* rows_of_key;  // (count, keys, 2)
+  // Of blocks of rows the longest interval of keys that all of them see, and the longest gap in the
+  // hull, or all where they see nothing: (count, ceil(rows / kRangeBlock), 2, 2). Likewise of keys.
+  int32_t* keys_inside;
+  int32_t* rows_inside;
+  MaskBlock* blocks;  // workspace, (count, ceil(rows / kRangeBlock), ceil(keys / kRangeBlock))
 };
 
 }  // namespace jaxflash

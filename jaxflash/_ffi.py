@@ -19,16 +19,19 @@ from jaxflash._kernel_program import KernelGradients, KernelProgram
 from jaxflash._spec import AttentionSpec, Operands
 
 # The names are part of exported programs: a changed contract gets a new number.
-FORWARD_TARGET = "jaxflash_forward_v5"
-BACKWARD_TARGET = "jaxflash_backward_v5"
-TANGENT_TARGET = "jaxflash_tangent_v2"
+FORWARD_TARGET = "jaxflash_forward_v6"
+BACKWARD_TARGET = "jaxflash_backward_v6"
+TANGENT_TARGET = "jaxflash_tangent_v3"
 PAGED_TARGET = "jaxflash_paged_v3"
+DENSE_MASK_TARGET = "jaxflash_dense_mask_v1"
 _STATE_TYPE = "jaxflash_program_v2"
 
 # cuda/problem.h: kUnlimited.
 _UNLIMITED = 1 << 30
 # cuda/common/workspace.h: kWorkspaceRows.
 _WORKSPACE_ROWS = 128
+# cuda/problem.h: bytes of MaskBlock.
+_MASK_BLOCK_BYTES = 24
 
 # Axes of the arrays of ranges, in their order: t and s are the lengths.
 _RANGES = (
@@ -36,7 +39,7 @@ _RANGES = (
     ("s", "cpair"),
     ("crowblock", "csix"),
     ("ckeyblock", "csix"),
-    ("cpair",),
+    ("csix",),
 )
 
 
@@ -53,12 +56,13 @@ def _register() -> None:
         "backward": BACKWARD_TARGET,
         "tangent": TANGENT_TARGET,
         "paged": PAGED_TARGET,
+        "dense_mask": DENSE_MASK_TARGET,
     }
-    for pass_name, target in targets.items():
+    for name, target in targets.items():
         # On other platforms the target exists to say that it needs CUDA.
         jax.ffi.register_ffi_target(target, extension.wrong_platform_handler(), platform="cpu")
         if handlers:
-            jax.ffi.register_ffi_target(target, handlers[pass_name], platform="CUDA")
+            jax.ffi.register_ffi_target(target, handlers[name], platform="CUDA")
 
 
 _register()
@@ -426,6 +430,38 @@ class Backward(Pass):
             mesh_axes = [*(part for _, part in batch), *(None for _ in own)]
             dtype = x.dtype if self.gradients.is_narrow(number) else jnp.float32
             yield _result_type(operands[0], shape, dtype, mesh_axes)
+
+
+# What `dense_mask` returns: the axes of each behind the mask's leading ones.
+DENSE_MASK_RESULTS = (
+    ("wordrow", "wordkey"),
+    ("row", "pair"),
+    ("key", "pair"),
+    ("rowblock", "four"),
+    ("keyblock", "four"),
+)
+
+
+def dense_mask(mask, packs_keys: bool) -> tuple[Any, ...]:
+    """Of a mask (*B, rows, keys) words along the keys or the rows, and intervals: see
+    DenseMaskParams in cuda/problem.h."""
+    *lead, rows, keys = mask.shape
+    row_blocks, key_blocks = (-(-n // _ranges.BLOCK) for n in (rows, keys))
+    words = (rows, -(-keys // 32)) if packs_keys else (-(-rows // 32), keys)
+    mesh_axes = _mesh_axes(mask)[:-2]
+
+    def result(own, dtype):
+        return _result_type(mask, (*lead, *own), dtype, [*mesh_axes, *(None for _ in own)])
+
+    workspace = math.prod(lead) * row_blocks * key_blocks * _MASK_BLOCK_BYTES
+    intervals = (rows, 2), (keys, 2), (row_blocks, 4), (key_blocks, 4)
+    results = (
+        result(words, jnp.uint32),
+        *(result(own, jnp.int32) for own in intervals),
+        _result_type(mask, (workspace,), jnp.uint8, [None]),
+    )
+    *found, _ = jax.ffi.ffi_call(DENSE_MASK_TARGET, results)(mask, packs_keys=np.bool_(packs_keys))
+    return tuple(found)
 
 
 def _mesh_axes(x) -> tuple:

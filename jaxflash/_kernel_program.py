@@ -7,11 +7,10 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 from jaxflash import _dense_mask, _dropout, _scores
-from jaxflash._dense_mask import Pass
+from jaxflash._dense_mask import DenseMask, Pass
 from jaxflash._printer import CAPTURE_DTYPES, MAX_CAPTURES, NotPrintable
 from jaxflash._spec import AttentionSpec, Operands
 
@@ -240,8 +239,7 @@ def _parts(
     """The score program, and the predicates of masks."""
     predicates = []
     if operands.mask is not None:
-        mask = jax.eval_shape(lambda o: _mask(o, pass_), operands)
-        own = jax.ShapeDtypeStruct(mask.shape[operands.mask.ndim - 3 :], mask.dtype)
+        own = _dense_mask.own_type(operands.mask, pass_)
         axes = _dense_mask.axes(operands.mask)
         packed = _dense_mask.packed_axis(operands.mask, pass_)
         predicates.append(_scores.dense_predicate(axes, own, packed))
@@ -281,7 +279,10 @@ def _distance_is_difference(spec: AttentionSpec, operands: Operands) -> bool:
 
 
 def captures(
-    spec: AttentionSpec, operands: Operands, pass_: Pass, tangents: Sequence[Any] = ()
+    spec: AttentionSpec,
+    operands: Operands,
+    mask: DenseMask | None = None,
+    tangents: Sequence[Any] = (),
 ) -> tuple[Any, ...]:
     """The captures as the kernels get them, those of masks, tangents of captures, sink and dropout:
     (*#B, *own axes) each."""
@@ -291,16 +292,9 @@ def captures(
     if spec.dropout_rate > 0.0:
         more.append(_dropout.kernel_parameters(operands.dropout_seed, spec.dropout_rate))
     ones = (1,) * (operands.query.ndim - 3)
-    masks = () if operands.mask is None else (_mask(operands, pass_),)
+    masks = () if mask is None else (mask.elements,)
     masks += operands.mask_captures
     return *operands.captures, *masks, *tangents, *(x.reshape(*ones, -1) for x in more)
-
-
-def _mask(operands: Operands, pass_: Pass):
-    """The mask as the kernels get it: (*#B, *axes that it depends on)."""
-    mask = _dense_mask.words(operands.mask, pass_)
-    sizes = (mask.shape[axis - 3] for axis in _dense_mask.axes(operands.mask))
-    return mask.reshape(*mask.shape[:-3], *sizes)
 
 
 @functools.lru_cache(maxsize=256)

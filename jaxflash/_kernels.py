@@ -11,23 +11,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxflash import _ffi, _kernel_program, _pages, _partition, _plan, _ranges
-from jaxflash._dense_mask import Pass
+from jaxflash import _dense_mask, _ffi, _kernel_program, _pages, _partition, _plan, _ranges
+from jaxflash._dense_mask import DenseMask, Pass
 from jaxflash._kernel_program import KernelGradients, KernelProgram
+from jaxflash._ranges import BLOCK, Shown
 from jaxflash._spec import AttentionSpec, Operands, PagedOperands
 
 
 def forward(spec: AttentionSpec, program: KernelProgram | None, operands: Operands):
     """(out, lse) of the kernels."""
-    operands = _without_unseen(operands, "forward", values_only=True)
-    ranges = _ranges.of_call(spec, operands, "forward")
+    mask = _read(operands, "forward")
+    ranges = _ranges_of(spec, operands, mask)
     kernel = _ffi.Forward(*_made_for(spec, program, operands, ranges))
     return _partition.mapped(kernel)(
         operands.query,
         operands.key,
         operands.value,
         *_given(operands.query_seq_lengths, operands.key_value_seq_lengths),
-        *_program_operands(spec, program, operands, "forward"),
+        *_program_operands(spec, program, operands, mask),
         *_given(*(ranges or ())),
     )
 
@@ -44,7 +45,7 @@ def paged_forward(spec: AttentionSpec, arrays: PagedOperands):
         arrays.value_pages,
         arrays.page_table,
         arrays.lengths,
-        *_program_operands(spec, program, operands, "forward"),
+        *_program_operands(spec, program, operands),
     )
 
 
@@ -59,9 +60,13 @@ def backward(
     dlse,
 ):
     """((dq, dk, dv), gradients of captures by their numbers) of the kernels; dlse may be None."""
-    operands = _without_unseen(operands, "backward")
+    mask = _read(operands, "backward")
+    ranges = None
     # The deterministic order of blocks is not one of ranges: a mask's tiles are all visited.
-    ranges = None if spec.deterministic_backward else _ranges.of_call(spec, operands, "backward")
+    if spec.deterministic_backward:
+        operands = _without_unseen(operands, mask)
+    else:
+        ranges = _ranges_of(spec, operands, mask)
     captures = () if gradients is None else gradients.captures
     batch_rank = operands.query.ndim - 3
     kernel = _ffi.Backward(
@@ -78,7 +83,7 @@ def backward(
         dout,
         lse,
         *_given(operands.query_seq_lengths, operands.key_value_seq_lengths, dlse),
-        *_program_operands(spec, program, operands, "backward"),
+        *_program_operands(spec, program, operands, mask),
         *_given(*(ranges or ())),
     )
     of_captures: dict[int, Any] = {}
@@ -109,10 +114,11 @@ def tangent(
         tangents[name] if name in tangents else jnp.zeros_like(x)
         for name, x in zip(names, operands[:3], strict=True)
     ]
-    operands = _without_unseen(operands, "forward")
+    mask = _read(operands, "forward")
+    operands = _without_unseen(operands, mask)
     of_tangents = operands._replace(**dict(zip(names, moved, strict=True)))
-    moved = _without_unseen(of_tangents, "forward")[:3]
-    ranges = _ranges.of_call(spec, operands, "forward")
+    moved = _without_unseen(of_tangents, mask)[:3]
+    ranges = _ranges_of(spec, operands, mask)
     kernel = _ffi.Tangent(*_made_for(spec, program, operands, ranges))
     return _partition.mapped(kernel)(
         operands.query,
@@ -122,26 +128,67 @@ def tangent(
         out,
         lse,
         *_given(operands.query_seq_lengths, operands.key_value_seq_lengths),
-        *_program_operands(spec, program, operands, "forward", of_captures),
+        *_program_operands(spec, program, operands, mask, of_captures),
         *_given(*(ranges or ())),
     )
 
 
-def _without_unseen(operands: Operands, pass_: Pass, values_only: bool = False) -> Operands:
+def read_mask(mask, pass_: Pass, q_len, kv_len) -> DenseMask:
+    """What a pass reads of a mask for calls of such lengths."""
+    packed = _dense_mask.packed_axis(mask, pass_)
+    words, keys_of_row, rows_of_key, keys_inside, rows_inside = _partition.dense_mask(
+        mask, packs_keys=pass_ == "forward"
+    )
+    rows, keys = mask.shape[-2:]
+    shown = Shown(
+        _of_all(keys_of_row, rows, q_len, q_len, keys, kv_len),
+        _of_all(rows_of_key, keys, kv_len, kv_len, rows, q_len),
+        _of_all(keys_inside, rows, q_len, -(-q_len // BLOCK), keys, kv_len),
+        _of_all(rows_inside, keys, kv_len, -(-kv_len // BLOCK), rows, q_len),
+    )
+    own = _dense_mask.own_type(mask, pass_)
+    elements = (mask if packed is None else words).reshape(*mask.shape[:-3], *own.shape)
+    is_seen = jnp.any(rows_of_key[..., 1] > 0, axis=-2)
+    return DenseMask(elements, shown, keys_of_row[..., 1] > 0, is_seen)
+
+
+def _of_all(intervals, size, length, count, other_size, other_length):
+    """Intervals of `count` rows or blocks in a call, given those of a mask, an axis of which may
+    have an element for all."""
+    if other_size != other_length:
+        intervals = intervals * other_length
+    if size != length:
+        *lead, _, pairs = intervals.shape
+        intervals = jnp.broadcast_to(intervals, (*lead, count, pairs))
+    return intervals
+
+
+def _read(operands: Operands, pass_: Pass) -> DenseMask | None:
+    if operands.mask is None:
+        return None
+    return read_mask(operands.mask, pass_, operands.query.shape[-3], operands.key.shape[-3])
+
+
+def _ranges_of(spec: AttentionSpec, operands: Operands, mask: DenseMask | None):
+    return _ranges.of_call(spec, operands, *(() if mask is None else (mask.shown,)))
+
+
+def _without_unseen(operands: Operands, mask: DenseMask | None) -> Operands:
     """With zeros where a mask hides a whole row or key: a kernel multiplies what it hides by 0,
-    which NaN and infinity survive; in the forward pass the values alone."""
-    keys = _plan.seen_keys(operands, pass_)
+    which NaN and infinity survive. Those that get ranges see to it themselves."""
+    keys = _plan.seen_keys(operands, mask)
     if keys is None:
         return operands
+    rows = _plan.seeing_rows(operands, mask)
 
     def shown(x, visible):
         return jnp.where(visible, x, jnp.zeros_like(x))
 
-    operands = operands._replace(value=shown(operands.value, keys))
-    if values_only:
-        return operands
-    rows = _plan.seeing_rows(operands, pass_)
-    return operands._replace(query=shown(operands.query, rows), key=shown(operands.key, keys))
+    return operands._replace(
+        query=shown(operands.query, rows),
+        key=shown(operands.key, keys),
+        value=shown(operands.value, keys),
+    )
 
 
 def _banded(spec: AttentionSpec, operands: Operands) -> AttentionSpec:
@@ -171,7 +218,7 @@ def _program_operands(
     spec: AttentionSpec,
     program: KernelProgram | None,
     operands: Operands,
-    pass_: Pass,
+    mask: DenseMask | None = None,
     tangents: Sequence[Any] = (),
 ) -> tuple[Any, ...]:
     """What the kernels get after all else: the numbers by which the program knows batch elements
@@ -188,4 +235,4 @@ def _program_operands(
     axes = jax.typeof(operands.query).manual_axis_type.varying
     if axes:
         numbers = tuple(jax.lax.pcast(x, tuple(axes), to="varying") for x in numbers)
-    return *numbers, *_kernel_program.captures(spec, operands, pass_, tangents)
+    return *numbers, *_kernel_program.captures(spec, operands, mask, tangents)

@@ -14,9 +14,11 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxflash import _split
-from jaxflash._ffi import Pass
+from jaxflash._ffi import DENSE_MASK_RESULTS, Pass
+from jaxflash._ffi import dense_mask as dense_mask_call
 
 # cuda/problem.h: kMaxBatchAxes.
 _MAX_BATCH_AXES = 8
@@ -42,6 +44,24 @@ def mapped(kernel: Pass) -> Callable:
             )
         ]
         return op(*operands), (True,) * len(kernel.result_axes)
+
+    return op
+
+
+def dense_mask(mask, packs_keys: bool):
+    """`_ffi.dense_mask`, which splits along the leading axes."""
+    return _mapped_dense_mask(packs_keys)(mask)
+
+
+@functools.cache
+def _mapped_dense_mask(packs_keys: bool) -> Callable:
+    @jax.custom_batching.custom_vmap
+    def op(mask):
+        return _partitioned_dense_mask(packs_keys, mask.ndim - 2, _automatic_devices([mask]))(mask)
+
+    @op.def_vmap
+    def rule(axis_size: int, mapped: Sequence[bool], mask):
+        return op(mask), (True,) * len(DENSE_MASK_RESULTS)
 
     return op
 
@@ -132,6 +152,30 @@ def _partitioned(
     op = custom_partitioning(kernel.call)
     rule, replicated = _sharding_rule(kernel, broadcasts)
     op.def_partition(partition=partition, sharding_rule=rule, need_replication_factors=replicated)
+    return op
+
+
+@functools.cache
+def _partitioned_dense_mask(
+    packs_keys: bool, batch_rank: int, automatic_devices: int | None
+) -> Callable:
+    def call(mask):
+        return dense_mask_call(mask, packs_keys)
+
+    def partition(mesh, operand_types, result_types):
+        mesh, spec = _split.on_mesh(mesh, operand_types[0], automatic_devices)
+        sharding = NamedSharding(mesh, PartitionSpec(*spec[:-2]))
+        return mesh, call, (sharding,) * len(DENSE_MASK_RESULTS), (sharding,)
+
+    op = custom_partitioning(call)
+    lead = " ".join(f"b{i}" for i in range(batch_rank))
+    results = ", ".join(
+        " ".join([lead, *(f"r{i}{axis}" for axis in axes)])
+        for i, axes in enumerate(DENSE_MASK_RESULTS)
+    )
+    rule = f"{lead} t s -> {results}"
+    whole = tuple(name for name in dict.fromkeys(re.findall(r"\w+", rule)) if name[0] in "tsr")
+    op.def_partition(partition=partition, sharding_rule=rule, need_replication_factors=whole)
     return op
 
 

@@ -14,9 +14,9 @@ import math
 
 import jax.numpy as jnp
 
-from jaxflash import _dense_mask, _ranges
+from jaxflash import _ranges
 from jaxflash._blockwise import filled, loop
-from jaxflash._dense_mask import Pass
+from jaxflash._dense_mask import DenseMask
 from jaxflash._ranges import BLOCK
 from jaxflash._spec import PLANNED, AttentionSpec, Operands
 from jaxflash._tile import Block, Tiles, blocks, cut, put
@@ -76,8 +76,8 @@ def _plan(spec: AttentionSpec, operands: Operands):
         row_sees, key_is_seen, whole, empty = found
         block = rows[i]
         sees = visible(block)
-        some = _dense_mask.any_of_groups(sees, -1, BLOCK)
-        all_ = _dense_mask.all_of_groups(sees, -1, BLOCK)
+        some = _ranges.any_of_groups(sees, -1, BLOCK)
+        all_ = _ranges.all_of_groups(sees, -1, BLOCK)
 
         def for_all(array, x):
             """`array` and whether `x` holds for all of each 64 rows."""
@@ -86,7 +86,7 @@ def _plan(spec: AttentionSpec, operands: Operands):
                 padding = (*((0, 0),) * len(lead), (0, BLOCK), (0, 0))
                 x = jnp.pad(x, padding, constant_values=True)
                 x = jnp.roll(x, block.start % BLOCK, axis=-2)
-            x = _dense_mask.all_of_groups(x, -2, BLOCK)
+            x = _ranges.all_of_groups(x, -2, BLOCK)
             groups = Block(block.start // BLOCK, block.start // BLOCK, x.shape[-2])
             return put(array, groups, -2, cut(array, groups, -2) & x)
 
@@ -108,21 +108,21 @@ def _plan(spec: AttentionSpec, operands: Operands):
     return _ranges.of_blocks(whole, empty, row_sees, key_is_seen, q_len, kv_len)
 
 
-def seeing_rows(operands: Operands, pass_: Pass):
+def seeing_rows(operands: Operands, mask: DenseMask | None):
     """Rows that see a key by dense mask and predicate, (*#B, #T, #N, 1); None: all."""
     seeing = []
-    if operands.mask is not None:
-        seeing.append(_dense_mask.seeing_rows(operands.mask, pass_))
+    if mask is not None:
+        seeing.append(mask.sees)
     if operands.rows_hull is not None:
         seeing.append(operands.rows_hull[..., 1] > 0)
     return _all(jnp.swapaxes(x, -1, -2)[..., None] for x in seeing)
 
 
-def seen_keys(operands: Operands, pass_: Pass):
+def seen_keys(operands: Operands, mask: DenseMask | None):
     """Keys that a row of some head sees likewise, (*#B, #S, 1, 1); None: all."""
     seen = []
-    if operands.mask is not None:
-        seen.append(_dense_mask.seen_keys(operands.mask, pass_))
+    if mask is not None:
+        seen.append(mask.is_seen)
     if operands.keys_hull is not None:
         seen.append(jnp.any(operands.keys_hull[..., 1] > 0, axis=-2))
     return _all(x[..., None, None] for x in seen)

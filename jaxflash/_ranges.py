@@ -15,8 +15,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
-from jaxflash import _dense_mask
-from jaxflash._dense_mask import Pass
 from jaxflash._spec import AttentionSpec, Operands
 
 # cuda/problem.h: kRangeBlock, kMaxLength.
@@ -31,17 +29,20 @@ class Ranges(NamedTuple):
     rows_of_key: Any  # (*B, S, 2)
     row_blocks: Any  # (*B, ceil(T / 64), 6), of 64 rows: hull, what all of them see, a gap
     key_blocks: Any  # (*B, ceil(S / 64), 6), likewise of 64 keys
-    seen_keys: Any  # (*B, 2), the hull of all rows
+    # (*B, 6), hulls: of all rows; of keys that a program hides from all rows, and of rows from
+    # which it hides all keys.
+    hulls: Any
     query_ids: Any = None  # (*B, T); with ids, equal ones see each other
     key_ids: Any = None  # (*B, S)
 
 
-def of_call(spec: AttentionSpec, operands: Operands, pass_: Pass) -> Ranges | None:
-    """Those of a call's segments or packed sequences, and of what its predicate and its dense mask
-    show; or None. In packed ones the band of the spec (causal, window) is part of the intervals."""
+def of_call(spec: AttentionSpec, operands: Operands, *masks: Shown) -> Ranges | None:
+    """Those of a call's segments or packed sequences, of what its predicate shows and what other
+    masks do; or None. In packed ones the band of the spec (causal, window) is part of the
+    intervals."""
     if 0 in (*operands.query.shape, *operands.key.shape):
         return None  # nothing to see
-    shown = _of_predicate(operands) + _of_dense_mask(operands, pass_)
+    shown = _of_predicate(operands) + masks
     if operands.query_segment_ids is None:
         return _of_hulls(operands, shown) if shown else None
     arrays = [operands.query_segment_ids, operands.key_segment_ids]
@@ -62,11 +63,7 @@ def of_call(spec: AttentionSpec, operands: Operands, pass_: Pass) -> Ranges | No
     return for_one(*arrays)
 
 
-def _lengths(operands: Operands):
-    return operands.query.shape[-3], operands.key.shape[-3]
-
-
-class _Shown(NamedTuple):
+class Shown(NamedTuple):
     """What a mask shows."""
 
     keys_of_row: Any  # (*#B, #N, T, 2), hulls of the keys of each row
@@ -75,24 +72,28 @@ class _Shown(NamedTuple):
     rows_inside: Any  # (*#B, #N, ceil(S / 64), 4)
 
 
-def _of_predicate(operands: Operands) -> tuple[_Shown, ...]:
+def _of_predicate(operands: Operands) -> tuple[Shown, ...]:
     if operands.rows_hull is None:
         return ()
     found = operands.rows_hull, operands.keys_hull, operands.rows_inside, operands.keys_inside
-    return (_Shown(*found),)
+    return (Shown(*found),)
 
 
-def _of_dense_mask(operands: Operands, pass_: Pass) -> tuple[_Shown, ...]:
+def of_dense_mask(operands: Operands) -> tuple[Shown, ...]:
+    """What a dense mask shows, on any platform."""
     mask = operands.mask
     if mask is None:
         return ()
-    seeing = _dense_mask.seeing_rows(mask, pass_), _dense_mask.seen_keys(mask, pass_)[..., None, :]
-    blocks = _dense_mask.blocks(mask, pass_, BLOCK)
-    return (of_blocks(*blocks, *seeing, *_lengths(operands)),)
+    some = whole = mask
+    for axis in (-1, -2):
+        if mask.shape[axis] != 1:
+            some, whole = any_of_groups(some, axis, BLOCK), all_of_groups(whole, axis, BLOCK)
+    lengths = operands.query.shape[-3], operands.key.shape[-3]
+    return (of_blocks(whole, ~some, jnp.any(mask, axis=-1), jnp.any(mask, axis=-2), *lengths),)
 
 
 def of_blocks(whole, empty, row_sees, key_is_seen, q_len, kv_len):
-    """What a mask shows, as intervals, those of `_Shown`.
+    """What a mask shows, as intervals.
 
     Args:
         whole: which blocks of 64 rows and 64 keys are visible as a whole, each of the last two axes
@@ -105,7 +106,26 @@ def of_blocks(whole, empty, row_sees, key_is_seen, q_len, kv_len):
     """
     rows, keys_inside = _of_blocks(whole, empty, row_sees, q_len, kv_len)
     keys, rows_inside = _of_blocks(whole.mT, empty.mT, key_is_seen, kv_len, q_len)
-    return _Shown(rows, keys, keys_inside, rows_inside)
+    return Shown(rows, keys, keys_inside, rows_inside)
+
+
+def all_of_groups(x, axis: int, size: int):
+    """Whether all of `size` neighbours along an axis are true; the last ones may be fewer."""
+    return jnp.all(_in_groups(x, axis, size, True), axis=axis)
+
+
+def any_of_groups(x, axis: int, size: int):
+    """Whether one of them is."""
+    return jnp.any(_in_groups(x, axis, size, False), axis=axis)
+
+
+def _in_groups(x, axis: int, size: int, padding: bool):
+    """Groups come before `axis`, which is counted from the end, and takes what is in them."""
+    count = -(-x.shape[axis] // size)
+    before, after = x.shape[:axis], x.shape[x.ndim + axis + 1 :]
+    amounts = [(0, 0)] * x.ndim
+    amounts[axis] = (0, size * count - x.shape[axis])
+    return jnp.pad(x, amounts, constant_values=padding).reshape(*before, count, size, *after)
 
 
 def _of_blocks(whole, empty, sees, length, other_length):
@@ -139,7 +159,7 @@ def _of_blocks(whole, empty, sees, length, other_length):
     return jnp.where(sees[..., None], hull, 0), inside
 
 
-def _of_batch(operands: Operands, shown: tuple[_Shown, ...]) -> list[Any]:
+def _of_batch(operands: Operands, shown: tuple[Shown, ...]) -> list[Any]:
     """What all of some masks show, of all heads together, without that axis: since the kernels read
     ranges of every batch element."""
     batch = operands.query.shape[:-3]
@@ -152,7 +172,7 @@ def _of_batch(operands: Operands, shown: tuple[_Shown, ...]) -> list[Any]:
     return [jnp.broadcast_to(x, (*batch, *x.shape[-2:])) for x in (*hulls, *insides)]
 
 
-def _of_hulls(operands: Operands, shown: tuple[_Shown, ...]) -> Ranges:
+def _of_hulls(operands: Operands, shown: tuple[Shown, ...]) -> Ranges:
     solid = jnp.ones((), jnp.bool_)
 
     def for_one(keys, rows, *inside):
@@ -296,10 +316,19 @@ def _summarised(
     keys, keys_solid, rows, rows_solid, inside=(), query_ids=None, key_ids=None
 ) -> Ranges:
     row_blocks, key_blocks = _blocks(keys, keys_solid), _blocks(rows, rows_solid)
-    inside = inside or (None, None)
-    row_blocks, key_blocks = map(_with_inside, (row_blocks, key_blocks), inside)
-    seen = jnp.stack((jnp.min(row_blocks[:, 0]), jnp.max(row_blocks[:, 1])))
-    return Ranges(keys, rows, row_blocks, key_blocks, seen, query_ids, key_ids)
+    begin, end = jnp.min(row_blocks[:, 0]), jnp.max(row_blocks[:, 1])
+    hidden = (_hidden(rows, begin, end), _hidden(keys)) if inside else ((0, 0),) * 2
+    hulls = jnp.stack([jnp.int32(x) for x in (begin, end, *hidden[0], *hidden[1])])
+    row_blocks, key_blocks = map(_with_inside, (row_blocks, key_blocks), inside or (None, None))
+    return Ranges(keys, rows, row_blocks, key_blocks, hulls, query_ids, key_ids)
+
+
+def _hidden(intervals, begin: Any = 0, end: Any = _FAR):
+    """The hull of elements of begin ... end whose intervals are empty."""
+    number = jnp.arange(intervals.shape[0], dtype=jnp.int32)
+    is_hidden = (number >= begin) & (number < end) & (intervals[:, 0] >= intervals[:, 1])
+    first = jnp.min(jnp.where(is_hidden, number, _FAR))
+    return first, jnp.max(jnp.where(is_hidden, number + 1, 0))
 
 
 def _blocks(intervals, solid):

@@ -52,12 +52,9 @@ class Split:
 
 def of(mesh, result, key, groups: tuple[int, int], automatic_devices: int | None) -> Split:
     """How the arrays split: as `result` does, over heads else as the key does."""
-    if mesh.empty:  # JAX does not say how the axes are named that shard_map leaves automatic
-        mesh, spec = _mesh_of(result, automatic_devices or 1)
-        heads = (spec[-2],)
-    else:
-        spec = padded(result.sharding.spec, result.ndim)
-        heads = (spec[-2], padded(key.sharding.spec, key.ndim)[-2])
+    is_named = not mesh.empty
+    mesh, spec = on_mesh(mesh, result, automatic_devices)
+    heads = (spec[-2], padded(key.sharding.spec, key.ndim)[-2]) if is_named else (spec[-2],)
     batch = spec[:-3]
     taken = {name for part in batch for name in names_of(part)}
     kv_heads, group = groups
@@ -75,6 +72,13 @@ def of(mesh, result, key, groups: tuple[int, int], automatic_devices: int | None
     return Split(mesh, batch, (), ())
 
 
+def on_mesh(mesh, array, automatic_devices: int | None) -> tuple[Mesh, tuple]:
+    """(mesh, parts of the spec of `array`)."""
+    if mesh.empty:  # JAX does not say how the axes are named that shard_map leaves automatic
+        return _mesh_of(array, automatic_devices or 1)
+    return mesh, padded(array.sharding.spec, array.ndim)
+
+
 def padded(spec, rank: int) -> tuple:
     """A part for each of so many axes."""
     return tuple(spec) + (None,) * (rank - len(spec))
@@ -85,17 +89,15 @@ def names_of(part) -> tuple[str, ...]:
     return (part,) if isinstance(part, str) else tuple(part or ())
 
 
-def _mesh_of(result, num_devices: int) -> tuple[Mesh, tuple]:
-    """A mesh with one axis for each axis of `result` that is split, and the spec on it."""
+def _mesh_of(array, num_devices: int) -> tuple[Mesh, tuple]:
+    """A mesh with one axis for each axis of `array` that is split, and the spec on it."""
     counts = [
         whole // shard
-        for whole, shard in zip(
-            result.shape, result.sharding.shard_shape(result.shape), strict=True
-        )
+        for whole, shard in zip(array.shape, array.sharding.shard_shape(array.shape), strict=True)
     ]
     sizes = [*counts, num_devices // math.prod(counts)]
     names = [f"axis{i}" for i in range(len(sizes))]
-    devices = sorted(result.sharding.device_set, key=lambda device: device.id)[:num_devices]
+    devices = sorted(array.sharding.device_set, key=lambda device: device.id)[:num_devices]
     spec = tuple(name if n > 1 else None for name, n in zip(names, counts, strict=False))
     return Mesh(np.array(devices).reshape(sizes), names), spec
 

@@ -154,7 +154,7 @@ class Tiles:
         self._columns_of = self._rows_of = None
         counts = rows.count, columns.count
         if all(isinstance(count, int) for count in counts) and counts != (1, 1):
-            ranges = _ranges.of_call(spec, operands, "forward")
+            ranges = _ranges.of_call(spec, operands, *_ranges.of_dense_mask(operands))
             if ranges is not None:
                 self._columns_of = _blocks_of(ranges.keys_of_row, rows, columns)
                 self._rows_of = _blocks_of(ranges.rows_of_key, columns, rows)

@@ -886,6 +886,15 @@ FAULTS = (
     _row("poison-window", poison=True, q_len=40, kv_len=150, local_window_size=(7, 20),
          causal_alignment="bottom_right", dtype="float16"),
     _row("poison-mask", poison=True, mask="B11S"),
+    # Keys that nobody sees among those that some do, in several tiles.
+    *(_row(f"poison-mask-{size}", poison=True, mask="B11S", q_len=200, kv_len=427, q_heads=4,
+           kv_heads=2, head_dim=size, dtype=dtype, **options)
+      for size, dtype, options in (
+          (64, "float16", {}), (96, "bfloat16", {}), (128, "bfloat16", dict(is_causal=True)),
+          (192, "bfloat16", dict(segments="pair")), (256, "bfloat16", dict(logits_soft_cap=5.0)),
+      )),
+    _row("decode-poison-mask", poison=True, mask="B11S", batch=(3,), q_len=1, kv_len=2000,
+         q_heads=4, kv_heads=2, head_dim=128, dtype="bfloat16"),
     _row("poison-segments", poison=True, segments="pair"),
     _row("visible-nan", visible_nan=True, q_len=70, dtype="bfloat16"),
 )  # fmt: skip

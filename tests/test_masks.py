@@ -28,6 +28,7 @@ from jaxflash import (
     _tile,
     masks,
 )
+from jaxflash._dense_mask import DenseMask
 from jaxprs import equations
 from mask_values import MASK_VALUES
 from score_mods import Sizes
@@ -403,6 +404,10 @@ def _described(mask, **options):
     return spec, _plan.with_plan(spec, operands)
 
 
+def _ranges_of(spec, operands):
+    return _ranges.of_call(spec, operands, *_ranges.of_dense_mask(operands))
+
+
 def _intervals_of(visible):
     """(begin, end) of what is seen along the last axis."""
     numbers = np.arange(visible.shape[-1])
@@ -431,7 +436,7 @@ def test_hulls(name, elements, monkeypatch):
             rows, keys = mask_values.hulls(visible), mask_values.hulls(visible.mT)
             np.testing.assert_array_equal(np.broadcast_to(operands.rows_hull, rows.shape), rows)
             np.testing.assert_array_equal(np.broadcast_to(operands.keys_hull, keys.shape), keys)
-    ranges = _ranges.of_call(spec, operands, "forward")
+    ranges = _ranges_of(spec, operands)
     assert ranges is not None
     for intervals, seen in ((ranges.keys_of_row, visible), (ranges.rows_of_key, visible.mT)):
         of_heads = _intervals_of(seen.any(1))
@@ -463,9 +468,8 @@ def _check_inside(ranges, visible, is_longest: bool = False) -> None:
                 assert max(end - begin, 0) == min(64 * max(lengths), columns.size - begin)
 
 
-@pytest.mark.parametrize("pass_", ["forward", "backward"])
 @pytest.mark.parametrize("shape", [(2, 3, 200, 330), (1, 1, 130, 1), (2, 1, 1, 330), (1, 3, 9, 96)])
-def test_whole_tiles(shape, pass_):
+def test_whole_tiles(shape):
     """What a dense mask and a function leave untested is visible to all rows of all heads, what
     they skip to none."""
     rng = np.random.default_rng(0)
@@ -481,7 +485,7 @@ def test_whole_tiles(shape, pass_):
         (dense & function, dense & of_function),
     ):
         spec, operands = _described(mask, shape=full, kv_heads=1)
-        ranges = _ranges.of_call(spec, operands, pass_)
+        ranges = _ranges_of(spec, operands)
         assert ranges is not None
         _check_inside(ranges, visible)
 
@@ -512,12 +516,11 @@ _VISITS = {
 
 
 @pytest.mark.parametrize("mask", _VISITS.values(), ids=_VISITS)
-@pytest.mark.parametrize("pass_", ["forward", "backward"])
-def test_visited_tiles(mask, pass_):
+def test_visited_tiles(mask):
     length = 640
     visible = np.asarray(masks.as_array(mask, (1, length, length)))[0]
     spec, operands = _described(mask, shape=(1, 2, length, length))
-    ranges = _ranges.of_call(spec, operands, pass_)
+    ranges = _ranges_of(spec, operands)
     tiles = visible.reshape(length // 64, 64, length // 64, 64).any((1, 3)).sum()
     assert tiles < 100 or tiles == 0
     for blocks in (ranges.row_blocks, ranges.key_blocks):
@@ -539,7 +542,7 @@ def test_intervals_of_segments(dtype):
             x = jnp.asarray(ids, dtype)
             mask = masks.segments(x, x[::-1])
             spec, operands = _described(mask, shape=(len(ids), 2, length, length))
-            ranges = jax.tree.map(np.asarray, _ranges.of_call(spec, operands, "forward"))
+            ranges = jax.tree.map(np.asarray, _ranges_of(spec, operands))
         visible = ids[:, :, None] == ids[::-1, None, :]
         for intervals, seen in ((ranges.keys_of_row, visible), (ranges.rows_of_key, visible.mT)):
             smallest = _intervals_of(seen)
@@ -582,7 +585,7 @@ def test_hulls_of_several_parts():
     ids = jnp.asarray(np.arange(640) // 160, jnp.int32)
     parts = masks.segments(ids), masks.function(lambda b, h, q, kv: abs(q - kv) < 64)
     spec, operands = _described(parts[0] & parts[1], shape=(1, 2, 640, 640))
-    ranges = _ranges.of_call(spec, operands, "forward")
+    ranges = _ranges_of(spec, operands)
     of_segments, of_function = (np.asarray(masks.as_array(x, (1, 640, 640))) for x in parts)
     exact, hulls = _intervals_of(of_segments), mask_values.hulls(of_function)
     begin = np.maximum(exact[..., 0], hulls[..., 0])
@@ -594,7 +597,7 @@ def test_hulls_of_several_parts():
     array = np.tri(640, k=-64, dtype=bool)
     mask = masks.dense(array) & masks.function(lambda b, h, q, kv: (q < 300) & (kv >= 64))
     spec, operands = _described(mask, shape=(1, 2, 640, 640))
-    ranges = _ranges.of_call(spec, operands, "forward")
+    ranges = _ranges_of(spec, operands)
     visible = np.asarray(masks.as_array(mask, (1, 640, 640)))
     tiles = visible[0].reshape(10, 64, 10, 64).any((1, 3)).sum()
     assert _visited(ranges.row_blocks, 640) == tiles
@@ -681,7 +684,7 @@ def test_plans_for_other_sizes(shape):
 
 
 def test_unseen_rows_and_keys():
-    """What a mask hides from all is replaced before it meets a kernel, of each head."""
+    """What a mask hides from all is known to a kernel, or replaced before it meets one."""
     mask = masks.function(lambda b, h, q, kv: (kv >= 5) & ((h < 2) | (q < 7)) & (q != kv))
     mask &= np.arange(_S) != 9
     q, k, v = (jnp.full(x.shape, jnp.nan) for x in _qkv())
@@ -690,16 +693,18 @@ def test_unseen_rows_and_keys():
     visible = np.asarray(masks.as_array(mask, _SHAPE))
     keys = np.any(visible, (1, 2))[..., None, None]
     rows = np.swapaxes(np.any(visible, -1), -1, -2)[..., None]
-    for pass_ in ("forward", "backward"):
-        only = pass_ == "forward"
-        shown = _kernels._without_unseen(operands, pass_, values_only=only)
-        for x, seen, applies in (
-            (shown.query, rows, pass_ == "backward"),
-            (shown.key, keys, pass_ == "backward"),
-            (shown.value, keys, True),
-        ):
-            expected = np.broadcast_to(seen, x.shape) if applies else np.ones(x.shape, bool)
-            np.testing.assert_array_equal(np.isnan(x), expected)
+    assert operands.mask is not None
+    array = np.asarray(operands.mask)
+    read = DenseMask(array, (), array.any(-1), array.any((-3, -2)))
+    shown = _kernels._without_unseen(operands, read)
+    for x, seen in ((shown.query, rows), (shown.key, keys), (shown.value, keys)):
+        np.testing.assert_array_equal(np.isnan(x), np.broadcast_to(seen, x.shape))
+    # Kernels that get ranges find such rows and keys themselves.
+    ranges = _ranges_of(spec, operands)
+    seen = np.asarray(ranges.rows_of_key)[..., 0] < np.asarray(ranges.rows_of_key)[..., 1]
+    np.testing.assert_array_equal(seen, keys[..., 0, 0])
+    assert rows.any(2).all()
+    np.testing.assert_array_equal(ranges.hulls, np.tile([0, _S, 0, 10, 2**30, 0], (_B, 1)))
 
 
 def _largest(function, *arguments) -> int:

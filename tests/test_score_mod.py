@@ -19,6 +19,7 @@ from jaxflash import (
     _dense_mask,
     _derivatives,
     _kernel_program,
+    _kernels,
     _ranges,
     _scores,
     _spec,
@@ -423,11 +424,11 @@ def test_operands_of_the_custom_calls():
     )
     text = jax.jit(gradient).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
     captures = "tensor<4x16x16xf32>, tensor<1x8x15xf32>, tensor<1x8xf32>) ->"
-    (forward,) = _custom_calls(text, "@jaxflash_forward_v5")
+    (forward,) = _custom_calls(text, "@jaxflash_forward_v6")
     assert f"tensor<4xi32>, tensor<8xi32>, {captures}" in forward
     assert "capture_ranks = dense<[2, 2, 1]>" in forward
     assert "struct Program" in forward
-    (backward,) = _custom_calls(text, "@jaxflash_backward_v5")
+    (backward,) = _custom_calls(text, "@jaxflash_backward_v6")
     assert f"tensor<4xi32>, tensor<8xi32>, {captures}" in backward
 
 
@@ -438,7 +439,7 @@ def test_operands_of_the_custom_call_under_vmap():
     mapped = jax.vmap(_on_kernels, axes)
     arguments = (jnp.stack([q, q]), k, v, bias, jnp.stack([table, table]), sink)
     text = jax.jit(mapped).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
-    (forward,) = _custom_calls(text, "@jaxflash_forward_v5")
+    (forward,) = _custom_calls(text, "@jaxflash_forward_v6")
     assert "tensor<1x4xi32>, tensor<8xi32>, tensor<1x4x16x16xf32>, tensor<2x1x8x15xf32>" in forward
 
 
@@ -466,28 +467,53 @@ def test_masks_are_captures(shape, capture):
 
     traced = jax.jit(attend).trace(x, jnp.ones(shape, bool), jnp.ones(_N, jnp.float32))
     (forward,) = _custom_calls(
-        traced.lower(lowering_platforms=("cuda",)).as_text(), "@jaxflash_forward_v5"
+        traced.lower(lowering_platforms=("cuda",)).as_text(), "@jaxflash_forward_v6"
     )
     hulls = f"tensor<{_B}x16x2xi32>, tensor<{_B}x40x2xi32>"  # of every batch element
     assert f"{capture}, tensor<1x4xf32>, {hulls}, " in forward
 
 
+_MASK_SHAPES = [
+    (2, 3, 70, 45), (1, 1, 64, 96), (2, 1, 1, 45), (1, 3, 70, 1), (1, 1, 320, 304),
+    (2, 2, 259, 700),
+]  # fmt: skip
+
+
+def _random_mask(shape):
+    """With parts that are visible and parts that are hidden as a whole."""
+    rng = np.random.default_rng(0)
+    mask = rng.random(shape) < 0.1
+    mask[..., 64:192, :128] = True
+    for low, high in ((5, 9), (192, 256)):  # rows, then keys, if there are as many
+        mask[0, :, low:high] = False
+        mask[-1, ..., 2 * low : 2 * high] = False
+    return mask
+
+
+def _packed(mask, pass_):
+    """The words of a mask, by numpy."""
+    axis = _dense_mask.packed_axis(mask, pass_)
+    if axis is None:
+        return mask
+    bits = np.moveaxis(mask, axis - 3, -1)
+    count = -(-bits.shape[-1] // 32)
+    bits = np.pad(bits, [(0, 0)] * 3 + [(0, 32 * count - bits.shape[-1])])
+    place = np.sum(np.broadcast_arrays(*_dense_mask.bit_of(np.arange(32, dtype=np.uint32))), axis=0)
+    words = bits.reshape(*bits.shape[:-1], count, 32).astype(np.uint64) << place.astype(np.uint64)
+    return np.moveaxis(words.sum(axis=-1), -1, axis - 3).astype(np.uint32)
+
+
 @pytest.mark.parametrize("pass_", ["forward", "backward"])
-@pytest.mark.parametrize("shape", [(2, 3, 70, 45), (1, 1, 64, 96), (2, 1, 1, 45), (1, 3, 70, 1)])
+@pytest.mark.parametrize("shape", _MASK_SHAPES[:4])
 def test_masks_as_the_kernels_read_them(shape, pass_):
-    """Every bit of a word is that of its element, and hulls hold what is visible."""
-    mask = np.random.default_rng(0).random(shape) < 0.1
-    mask[0, :, 5:9] = False  # rows that see nothing, if there are rows
+    """Every bit of a word is that of its element."""
+    mask = _random_mask(shape)
     q_len, kv_len = 70 if shape[2] == 1 else shape[2], 45 if shape[3] == 1 else shape[3]
-    q, k = (jnp.zeros((shape[0], length, 3, 8), jnp.float32) for length in (q_len, kv_len))
-    options = dict(_api.DEFAULTS)
-    del options["score_mod"]
-    spec, operands = _spec.make(q, k, k, None, mask, **options)
-    (words,) = _kernel_program.captures(spec, operands, pass_)
-    axes, packed = _dense_mask.axes(mask), _dense_mask.packed_axis(mask, pass_)
-    own = jax.ShapeDtypeStruct(words.shape[1:], words.dtype)
-    predicate = _scores.dense_predicate(axes, own, packed)
-    assert words.dtype == (jnp.bool_ if packed is None else jnp.uint32)
+    own = _dense_mask.own_type(mask, pass_)
+    words = _packed(mask, pass_).reshape(shape[0], *own.shape)
+    packed = _dense_mask.packed_axis(mask, pass_)
+    assert own.dtype == words.dtype == (jnp.bool_ if packed is None else jnp.uint32)
+    predicate = _scores.dense_predicate(_dense_mask.axes(mask), own, packed)
 
     def visible(words, h, q, kv):
         distance = q - kv
@@ -503,14 +529,90 @@ def test_masks_as_the_kernels_read_them(shape, pass_):
         expected = np.broadcast_to(mask[batch], h.shape)
         np.testing.assert_array_equal(shown.reshape(h.shape), expected)
 
-    ranges = _ranges.of_call(spec, operands, pass_)
+
+def _blocks_of(mask, axis):
+    """Lists of the blocks of 64 along an axis of a mask (T, S), each with all of the other axis."""
+    return [np.take(mask, range(i, min(i + 64, mask.shape[axis])), axis)
+            for i in range(0, mask.shape[axis], 64)]  # fmt: skip
+
+
+def _check_shown(shown, mask, q_len, kv_len):
+    """Hulls hold what is visible, are no wider than blocks, and what lies inside is so."""
+    q_blocks, kv_blocks = (-(-n // 64) for n in (q_len, kv_len))
+    lead = mask.shape[:2]
+    assert [x.shape for x in shown] == [
+        (*lead, q_len, 2), (*lead, kv_len, 2), (*lead, q_blocks, 4), (*lead, kv_blocks, 4)
+    ]  # fmt: skip
+    full = np.broadcast_to(mask, (*lead, q_len, kv_len))
+    for index in np.ndindex(lead):
+        sides = (full[index], shown[0][index], shown[2][index]), (
+            full[index].T, shown[1][index], shown[3][index],
+        )  # fmt: skip
+        for of_side, hulls, inside in sides:
+            blocks = _blocks_of(of_side, 0)
+            for number, block in enumerate(blocks):
+                seen = [part.any() for part in _blocks_of(block, 1)]
+                whole = [part.all() for part in _blocks_of(block, 1)]
+                first = seen.index(True) if any(seen) else 0
+                last = len(seen) - seen[::-1].index(True) if any(seen) else 0
+                hull = [64 * first, min(64 * last, of_side.shape[1])]
+                for row, interval in zip(block, hulls[64 * number : 64 * number + 64], strict=True):
+                    np.testing.assert_array_equal(interval, hull if row.any() else [0, 0])
+                begin, end, gap_begin, gap_end = (int(x) for x in inside[number])
+                assert -(-(end - begin) // 64) == _longest(whole)
+                assert block[:, begin:end].all()
+                assert not block[:, gap_begin:gap_end].any()
+                if any(seen):
+                    hidden = [not x for x in seen[first:last]]
+                    assert max(gap_end - gap_begin, 0) == 64 * _longest(hidden)
+                else:
+                    assert gap_begin == 0
+                    assert gap_end >= of_side.shape[1]
+
+
+def _longest(flags):
+    """Of runs of true ones."""
+    best = run = 0
+    for flag in flags:
+        run = run + 1 if flag else 0
+        best = max(best, run)
+    return best
+
+
+@pytest.mark.parametrize("shape", _MASK_SHAPES)
+def test_what_masks_show(shape):
+    mask = _random_mask(shape)
+    q_len, kv_len = 70 if shape[2] == 1 else shape[2], 45 if shape[3] == 1 else shape[3]
+    spec, operands = _mask_operands(mask, q_len, kv_len)
+    (shown,) = _ranges.of_dense_mask(operands)
+    _check_shown([np.asarray(x) for x in shown], mask, q_len, kv_len)
+    ranges = _ranges.of_call(spec, operands, shown)
     assert ranges is not None
     seen = np.broadcast_to(mask.any(1), (shape[0], q_len, kv_len))
-    np.testing.assert_array_equal(ranges.keys_of_row, mask_values.hulls(seen))
-    np.testing.assert_array_equal(ranges.rows_of_key, mask_values.hulls(seen.mT))
-    rows = np.broadcast_to(_dense_mask.seeing_rows(mask, pass_), (*shape[:2], shape[2]))
-    np.testing.assert_array_equal(rows, mask.any(-1))
-    np.testing.assert_array_equal(_dense_mask.seen_keys(mask, pass_), mask.any((1, 2)))
+    if max(q_len, kv_len) <= 96:
+        np.testing.assert_array_equal(ranges.keys_of_row, mask_values.hulls(seen))
+        np.testing.assert_array_equal(ranges.rows_of_key, mask_values.hulls(seen.mT))
+
+
+def _mask_operands(mask, q_len, kv_len):
+    q, k = (jnp.zeros((mask.shape[0], n, mask.shape[1], 8), jnp.float32) for n in (q_len, kv_len))
+    options = dict(_api.DEFAULTS)
+    del options["score_mod"]
+    return _spec.make(q, k, k, None, mask, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+@pytest.mark.parametrize("shape", _MASK_SHAPES)
+def test_masks_are_read_on_the_gpu(shape, pass_):
+    mask = _random_mask(shape)
+    q_len, kv_len = 70 if shape[2] == 1 else shape[2], 45 if shape[3] == 1 else shape[3]
+    read = jax.jit(lambda mask: _kernels.read_mask(mask, pass_, q_len, kv_len))(mask)
+    words = _packed(mask, pass_)
+    np.testing.assert_array_equal(read.elements, words.reshape(read.elements.shape))
+    np.testing.assert_array_equal(read.sees, mask.any(-1))
+    np.testing.assert_array_equal(read.is_seen, mask.any((1, 2)))
+    _check_shown([np.asarray(x) for x in read.shown], mask, q_len, kv_len)
 
 
 @_needs_kernels
@@ -524,7 +626,7 @@ def test_shards_know_their_numbers():
     ]
     traced = jax.jit(_on_kernels).trace(*arguments)
     text = traced.lower(lowering_platforms=("cuda",)).compile().as_text()
-    (forward,) = [x for x in _custom_calls(text, '"jaxflash_forward_v5"') if "custom-call" in x]
+    (forward,) = [x for x in _custom_calls(text, '"jaxflash_forward_v6"') if "custom-call" in x]
     layouts = forward.split("operand_layout_constraints=")[1]
     assert "s32[2]{0}, s32[2]{0}, f32[2,16,16]{2,1,0}, f32[1,8,15]{2,1,0}, f32[1,8]" in layouts
     assert "all-gather" not in text
@@ -541,7 +643,7 @@ def test_gradients_of_captures_are_results_of_the_custom_call():
 
         traced = jax.jit(jax.grad(loss, argnums)).trace(*arguments)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
-        return _custom_calls(text, "@jaxflash_backward_v5"), "dot_general" in text
+        return _custom_calls(text, "@jaxflash_backward_v6"), "dot_general" in text
 
     # Bias (4, 1, 16, 16) has a tile of rows and columns, the table (8, 15) an index of q - kv.
     (backward,), blockwise = gradient((0, 3, 4, 5))
@@ -580,7 +682,7 @@ def test_gradients_that_the_backward_kernel_stores():
         function, arguments = _bias_gradient(*args, **options)
         traced = jax.jit(function).trace(*arguments)
         (call,) = _custom_calls(
-            traced.lower(lowering_platforms=("cuda",)).as_text(), "@jaxflash_backward_v5"
+            traced.lower(lowering_platforms=("cuda",)).as_text(), "@jaxflash_backward_v6"
         )
         return call
 
@@ -606,7 +708,7 @@ def test_stored_gradients_under_vmap():
     function, (bias, q) = _bias_gradient((4, 8, 16, 16))
     traced = jax.jit(jax.vmap(function, (None, 0))).trace(bias, jnp.stack([q, q]))
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    (call,) = _custom_calls(text, "@jaxflash_backward_v5")
+    (call,) = _custom_calls(text, "@jaxflash_backward_v6")
     assert "kStoresGradient = true" in call
     assert "xui8>, tensor<2x4x8x16x16xbf16>)" in call
 
@@ -623,7 +725,7 @@ def test_stored_gradients_in_shards():
     ]
     text = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
     text = text.compile().as_text()
-    (call,) = [x for x in _custom_calls(text, '"jaxflash_backward_v5"') if "custom-call" in x]
+    (call,) = [x for x in _custom_calls(text, '"jaxflash_backward_v6"') if "custom-call" in x]
     assert "bf16[2,8,16,16]" in call.split("custom-call(")[0]
     assert any("[2,8,16,16]" in x for x in text.splitlines() if " all-reduce(" in x)
 
@@ -701,7 +803,7 @@ def test_gradients_of_captures_of_the_custom_call_inside_shard_map(manual):
     mesh, arguments = _split_arguments()
     function = _inside_shard_map(_bias_and_slopes("cuda"), mesh, manual)
     text = function.trace(*arguments).lower(lowering_platforms=("cuda",)).compile().as_text()
-    (backward,) = [x for x in _custom_calls(text, '"jaxflash_backward_v5"') if "custom-call" in x]
+    (backward,) = [x for x in _custom_calls(text, '"jaxflash_backward_v6"') if "custom-call" in x]
     assert f"f32[1,{_N},{_T},{_S}]" in backward
 
 
@@ -722,7 +824,7 @@ def test_gradients_of_captures_on_an_explicit_mesh():
         with pytest.warns(jaxflash.SlowPathWarning, match="explicit mesh"):
             lowered = traced.lower(lowering_platforms=("cuda",))
         text = lowered.compile().as_text()
-    (backward,) = [x for x in _custom_calls(text, '"jaxflash_backward_v5"') if "custom-call" in x]
+    (backward,) = [x for x in _custom_calls(text, '"jaxflash_backward_v6"') if "custom-call" in x]
     assert f"{_T},{_S}]" not in backward.split("custom-call(")[0]
 
 

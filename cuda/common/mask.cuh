@@ -19,6 +19,27 @@ __device__ __forceinline__ Interval outside(Interval interval, Interval gap) {
   return interval;
 }
 
+// Rows from which a score program hides all keys, or keys that it hides from all rows.
+struct HiddenElements {
+  Interval hull;          // they lie in this part of the array
+  const int2* intervals;  // of each element what it sees, or who sees it: an empty one
+
+  __device__ __forceinline__ bool meet(Interval elements) const {
+    return elements.begin < hull.end && elements.end > hull.begin;
+  }
+  __device__ __forceinline__ bool hold(int element) const {
+    if (element < hull.begin || element >= hull.end) return false;
+    const int2 interval = __ldg(intervals + element);
+    return interval.x >= interval.y;
+  }
+};
+
+// Those of a mask that does not know.
+struct NoneHidden {
+  __device__ __forceinline__ bool meet(Interval) const { return false; }
+  __device__ __forceinline__ bool hold(int) const { return false; }
+};
+
 // A band around the diagonal, cut at the sequence's own lengths: row i sees the keys
 // i + lo ... i + hi (both included) that lie in [0, kv_len), if i < q_len.
 class BandMask {
@@ -29,6 +50,7 @@ class BandMask {
   static constexpr bool kKnowsProgram = false;
   // Whether nobody may see what lies between two parts that are seen.
   static constexpr bool kHasGaps = false;
+  using Hidden = NoneHidden;
 
   // `batch` is the flat index over the batch axes.
   __device__ __forceinline__ BandMask(const Problem& problem, int64_t batch)
@@ -47,6 +69,12 @@ class BandMask {
 
   // The keys that some row of the sequence sees lie in this interval.
   __device__ __forceinline__ Interval seen_keys() const { return keys({0, q_len_}); }
+
+  // What a score program hides of them, and of the rows; `hull`: it lies there.
+  __device__ __forceinline__ Interval hull_of_hidden_keys() const { return {0, 0}; }
+  __device__ __forceinline__ Interval hull_of_hidden_rows() const { return {0, 0}; }
+  __device__ __forceinline__ Hidden hidden_keys(Interval /*hull*/) const { return {}; }
+  __device__ __forceinline__ Hidden hidden_rows(Interval /*hull*/) const { return {}; }
 
   // The keys that this row sees.
   __device__ __forceinline__ Interval keys_of_row(int row) const { return keys({row, row + 1}); }

@@ -18,6 +18,7 @@ class RangeMask {
   static constexpr bool kTestsElements = kIds;
   static constexpr bool kKnowsProgram = kOfProgram;
   static constexpr bool kHasGaps = kOfProgram;
+  using Hidden = Conditional<kOfProgram, HiddenElements, NoneHidden>;
 
   __device__ __forceinline__ RangeMask(const Problem& problem, int64_t batch)
       : band_(problem, batch), problem_(&problem), batch_(static_cast<int>(batch)) {}
@@ -70,7 +71,19 @@ class RangeMask {
     }
   }
   __device__ __forceinline__ Interval seen_keys() const {
-    return both(band_.seen_keys(), one(ranges().seen_keys, 1, 0));
+    return both(band_.seen_keys(), one(ranges().hulls, 3, 0));
+  }
+  __device__ __forceinline__ Interval hull_of_hidden_keys() const {
+    return kOfProgram ? one(ranges().hulls, 3, 1) : Interval{0, 0};
+  }
+  __device__ __forceinline__ Interval hull_of_hidden_rows() const {
+    return kOfProgram ? one(ranges().hulls, 3, 2) : Interval{0, 0};
+  }
+  __device__ __forceinline__ Hidden hidden_keys(Interval hull) const {
+    return hidden(hull, ranges().rows_of_key, problem_->kv_len);
+  }
+  __device__ __forceinline__ Hidden hidden_rows(Interval hull) const {
+    return hidden(hull, ranges().keys_of_row, problem_->q_len);
   }
   __device__ __forceinline__ bool full(Interval rows, Interval keys) const {
     const Interval common = common_keys(rows);
@@ -101,6 +114,14 @@ class RangeMask {
   __device__ __forceinline__ Interval one(const int32_t* intervals, int length, int i) const {
     const int2 interval = __ldg(reinterpret_cast<const int2*>(intervals) + element(length, i));
     return {interval.x, interval.y};
+  }
+  __device__ __forceinline__ Hidden hidden(Interval hull, const int32_t* intervals,
+                                           int length) const {
+    if constexpr (kOfProgram) {
+      return {hull, reinterpret_cast<const int2*>(intervals) + int64_t{batch_} * length};
+    } else {
+      return {};
+    }
   }
   // Of the blocks that meet `part`, all of them inside `length`, their intervals of one kind: the
   // hull of all, or what they share.

@@ -207,8 +207,8 @@ ffi::Error take_ranges(MaskKind mask, int64_t batch, ffi::RemainingArgs optional
                        Problem* problem) {
   const size_t count = number_of_ranges(mask);
   if (count == 0) return ffi::Error::Success();
-  const auto blocks = [](int64_t length) { return (length + kRangeBlock - 1) / kRangeBlock; };
-  if (batch * std::max(blocks(problem->q_len), blocks(problem->kv_len)) > kMaxRangeBlocks) {
+  const int64_t row_blocks = blocks_of(problem->q_len), key_blocks = blocks_of(problem->kv_len);
+  if (batch * std::max(row_blocks, key_blocks) > kMaxRangeBlocks) {
     return invalid("ranges are limited to 2^30 blocks of 64 positions");
   }
   Ranges& ranges = problem->ranges;
@@ -217,9 +217,9 @@ ffi::Error take_ranges(MaskKind mask, int64_t batch, ffi::RemainingArgs optional
     int64_t size;
   } arrays[7] = {{&ranges.keys_of_row, int64_t{2} * problem->q_len},
                  {&ranges.rows_of_key, int64_t{2} * problem->kv_len},
-                 {&ranges.row_blocks, 6 * blocks(problem->q_len)},
-                 {&ranges.key_blocks, 6 * blocks(problem->kv_len)},
-                 {&ranges.seen_keys, 2},
+                 {&ranges.row_blocks, 6 * row_blocks},
+                 {&ranges.key_blocks, 6 * key_blocks},
+                 {&ranges.hulls, 6},
                  {&ranges.q_ids, problem->q_len},
                  {&ranges.kv_ids, problem->kv_len}};
   if (optional.size() < count) return invalid("ranges are missing");

@@ -19,6 +19,8 @@ Handlers forward_handlers();
 Handlers backward_handlers();
 Handlers tangent_handlers();
 Handlers paged_handlers();
+// Of a call without a program: a handler alone.
+XLA_FFI_Handler* dense_mask_handler();
 
 // Of the state that instantiation makes, for `jax.ffi.register_ffi_type`.
 struct StateType {

@@ -141,9 +141,12 @@ void define_handlers(nb::module_& m) {
         handlers["backward"] = by_stage(backward_handlers());
         handlers["tangent"] = by_stage(tangent_handlers());
         handlers["paged"] = by_stage(paged_handlers());
+        nb::dict dense_mask;
+        dense_mask["execute"] = capsule(dense_mask_handler());
+        handlers["dense_mask"] = dense_mask;
         return handlers;
       },
-      "Handlers for the CUDA platform, by pass and stage.");
+      "Handlers for the CUDA platform, by custom call and stage.");
   m.def(
       "program_state_type",
       [] {

@@ -72,6 +72,9 @@ struct BlockWork {
   Mask mask;
   Interval rows;       // that see some of the block's keys
   Interval seen_keys;  // of the whole sequence
+  // Where a score program hides keys among them from all rows, and all keys from rows.
+  Interval hidden_keys_hull;
+  Interval hidden_rows_hull;
   Interval row_tiles;
   int heads;  // query heads to walk: those of the group, or none
   int first_key;
@@ -226,6 +229,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::Tile::kBlocksPerSm)
     mine.mask = Mask(problem, batch);
     mine.rows = mine.mask.rows({first_key, first_key + Tile::kKeys});
     mine.seen_keys = mine.mask.seen_keys();
+    mine.hidden_keys_hull = mine.mask.hull_of_hidden_keys();
+    mine.hidden_rows_hull = mine.mask.hull_of_hidden_rows();
     mine.row_tiles = {mine.rows.begin / kRows, (mine.rows.end + kRows - 1) / kRows};
     mine.heads = mine.rows.begin < mine.rows.end ? group : 0;
     mine.first_key = first_key;
@@ -328,6 +333,17 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::Tile::kBlocksPerSm)
       clear_rows<kThreads>(dout, blind_rows, threadIdx.x);
       clear_rows<kThreads>(k, blind_keys, threadIdx.x);
       clear_rows<kThreads>(v, blind_keys, threadIdx.x);
+      __syncthreads();
+    }
+    const auto hidden_rows = work.mask.hidden_rows(work.hidden_rows_hull);
+    const auto hidden_keys = work.mask.hidden_keys(work.hidden_keys_hull);
+    const Interval tile_rows = {first_row, first_row + kRows};
+    const Interval tile_keys = {work.first_key, work.first_key + Tile::kKeys};
+    if (hidden_rows.meet(tile_rows) || hidden_keys.meet(tile_keys)) {
+      clear_hidden_rows<kThreads>(q, hidden_rows, tile_rows, threadIdx.x);
+      clear_hidden_rows<kThreads>(dout, hidden_rows, tile_rows, threadIdx.x);
+      clear_hidden_rows<kThreads>(k, hidden_keys, tile_keys, threadIdx.x);
+      clear_hidden_rows<kThreads>(v, hidden_keys, tile_keys, threadIdx.x);
       __syncthreads();
     }
     if (Tile::kStages == 2) load_next_rows(head, row_tile, stage ^ 1);

@@ -95,6 +95,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSM)
   const Interval seen_keys = mask.keys(cut_rows(work.first_row, Tile::kRows));
   Interval keys = seen_keys;
   if constexpr (Scores::kDrops) keys.begin = keys.begin / 16 * 16;
+  const auto hidden = mask.hidden_keys(mask.hull_of_hidden_keys());
 
   // Keys at keys.end and beyond are zero: a probability of 0 does not silence a NaN.
   const auto load_k = [&](int stage, int first_key) {
@@ -166,6 +167,12 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSM)
         clear_rows<32>(v_smem, seen_keys.begin - first_key, lane_index());
         __syncwarp();
       }
+    }
+
+    // Likewise of those that a score program hides from all rows.
+    if (hidden.meet(tile_keys)) {
+      clear_hidden_rows<32>(v_smem, hidden, tile_keys, lane_index());
+      __syncwarp();
     }
 
     // The thread's first element, and all of them by their distance from it.

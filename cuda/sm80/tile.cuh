@@ -422,6 +422,19 @@ __device__ __forceinline__ void clear_rows(const Tile& tile, int count, int thre
   }
 }
 
+// Zeros for those rows of a tile, `elements` of an array, that are hidden, by kThreads threads.
+template <int kThreads, class Tile, class Hidden>
+__device__ __forceinline__ void clear_hidden_rows(const Tile& tile, const Hidden& hidden,
+                                                  Interval elements, uint32_t thread) {
+  const uint32_t zeros[4] = {};
+#pragma unroll 1
+  for (uint32_t i = thread; i < Tile::kRows * Tile::kChunks; i += kThreads) {
+    const int row = i / Tile::kChunks;
+    if (!hidden.hold(elements.begin + row)) continue;
+    st_shared_128(tile.address(row, i % Tile::kChunks * Tile::kChunk), zeros);
+  }
+}
+
 // Writes the first kRows rows of the tile to rows first_row ... of the array at `gmem`, except for
 // rows at `end_row` and beyond and columns at `cols` and beyond.
 template <int kThreads, int kRows, class Tile>

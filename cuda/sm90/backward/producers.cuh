@@ -12,6 +12,7 @@ struct BackwardProducers {
   using SharedMemory = typename Traits::SharedMemory;
   using Block = KeyBlock<Traits::kRows, Traits::kTileKeys, Mask>;
   using Reader = TicketReader<Traits::kBlocks>;
+  using Hidden = typename Mask::Hidden;
   static constexpr int kRows = Traits::kRows;
   static constexpr int kKeys = Traits::kKeys;
 
@@ -29,14 +30,20 @@ struct BackwardProducers {
     int inner, outer;  // coordinates of the batch axes
     int length;        // of the array along the sequence
     Interval valid;    // the part of it that takes part
+    Hidden hidden;     // what does not of that
     int column = 0;    // the first
   };
 
+  // Of query rows.
   __device__ __forceinline__ static Source source(const BackwardArgs& args, const TensorMap& map,
                                                   const int32_t (&step)[2], const Block& block,
-                                                  int length, Interval valid) {
-    return {&map, inner_batch(args, block.batch) * step[0],
-            outer_batch(args, block.batch) * step[1], length, valid};
+                                                  const Hidden& hidden) {
+    return {&map,
+            inner_batch(args, block.batch) * step[0],
+            outer_batch(args, block.batch) * step[1],
+            args.problem.q_len,
+            block.rows,
+            hidden};
   }
 
   // Loads a tile of kTileRows positions of a head and, with kVector, a float of `vector` for each.
@@ -54,8 +61,9 @@ struct BackwardProducers {
     constexpr int kPanelBytes = kTileRows * Traits::kPanelRowBytes;
     constexpr int kVectorBytes = kVector ? kTileRows * 4 : 0;
     const int lane = threadIdx.x % 32;
-    const bool cut =
-        first < from.valid.begin || min(first + kTileRows, from.length) > from.valid.end;
+    const bool cut = first < from.valid.begin ||
+                     min(first + kTileRows, from.length) > from.valid.end ||
+                     from.hidden.meet({first, first + kTileRows});
     const uint32_t barrier = cut ? landed.address() : full.address();
     if (lane == 0) {
       mbarrier_arrive_expect_tx(barrier, kPanels * kPanelBytes + kVectorBytes);
@@ -86,7 +94,8 @@ struct BackwardProducers {
     constexpr int kPieces = Traits::kPanelRowBytes / 16;
 #pragma unroll 1
     for (int row = 0; row < kTileRows; ++row) {
-      if (first + row >= from.valid.begin && first + row < from.valid.end) continue;
+      const bool is_valid = first + row >= from.valid.begin && first + row < from.valid.end;
+      if (is_valid && !from.hidden.hold(first + row)) continue;
 #pragma unroll 1
       for (int piece = lane; piece < kPanels * kPieces; piece += 32) {
         store_shared_zero(shared_address(target) + piece / kPieces * kPanelBytes +
@@ -142,9 +151,9 @@ struct BackwardProducers {
       const uint32_t position = drawer.next(smem.tickets, counter());
       if (position >= args.order.tiles()) return;
       const Block block(problem, args.order.at(position));
-      const Source q = source(args, args.q, args.q_batch_step, block, problem.q_len, block.rows);
-      const Source dout =
-          source(args, args.dout, args.dout_batch_step, block, problem.q_len, block.rows);
+      const Hidden hidden = block.mask.hidden_rows(block.mask.hull_of_hidden_rows());
+      const Source q = source(args, args.q, args.q_batch_step, block, hidden);
+      const Source dout = source(args, args.dout, args.dout_batch_step, block, hidden);
       int row = block.first_row;
       int head = block.first_head();
 #pragma unroll 1
@@ -173,12 +182,15 @@ struct BackwardProducers {
   struct Keys {
     int first_key, kv_head, inner, outer;
     Interval seen;  // by any row
+    Hidden hidden;  // of these
   };
 
   __device__ __forceinline__ static Keys keys_at(const BackwardArgs& args, uint32_t position) {
     const Block block(args.problem, args.order.at(position));
-    return {Traits::first_key(block), block.kv_head, inner_batch(args, block.batch),
-            outer_batch(args, block.batch), block.mask.seen_keys()};
+    return {
+        Traits::first_key(block),       block.kv_head,
+        inner_batch(args, block.batch), outer_batch(args, block.batch),
+        block.mask.seen_keys(),         block.mask.hidden_keys(block.mask.hull_of_hidden_keys())};
   }
 
   template <int kPanels>
@@ -186,9 +198,10 @@ struct BackwardProducers {
                                                    const int32_t (&step)[2], const Keys& keys,
                                                    const uint8_t* target, Barrier& full,
                                                    Barrier& landed, uint32_t& landed_phase) {
-    load_tile<kKeys, kPanels, false>(
-        {&map, keys.inner * step[0], keys.outer * step[1], args.problem.kv_len, keys.seen},
-        keys.first_key, keys.kv_head, target, nullptr, nullptr, full, landed, landed_phase);
+    load_tile<kKeys, kPanels, false>({&map, keys.inner * step[0], keys.outer * step[1],
+                                      args.problem.kv_len, keys.seen, keys.hidden},
+                                     keys.first_key, keys.kv_head, target, nullptr, nullptr, full,
+                                     landed, landed_phase);
   }
   __device__ __forceinline__ static void load_k(const BackwardArgs& args, SharedMemory& smem,
                                                 const Keys& keys, int stage,
@@ -210,7 +223,7 @@ struct BackwardProducers {
     const int column = cluster_rank() * Traits::kDqPanels * 64;
     load_tile<kKeys, Traits::kDqPanels, false>(
         {&args.k, keys.inner * args.k_batch_step[0], keys.outer * args.k_batch_step[1],
-         args.problem.kv_len, keys.seen, column},
+         args.problem.kv_len, keys.seen, keys.hidden, column},
         peer_key, keys.kv_head, smem.peer_k, nullptr, nullptr, smem.peer_k_full, smem.keys_landed,
         landed_phase);
   }

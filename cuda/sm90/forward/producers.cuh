@@ -61,6 +61,7 @@ struct ForwardProducers {
       plan.outer = outer;
       plan.mask = mask;
       plan.seen = mask.seen_keys();
+      if constexpr (Mask::kKnowsProgram) plan.hidden_hull = mask.hull_of_hidden_keys();
       plan.tiles = tiles;
     }
     if (lane < kWarpGroups) {
@@ -169,14 +170,15 @@ struct ForwardProducers {
     for (uint32_t count = 0;; ++count) {
       const Plan& plan = smem.plans.receive(count);
       if (!plan.exists) return;
-      const Interval seen = plan.seen;
+      SeenKeys<kKeys, typename Mask::Hidden> seen(plan.seen,
+                                                  plan.mask.hidden_keys(plan.hidden_hull));
       const auto tiles = plan.tiles;
       Keys keys(args, plan, args.v_batch_step);
       smem.plans.release(count);
       for (int tile = tiles.end - 1; tile >= tiles.begin;
            tile = tiles.before(tile), ring.advance()) {
         const int first_key = tile * kKeys;
-        const bool cut = holds_unseen_keys<kKeys>(first_key, seen, args.problem.kv_len);
+        const bool cut = seen.is_cut(first_key, args.problem.kv_len);
         Barrier& landed = cut ? smem.v_landed : smem.v_full[ring.stage];
         smem.v_empty[ring.stage].wait(ring.phase ^ 1);
         const uint8_t* target = smem.v[ring.stage];
@@ -188,7 +190,7 @@ struct ForwardProducers {
         if (!cut) continue;
         landed.wait(landed_phase);
         landed_phase ^= 1;
-        clear_unseen_keys<kKeys, Traits::kVBytes>(target, first_key, seen, lane);
+        clear_unseen_keys<kKeys, Traits::kVBytes>(target, seen, lane);
         fence_proxy_async();
         __syncwarp();
         if (lane == 0) smem.v_full[ring.stage].arrive();

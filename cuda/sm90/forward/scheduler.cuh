@@ -337,7 +337,8 @@ struct TilePlan : PartTargets<kShares, kWarpGroups> {
     Visits<Mask::kHasGaps> tiles;  // of which some row of the block sees a key
     Visits<true> largest_visits;
   };
-  Interval seen;  // keys that some row of the sequence sees
+  Interval seen;         // keys that some row of the sequence sees
+  Interval hidden_hull;  // where some of them are hidden from all rows
   Unit units[kWarpGroups];
 };
 

@@ -1,0 +1,282 @@
+// A dense mask as score programs read it: words of bits, and from these what can be skipped.
+#pragma once
+
+#include "common/mask.cuh"
+#include "problem.h"
+
+namespace jaxflash {
+
+inline constexpr int kDenseMaskThreads = 256;
+inline constexpr int kDenseMaskBlocks = 4;  // of kRangeBlock keys, side by side: a block's work
+
+// The bit of element i of a word: a thread of a matrix product's fragment holds two pairs of 16
+// columns, whose bits then are neighbours. `bit_of` in _dense_mask.py.
+__device__ __forceinline__ int word_bit(int i) {
+  return (i >> 4 & 1) * 16 + (i >> 1 & 3) * 4 + (i >> 3 & 1) * 2 + (i & 1);
+}
+__device__ __forceinline__ int element_of_bit(int bit) {
+  return (bit >> 4 & 1) * 16 + (bit >> 2 & 3) * 2 + (bit >> 1 & 1) * 8 + (bit & 1);
+}
+
+// Of one mask, bools of a row, as many as bytes of `Vector`; false beyond the mask.
+template <class Vector>
+struct BoolVectors {
+  const uint8_t* mask;
+  int rows;
+  int keys;
+
+  // Whether a row's vectors lie on multiples of their size.
+  __device__ __forceinline__ bool aligned() const {
+    return (reinterpret_cast<uintptr_t>(mask) | keys) % sizeof(Vector) == 0;
+  }
+  __device__ __forceinline__ Vector load(int row, int key) const {
+    if (row >= rows || key >= keys) return Vector{};
+    return __ldcs(reinterpret_cast<const Vector*>(mask + int64_t{row} * keys + key));
+  }
+  __device__ __forceinline__ Vector load_bytes(int row, int key) const {
+    Vector bools{};
+    auto* bytes = reinterpret_cast<uint8_t*>(&bools);
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(Vector)); ++i) {
+      if (row < rows && key + i < keys) bytes[i] = mask[int64_t{row} * keys + key + i];
+    }
+    return bools;
+  }
+  // kCount of them, all on their way at once: `at(i)` is the place of one.
+  template <int kCount, class Place>
+  __device__ __forceinline__ void load(Vector (&bools)[kCount], const Place& at) const {
+    if (aligned()) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) bools[i] = load(at(i).row, at(i).key);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) bools[i] = load_bytes(at(i).row, at(i).key);
+    }
+  }
+};
+
+struct MaskElement {
+  int row;
+  int key;
+};
+
+// The words of 64 rows and 256 keys, in shared memory: of each row those of its keys, or of each 32
+// rows those of all keys.
+template <bool kPacksKeys>
+class MaskWords {
+ public:
+  static constexpr int kRows = kRangeBlock;
+  static constexpr int kKeys = kDenseMaskBlocks * kRangeBlock;
+  static constexpr int kWords = kRows * kKeys / 32;
+  // Of the other axis, and what they hold.
+  static constexpr int kLines = kPacksKeys ? kRows : kKeys;
+  static constexpr int kWordsOfLine = kWords / kLines;
+
+  __device__ __forceinline__ uint32_t& at(int line, int word) {
+    return words_[kPacksKeys ? line * kWordsOfLine + word : word * kLines + line];
+  }
+
+  // Every thread 64 bools, which give half words.
+  __device__ __forceinline__ void pack(const DenseMaskParams& params, const uint8_t* mask,
+                                       int first_row, int first_key) {
+    if constexpr (kPacksKeys) {
+      constexpr int kAcross = kKeys / 16;
+      const int half = threadIdx.x % kAcross, row = threadIdx.x / kAcross;
+      constexpr int kStep = kDenseMaskThreads / kAcross;
+      uint4 bools[kRows / kStep];
+      const BoolVectors<uint4> vectors{mask, params.rows, params.keys};
+      vectors.load(bools, [&](int i) {
+        return MaskElement{first_row + row + i * kStep, first_key + 16 * half};
+      });
+#pragma unroll
+      for (int i = 0; i < kRows / kStep; ++i) {
+        store(row + i * kStep, half,
+              four(bools[i].x) | four(bools[i].y) << 8 | four(bools[i].z) << 2 |
+                  four(bools[i].w) << 10);
+      }
+    } else {
+      const int key = threadIdx.x % (kKeys / 4) * 4, half = threadIdx.x / (kKeys / 4);
+      uint32_t bools[16];
+      const BoolVectors<uint32_t> vectors{mask, params.rows, params.keys};
+      vectors.load(bools,
+                   [&](int i) { return MaskElement{first_row + 16 * half + i, first_key + key}; });
+      uint32_t low = 0, high = 0;  // a byte for each key
+#pragma unroll
+      for (int i = 0; i < 16; ++i) {
+        const int bit = word_bit(i);
+        (bit < 8 ? low : high) |= bools[i] << bit % 8;
+      }
+      const uint32_t pairs[2] = {__byte_perm(low, high, 0x5140), __byte_perm(low, high, 0x7362)};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) store(key + i, half, pairs[i / 2] >> i % 2 * 16);
+    }
+  }
+
+ private:
+  // The bits of four neighbours.
+  __device__ __forceinline__ static uint32_t four(uint32_t bools) {
+    // Bytes 0 to 3 to bits 24, 25, 28 and 29, and no two parts to one bit.
+    return bools * (1u << 24 | 1u << 17 | 1u << 12 | 1u << 5) >> 24 & 0x33;
+  }
+  __device__ __forceinline__ void store(int line, int half, uint32_t bits) {
+    reinterpret_cast<uint16_t*>(&at(line, half / 2))[half % 2] = static_cast<uint16_t>(bits);
+  }
+
+  uint32_t words_[kWords];
+};
+
+// What there is in a block of 64 rows and 64 keys, by a warp.
+template <bool kPacksKeys>
+__device__ __forceinline__ MaskBlock summary_of(MaskWords<kPacksKeys>& words, int number,
+                                                int num_lines, int num_packed) {
+  const int lane = threadIdx.x % 32;
+  const int first_line = kPacksKeys ? 0 : number * kRangeBlock;
+  const int first_word = kPacksKeys ? number * 2 : 0;
+  uint32_t lines[2], packed[2] = {0, 0};
+  bool whole = true;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int line = 32 * i + lane;
+    bool seen = false;
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const uint32_t word = words.at(first_line + line, first_word + k);
+      seen |= word != 0;
+      packed[k] |= word;
+      const uint32_t elements = __ballot_sync(~0u, 32 * k + element_of_bit(lane) < num_packed);
+      whole &= line >= num_lines || (~word & elements) == 0;
+    }
+    lines[i] = __ballot_sync(~0u, seen);
+  }
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+    packed[k] = __reduce_or_sync(~0u, packed[k]);
+    packed[k] = __ballot_sync(~0u, packed[k] >> word_bit(lane) & 1);
+  }
+  MaskBlock block = {};
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    block.rows[i] = kPacksKeys ? lines[i] : packed[i];
+    block.keys[i] = kPacksKeys ? packed[i] : lines[i];
+  }
+  block.whole = __all_sync(~0u, whole);
+  return block;
+}
+
+// Reads 64 rows and 256 keys.
+template <bool kPacksKeys>
+__global__ void __launch_bounds__(kDenseMaskThreads)
+    mask_words_kernel(const __grid_constant__ DenseMaskParams params) {
+  using Words = MaskWords<kPacksKeys>;
+  __shared__ Words words;
+  const int row_blocks = blocks_of(params.rows), key_blocks = blocks_of(params.keys);
+  const uint32_t across = (key_blocks + kDenseMaskBlocks - 1) / kDenseMaskBlocks;
+  const int key_block = static_cast<int>(blockIdx.x % across) * kDenseMaskBlocks;
+  const int row_block = static_cast<int>(blockIdx.x / across % row_blocks);
+  const int64_t number = blockIdx.x / across / row_blocks;
+  const int first_row = row_block * kRangeBlock, first_key = key_block * kRangeBlock;
+
+  words.pack(params, params.mask + number * params.rows * params.keys, first_row, first_key);
+  __syncthreads();
+
+  const int num_lines = kPacksKeys ? params.rows : params.keys;
+  const int num_words = ((kPacksKeys ? params.keys : params.rows) + 31) / 32;
+  uint32_t* target = params.words + number * num_lines * num_words;
+#pragma unroll
+  for (int i = threadIdx.x; i < Words::kWords; i += kDenseMaskThreads) {
+    const int line = kPacksKeys ? i / Words::kWordsOfLine : i % Words::kLines;
+    const int word = kPacksKeys ? i % Words::kWordsOfLine : i / Words::kLines;
+    const int at_line = line + (kPacksKeys ? first_row : first_key);
+    const int at_word = word + (kPacksKeys ? first_key : first_row) / 32;
+    if (at_line < num_lines && at_word < num_words) {
+      const int64_t at = kPacksKeys ? int64_t{at_line} * num_words + at_word
+                                    : int64_t{at_word} * num_lines + at_line;
+      target[at] = words.at(line, word);
+    }
+  }
+
+  const int of_warp = threadIdx.x / 32;
+  if (of_warp >= kDenseMaskBlocks || key_block + of_warp >= key_blocks) return;
+  const int rows_left = params.rows - first_row;
+  const int keys_left = params.keys - first_key - of_warp * kRangeBlock;
+  const MaskBlock block = summary_of<kPacksKeys>(words, of_warp, kPacksKeys ? rows_left : keys_left,
+                                                 kPacksKeys ? keys_left : rows_left);
+  if (threadIdx.x % 32 == 0) {
+    params.blocks[(number * row_blocks + row_block) * key_blocks + key_block + of_warp] = block;
+  }
+}
+
+// The longest of runs of neighbouring numbers.
+struct LongestRun {
+  Interval longest{0, 0};
+
+  __device__ __forceinline__ void offer(Interval run) {
+    if (run.end - run.begin > longest.end - longest.begin) longest = run;
+  }
+};
+
+// What 64 rows see of the keys, or who sees 64 keys: a warp's work.
+__global__ void __launch_bounds__(kDenseMaskThreads)
+    mask_intervals_kernel(const __grid_constant__ DenseMaskParams params) {
+  const int lane = threadIdx.x % 32;
+  const int row_blocks = blocks_of(params.rows), key_blocks = blocks_of(params.keys);
+  const int64_t work = (int64_t{blockIdx.x} * kDenseMaskThreads + threadIdx.x) / 32;
+  const int64_t number = work / (row_blocks + key_blocks);
+  if (number >= params.count) return;
+  int own = static_cast<int>(work % (row_blocks + key_blocks));
+  const bool of_rows = own < row_blocks;
+  if (!of_rows) own -= row_blocks;
+  const int others = of_rows ? key_blocks : row_blocks;
+  const int own_size = of_rows ? params.rows : params.keys;
+  const int other_size = of_rows ? params.keys : params.rows;
+  const MaskBlock* blocks = params.blocks + number * row_blocks * key_blocks +
+                            (of_rows ? int64_t{own} * key_blocks : own);
+  const int step = of_rows ? 1 : key_blocks;
+
+  uint32_t seeing[2] = {0, 0};
+  Interval hull{others, 0}, whole{0, 0};
+  LongestRun wholes, gaps;
+  for (int first = 0; first < others; first += 32) {
+    MaskBlock block = {};
+    if (first + lane < others) block = blocks[int64_t{first + lane} * step];
+    seeing[0] |= of_rows ? block.rows[0] : block.keys[0];
+    seeing[1] |= of_rows ? block.rows[1] : block.keys[1];
+    uint32_t seen = __ballot_sync(~0u, (block.rows[0] | block.rows[1]) != 0);
+    for (; seen != 0; seen &= seen - 1) {
+      const int at = first + __ffs(seen) - 1;
+      if (hull.end > 0) gaps.offer({hull.end, at});
+      hull = {min(hull.begin, at), at + 1};
+    }
+    uint32_t all = __ballot_sync(~0u, block.whole != 0);
+    for (; all != 0; all &= all - 1) {
+      const int at = first + __ffs(all) - 1;
+      whole = {whole.end == at ? whole.begin : at, at + 1};
+      wholes.offer(whole);
+    }
+  }
+  seeing[0] = __reduce_or_sync(~0u, seeing[0]);
+  seeing[1] = __reduce_or_sync(~0u, seeing[1]);
+
+  const auto elements = [&](Interval blocks) {
+    return make_int2(blocks.begin * kRangeBlock, min(blocks.end * kRangeBlock, other_size));
+  };
+  int32_t* intervals = of_rows ? params.keys_of_row : params.rows_of_key;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int element = own * kRangeBlock + 32 * i + lane;
+    if (element >= own_size) continue;
+    const bool sees = seeing[i] >> lane & 1;
+    reinterpret_cast<int2*>(intervals)[number * own_size + element] =
+        sees ? elements(hull) : make_int2(0, 0);
+  }
+  if (lane == 0) {
+    // Rows that see nothing are no obstacle to a gap of those beside them.
+    const Interval gap = hull.end > 0 ? gaps.longest : Interval{0, others};
+    int2* inside = reinterpret_cast<int2*>(of_rows ? params.keys_inside : params.rows_inside);
+    inside += (number * (of_rows ? row_blocks : key_blocks) + own) * 2;
+    inside[0] = elements(wholes.longest);
+    inside[1] = elements(gap);
+  }
+}
+
+}  // namespace jaxflash
