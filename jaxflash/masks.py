@@ -503,6 +503,19 @@ def conjuncts(mask: Mask) -> tuple[Mask, ...]:
     return tuple(part for term in mask.terms for part in conjuncts(term))
 
 
+def valid_lengths(mask: Mask, q_len, kv_len) -> tuple[jax.Array, jax.Array]:
+    """Queries and keys of each sequence, (*#B) each, by the lengths that hold for a call as a
+    whole."""
+    valid_queries, valid_keys = jnp.int32(q_len), jnp.int32(kv_len)
+    for part in conjuncts(mask):
+        if isinstance(part, Lengths):
+            if part.query is not None:
+                valid_queries = jnp.minimum(valid_queries, jnp.maximum(part.query, 0))
+            if part.key_value is not None:
+                valid_keys = jnp.minimum(valid_keys, jnp.maximum(part.key_value, 0))
+    return valid_queries, valid_keys
+
+
 def plan_of(mask: Mask) -> Planned | None:
     """A plan that holds for the mask as a whole, if it was given one."""
     if isinstance(mask, Planned):
@@ -547,14 +560,8 @@ def as_array(mask: Mask, shape: tuple[int, ...]) -> jax.Array:
     if 0 in shape:
         return jnp.zeros(shape, jnp.bool_)
 
-    # The last query stands at the last key: of each sequence, (*#B).
-    valid_queries, valid_keys = jnp.int32(q_len), jnp.int32(kv_len)
-    for part in conjuncts(mask):
-        if isinstance(part, Lengths):
-            if part.query is not None:
-                valid_queries = jnp.minimum(valid_queries, jnp.maximum(part.query, 0))
-            if part.key_value is not None:
-                valid_keys = jnp.minimum(valid_keys, jnp.maximum(part.key_value, 0))
+    # The last query stands at the last key.
+    valid_queries, valid_keys = valid_lengths(mask, q_len, kv_len)
     offset = (valid_keys - valid_queries)[..., None, None, None]
     row = jnp.arange(q_len, dtype=jnp.int32)[:, None]
     column = jnp.arange(kv_len, dtype=jnp.int32)[None, :]

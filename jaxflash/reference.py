@@ -112,7 +112,9 @@ def dot_product_attention(
             expected = jaxflash.reference.dot_product_attention(query, key, value, is_causal=True)
     """
     if isinstance(mask, masks.Mask):
-        mask = _dense(mask, query, key, query_seq_lengths, key_value_seq_lengths)
+        mask, query_seq_lengths, key_value_seq_lengths = _dense(
+            mask, query, key, query_seq_lengths, key_value_seq_lengths
+        )
     spec, operands = _spec.make(
         query,
         key,
@@ -375,10 +377,14 @@ def _visible(spec, operands, distance):
 
 
 def _dense(mask: masks.Mask, query, key, query_seq_lengths, key_value_seq_lengths):
-    """A mask value as an array (*B, N, T, S), for what it means in a call with these lengths."""
+    """A mask value as an array (*B, N, T, S), for what it means in a call with these lengths; and
+    the lengths of the call with it, (*B) each."""
     *batch, q_len, q_heads, _ = jnp.shape(query)
+    kv_len = jnp.shape(key)[-3]
     mask &= masks.lengths(query_seq_lengths, key_value_seq_lengths)
-    return masks.as_array(mask, (*batch, q_heads, q_len, jnp.shape(key)[-3]))
+    array = masks.as_array(mask, (*batch, q_heads, q_len, kv_len))
+    lengths = masks.valid_lengths(mask, q_len, kv_len)
+    return array, *(jnp.broadcast_to(x, batch) for x in lengths)
 
 
 def _valid_length(lengths, full: int, ones):

@@ -170,6 +170,30 @@ def test_arguments_of_the_call_are_short_for_values():
             np.testing.assert_array_equal(x, y)
 
 
+def test_lengths_of_a_value_move_what_the_call_aligns():
+    """Of the definition too: `masks.lengths` are the lengths of the call."""
+    q_lengths, kv_lengths = jnp.array([7, 12], jnp.int32), jnp.array([18, 3], jnp.int32)
+    aligned = dict(
+        is_causal=True,
+        local_window_size=(6, None),
+        causal_alignment="bottom_right",
+        alibi_slopes=jnp.arange(1.0, _N + 1.0) / 8,
+    )
+    mask = masks.lengths(9) & masks.lengths(q_lengths, kv_lengths)
+    for attention in _ATTENTIONS:
+        np.testing.assert_allclose(
+            attention(*_qkv(), mask=mask, **aligned),
+            attention(
+                *_qkv(),
+                query_seq_lengths=jnp.minimum(q_lengths, 9),
+                key_value_seq_lengths=kv_lengths,
+                **aligned,
+            ),
+            rtol=1e-6,
+        )
+    _assert_equal(lambda attention: attention(*_qkv(), mask=mask, **aligned))
+
+
 # ---- Pytrees -------------------------------------------------------------------------------------
 
 
