@@ -190,6 +190,7 @@ class Not(Mask):
 class Planned(Mask):
     of: Mask
     found: dict[str, Any]  # operands of a call, those of `_spec.PLANNED`
+    lead: tuple[Any, ...]  # (*batch, query heads), for which it was made
 
 
 # ---- How they are made ---------------------------------------------------------------------------
@@ -392,7 +393,7 @@ def plan(mask: Mask, shape: tuple[int, ...]) -> Mask:
     Args:
       mask: a value of this module. Those made of bands, lengths, segments and arrays with ``&``
         alone need no plan.
-      shape: ``(*B, N, T, S)``, the sizes of the calls.
+      shape: ``(*B, N, T, S)``, the sizes of the calls; a 1 does not stand for others.
 
     Raises:
       ValueError: the mask does not fit the shape, or, in a call, the plan does not fit its sizes.
@@ -412,7 +413,8 @@ def plan(mask: Mask, shape: tuple[int, ...]) -> Mask:
     with _sharding.mesh_of(*jax.tree.leaves(mask)):
         operands = _plan.with_plan(*_api.described(query, key, key, mask=mask))
     given = operands.named()
-    return Planned(mask, {name: given[name] for name in _spec.PLANNED if name in given})
+    found = {name: given[name] for name in _spec.PLANNED if name in given}
+    return Planned(mask, found, (*batch, heads))
 
 
 # ---- Their sizes ---------------------------------------------------------------------------------
@@ -444,19 +446,23 @@ def fitted(mask: Mask, sizes: Sizes) -> Mask:
             return type(mask)(tuple(fitted(term, sizes) for term in terms))
         case Not(of):
             return Not(fitted(of, sizes))
-        case Planned(of, found):
+        case Planned(of, found, lead):
+            full = (*batch, heads)
             for name, hull, length in (("T", "rows_hull", q_len), ("S", "keys_hull", kv_len)):
                 if hull not in found:
                     continue
-                *lead, planned, _ = found[hull].shape
-                full = (*batch, heads)
-                fits = len(lead) == len(full) and planned == length
-                if not fits or any(n not in (1, m) for n, m in zip(lead, full, strict=True)):
+                *axes, planned, _ = found[hull].shape
+                # Size 1 is one for all, but where there was no other. `vmap` takes leading axes.
+                fits = len(axes) == len(full) <= len(lead) and planned == length
+                if not fits or any(
+                    size != there and (size != 1 or made_for == 1)
+                    for size, made_for, there in zip(axes, lead[-len(full) :], full, strict=True)
+                ):
                     raise ValueError(
-                        f"masks.plan: made for (*batch, query heads) that {tuple(lead)} broadcasts "
-                        f"to and {name} = {planned}, got {full} and {name} = {length}"
+                        f"masks.plan: made for (*batch, query heads) = {lead} and {name} = "
+                        f"{planned}, got {full} and {name} = {length}"
                     )
-            return Planned(fitted(of, sizes), found)
+            return Planned(fitted(of, sizes), found, lead)
         case Lengths(query, key_value):
             mask = lengths(query, key_value)
             return Lengths(

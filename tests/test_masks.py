@@ -698,9 +698,19 @@ def test_plans_do_not_know_lengths_of_the_call():
     _assert_equal(lambda attention: attention(*qkv, mask=planned))
 
 
-@pytest.mark.parametrize("shape", [(_B, _N, _T, _S + 1), (_B, _N, _T - 1, _S), (_B, 3, _T, _S)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (_B, _N, _T, _S + 1),
+        (_B, _N, _T - 1, _S),
+        (_B, 3, _T, _S),
+        # Of one batch element or head nothing tells whether it stands for others.
+        (1, _N, _T, _S),
+        (_B, 1, _T, _S),
+    ],
+)
 def test_plans_for_other_sizes(shape):
-    mask = masks.function(lambda b, h, q, kv: q + h > kv)
+    mask = masks.function(lambda b, h, q, kv: q + h + 5 * b > kv)
     with pytest.raises(ValueError, match=r"masks\.plan: made for"):
         jaxflash.dot_product_attention(*_qkv(), mask=masks.plan(mask, shape))
     with pytest.raises(ValueError, match=r"masks\.segments: query_ids"):
