@@ -125,10 +125,10 @@ def compose(
         ValueError: score_mod is not a function from scalars to a floating scalar, or a function of
             the mask is none to a bool.
     """
-    if 0 in (*operands.query.shape[-3:-1], operands.key.shape[-3]):
+    if 0 in (*operands.query.shape[:-1], operands.key.shape[-3]):
         # Nothing could be indexed in axes of size 0.
         spec = dataclasses.replace(spec, logits_soft_cap=None)
-        nothing = dict.fromkeys(("bias", "alibi_slopes", "mask_value", *PLANNED))
+        nothing = dict.fromkeys(("bias", "mask", "alibi_slopes", "mask_value", *PLANNED))
         return spec, operands._replace(**nothing)
     spec, operands = _with_predicate(spec, operands)
     batch_rank = len(operands.query.shape) - 3

@@ -407,9 +407,9 @@ def plan(mask: Mask, shape: tuple[int, ...]) -> Mask:
     from jaxflash import _api, _plan, _sharding, _spec  # which need this module
 
     mask, (batch, heads, q_len, kv_len) = _checked(mask, shape)
-    query, key = (
-        jax.ShapeDtypeStruct((*batch, length, heads, 1), jnp.float32) for length in (q_len, kv_len)
-    )
+    query = jax.ShapeDtypeStruct((*batch, q_len, heads, 1), jnp.float32)
+    key_heads = 1 if heads == 0 else heads
+    key = jax.ShapeDtypeStruct((*batch, kv_len, key_heads, 1), jnp.float32)
     with _sharding.mesh_of(*jax.tree.leaves(mask)):
         operands = _plan.with_plan(*_api.described(query, key, key, mask=mask))
     given = operands.named()

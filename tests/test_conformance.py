@@ -20,6 +20,16 @@ def test_xla(case):
     check_attention(case, "xla")
 
 
+@pytest.mark.parametrize(
+    "case",
+    [case for case in CASES if 0 in case.shapes["logits"] and not case.missing_in_kernels],
+    ids=_name,
+)
+def test_default_of_nothing(case):
+    """implementation=None: what the kernels are told is made on every platform."""
+    check_attention(case, None)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=_name)
 def test_cuda(case):

@@ -91,6 +91,8 @@ def test_as_array(name):
 def test_as_array_of_no_elements():
     mask = masks.function(lambda b, h, q, kv, x: x[kv] > 0, jnp.zeros((0,), jnp.int32))
     assert masks.as_array(mask, (_N, _T, 0)).shape == (_N, _T, 0)
+    for shape in ((_B, _N, _T, 0), (0, _N, _T, _S), (_B, 0, _T, _S)):
+        assert jnp.shape(masks.as_array(masks.plan(mask, shape), shape)) == shape
 
 
 def test_extreme_sides_and_lengths():
