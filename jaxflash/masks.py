@@ -80,8 +80,8 @@ class Mask:
 
 def _combined(kind, *terms):
     flat: list[Mask] = []
-    for term in terms:
-        if isinstance(term, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+    for term in map(_arguments.unwrapped, terms):
+        if isinstance(term, jax.Array | np.ndarray | np.bool_ | jax.ShapeDtypeStruct):
             term = dense(term)  # pyright: ignore[reportArgumentType]
         if not isinstance(term, Mask):
             return NotImplemented

@@ -166,6 +166,13 @@ def test_nnx_variables_are_arrays(names):
     assert ("scale" not in names) or abs(as_array[1]["scale"]) > 1e-3
 
 
+def test_nnx_variables_in_masks():
+    layer, causal = _with_variables(mask="mask"), jaxflash.masks.causal()
+    for of in (lambda x: causal & x, lambda x: ~causal | x):
+        actual = layer(_qkv(), of)
+        _close(actual, layer(_qkv(), lambda variable, of=of: of(variable[...])))
+
+
 # Where types have 64 bits, the caches of Flax compare int64 with int32.
 _as_flax_promotes = jax.numpy_dtype_promotion("standard")
 

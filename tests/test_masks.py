@@ -134,6 +134,8 @@ def test_operators():
         (a | jnp.asarray(array), np.tri(_T, _S, dtype=bool) | array),
         (jnp.asarray(array) | a, np.tri(_T, _S, dtype=bool) | array),
         (~a, ~np.tri(_T, _S, dtype=bool)),
+        (a & np.bool_(True), np.tri(_T, _S, dtype=bool)),
+        (np.bool_(True) | a, np.ones((_T, _S), bool)),
         (a & b & ~b, np.zeros((_T, _S), bool)),
     ):
         np.testing.assert_array_equal(masks.as_array(mask, _SHAPE)[1, 2], expected)
