@@ -156,7 +156,7 @@ def attention_fn(
         lengths, is_prefix = _prefix(mask, (*query.shape[:-3], 1, 1, key.shape[-3]))
         mask = None
         if (others := options.get("key_value_seq_lengths")) is not None:
-            lengths = jnp.minimum(lengths, others)
+            lengths = jnp.minimum(lengths, array("key_value_seq_lengths", others))
         options = {"causal_alignment": "bottom_right", **options, "key_value_seq_lengths": lengths}
     _check_position(query, key, is_causal, options)
     if deterministic:

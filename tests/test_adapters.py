@@ -245,6 +245,10 @@ def test_prefix_masks():
         _with_lengths(query, key, value, mask=mask, key_value_seq_lengths=lengths),
         jaxflash.attention_fn(query, key, value, mask=mask, key_value_seq_lengths=lengths),
     )
+    _close(
+        _with_lengths(query, key, value, mask=mask, key_value_seq_lengths=[np.int32(3)] * B),
+        jaxflash.attention_fn(query, key, value, mask=mask, key_value_seq_lengths=lengths),
+    )
     # Neither without a mask nor of several queries does the promise say anything.
     _close(_with_lengths(query, key, value), jaxflash.attention_fn(query, key, value))
     query = _qkv()[0]
