@@ -358,9 +358,17 @@ def evaluate(eqns, values: dict[core.Var, Any], calls: dict[str, str] | None = N
             inside.update(zip(jaxpr.constvars, getattr(inner, "consts", ()), strict=True))
             evaluate(jaxpr.eqns, inside, calls)
             results = [_read(inside, atom) for atom in jaxpr.outvars]
+        elif _is_of_types_alone(eqn):
+            results = inputs
         else:
             results = _bound(eqn, inputs)
         values.update(zip(eqn.outvars, results, strict=True))
+
+
+def _is_of_types_alone(eqn) -> bool:
+    """Whether an equation is there for the types that values have inside `shard_map`: a cast to one
+    that varies over more mesh axes, of which `_bound` adds those that are needed."""
+    return eqn.primitive.name == "pvary"
 
 
 def _bound(eqn, inputs: Sequence[Any]) -> Sequence[Any]:

@@ -796,6 +796,45 @@ def test_gradients_of_captures_inside_shard_map(manual):
         np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5)
 
 
+def _of_shards(attention, mesh=None, **options):
+    """A loss of arrays and slopes split over batch and heads, by shards if there is a mesh."""
+
+    def attend(q, k, v, table):
+        def by_head(score, b, h, q, kv):
+            moved = score * jnp.tanh(table[h, 1]) + table[h, 0]
+            return jnp.where(q > kv, moved, score)
+
+        given = {"score_mod": by_head} | options
+        return attention(q, k, v, sink=table[:, 0], **given)
+
+    if mesh is not None:
+        split = P("x", None, "y")
+        attend = jax.shard_map(
+            attend, mesh=mesh, in_specs=(split, split, split, P("y")), out_specs=split
+        )
+    return lambda *arguments: jnp.sum(jnp.sin(attend(*arguments).astype(jnp.float32)))
+
+
+def _arguments_of_shards():
+    rng = np.random.default_rng(3)
+    q, k, v = (jnp.asarray(rng.standard_normal((2, _T, _N, 8)), jnp.float32) for _ in range(3))
+    return q, k, v, jnp.asarray(rng.standard_normal((_N, 2)), jnp.float32)
+
+
+def test_captures_that_are_split_inside_shard_map():
+    """The score varies over more mesh axes than what the function reads."""
+    mesh, arguments = cpu_mesh(x=2, y=4), _arguments_of_shards()
+    gradients = [
+        jax.jit(jax.value_and_grad(loss, (0, 1, 3)))(*arguments)
+        for loss in (
+            _of_shards(jaxflash.dot_product_attention, mesh),
+            _of_shards(jaxflash.reference.dot_product_attention),
+        )
+    ]
+    for x, y in zip(*map(jax.tree.leaves, gradients), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5)
+
+
 @_needs_kernels
 @pytest.mark.parametrize("manual", [{"x"}, {"x", "y"}], ids=["part", "all"])
 def test_gradients_of_captures_of_the_custom_call_inside_shard_map(manual):
