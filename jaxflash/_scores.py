@@ -367,8 +367,10 @@ def evaluate(eqns, values: dict[core.Var, Any], calls: dict[str, str] | None = N
 
 def _is_of_types_alone(eqn) -> bool:
     """Whether an equation is there for the types that values have inside `shard_map`: a cast to one
-    that varies over more mesh axes, of which `_bound` adds those that are needed."""
-    return eqn.primitive.name == "pvary"
+    that varies over more mesh axes, of which `_bound` adds those that are needed; or a sum over no
+    axes, as transposes have it."""
+    name = eqn.primitive.name
+    return name == "pvary" or (name == "reduce_sum" and not eqn.params["axes"])
 
 
 def _bound(eqn, inputs: Sequence[Any]) -> Sequence[Any]:

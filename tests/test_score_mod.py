@@ -836,6 +836,20 @@ def test_captures_that_are_split_inside_shard_map():
 
 
 @_needs_kernels
+@pytest.mark.parametrize("option", ["score_mod", "logits_soft_cap"])
+def test_programs_inside_shard_map_run_on_the_kernels(option):
+    options = {} if option == "score_mod" else {"score_mod": None, "logits_soft_cap": 3.0}
+    mesh, arguments = cpu_mesh(x=2, y=4), _arguments_of_shards()
+    loss = _of_shards(
+        functools.partial(jaxflash.dot_product_attention, implementation="cuda"), mesh, **options
+    )
+    traced = jax.jit(jax.grad(loss, (0, 1, 3))).trace(*arguments)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "jaxflash_forward" in text
+    assert "jaxflash_backward" in text
+
+
+@_needs_kernels
 @pytest.mark.parametrize("manual", [{"x"}, {"x", "y"}], ids=["part", "all"])
 def test_gradients_of_captures_of_the_custom_call_inside_shard_map(manual):
     """Where some mesh axes are automatic, no sum can name their devices: nothing is split there."""
