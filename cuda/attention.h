@@ -49,7 +49,7 @@ struct ProgramDescription {
   bool one_sided;        // the band limits one side of the diagonal only
   bool paged;            // keys and values lie in pages
   int32_t shared_units;  // forward: jaxflash_shared_units of the calls to come
-  int32_t query_units;   // forward: jaxflash_query_units of the calls to come; 0: it varies
+  CallSizes sizes;       // forward: of the calls to come
   // Forward and backward: the capture Program::kStartCapture, if it is of 16 bits, kv_len a
   // multiple of 8, and its row of a query the one after that of the query before; -1: it is not, or
   // there is none.
@@ -150,8 +150,6 @@ JAXFLASH_API int32_t jaxflash_cache_folder(char* path, int32_t capacity);
 // blocks share their keys, in calls of such sizes; 0: blocks should share nothing. Either number,
 // and 0 without pages, is right for any call.
 JAXFLASH_API int32_t jaxflash_shared_units(const jaxflash::Problem* problem, bool paged);
-// Units of 64 rows that the queries of a kv head fill in kernels for a score program.
-JAXFLASH_API int32_t jaxflash_query_units(const jaxflash::Problem* problem);
 
 // Bytes that a workspace needs on any GPU: of plain calls, of calls of a score program with those
 // shared units, and of gradients. Reads sizes and the band's sides, no pointers.

@@ -411,8 +411,6 @@ int32_t jaxflash_shared_units(const Problem* problem, bool paged) {
   return jaxflash::shared_units(*problem, paged);
 }
 
-int32_t jaxflash_query_units(const Problem* problem) { return jaxflash::query_units(*problem); }
-
 size_t jaxflash_backward_workspace_bytes(const Problem* problem) {
   return jaxflash::backward_workspace_bytes(jaxflash::with_query_heads(*problem));
 }

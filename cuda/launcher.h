@@ -35,9 +35,10 @@ struct ProgramTraits {
   bool one_sided;     // its band limits one side only
   bool paged;         // keys and values lie in pages
   int shared_units;   // see ProgramDescription
-  int query_units;    // likewise
-  int start_capture;  // likewise
+  int head_dim;       // the larger of those of queries and values
+  int start_capture;  // see ProgramDescription
   int shared_bytes;   // that a block may have on the GPU
+  CallSizes sizes;    // see ProgramDescription
 };
 
 inline constexpr int kMaxProgramTiles = 5;

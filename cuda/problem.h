@@ -128,6 +128,19 @@ struct Captures {
   const int32_t* head_numbers;                  // (N), or nullptr: 0 ... N - 1
 };
 
+// What is known of the sizes of a score program's calls when it is compiled. Its tile is chosen by
+// them, but is right for calls of any other sizes.
+struct CallSizes {
+  // 0: it varies.
+  int64_t batch;
+  int32_t q_len;
+  int32_t kv_len;
+  int32_t q_heads;
+  int32_t kv_heads;
+  // All batch elements share what products start from: it is no larger than for one of them.
+  bool starts_shared;
+};
+
 // A load of a captured array whose gradient is wanted, see common/capture_gradient.h. The kernels'
 // `Load` (common/capture_gradient_sums.cuh) has the same constants.
 struct CaptureLoad {

@@ -1,5 +1,7 @@
 """The module built from cuda/ffi."""
 
+from collections.abc import Sequence
+
 from typing_extensions import CapsuleType
 
 ffi_api_version: tuple[int, int]
@@ -29,7 +31,7 @@ def compile_program(
     one_sided: bool = False,
     paged: bool = False,
     shared_units: int = 0,
-    query_units: int = 0,
+    sizes: Sequence[int] = (),
     start_capture: int = -1,
 ) -> tuple[str, str, str, int, int, bool, float, bool]: ...
 def compile_kernel(
@@ -65,7 +67,6 @@ def shared_units(
     right: int,
     paged: bool,
 ) -> int: ...
-def query_units(*, q_len: int, q_heads: int, kv_heads: int) -> int: ...
 def backward_workspace_bytes(
     *,
     batch: int,

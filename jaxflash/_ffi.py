@@ -22,7 +22,7 @@ from jaxflash._spec import AttentionSpec, Operands
 FORWARD_TARGET = "jaxflash_forward_v6"
 BACKWARD_TARGET = "jaxflash_backward_v6"
 TANGENT_TARGET = "jaxflash_tangent_v3"
-PAGED_TARGET = "jaxflash_paged_v3"
+PAGED_TARGET = "jaxflash_paged_v4"
 DENSE_MASK_TARGET = "jaxflash_dense_mask_v1"
 _STATE_TYPE = "jaxflash_program_v2"
 
@@ -264,7 +264,7 @@ class Forward(Pass):
             problem=_attributes(self.spec, self.lengths, self.mask),
             **_program_attributes(self.program, query, value),
             shared_units=np.int64(shared_units or 0),
-            query_units=np.int64(self._query_units(query, value)),
+            sizes=self._call_sizes(operands, paged),
             start_capture=_start_capture(self.program),
         )
         return out, lse
@@ -282,12 +282,20 @@ class Forward(Pass):
         sizes = self._sizes(operands, value, q_len, symbolic_batch=64)
         return extension.shared_units(**sizes, paged=paged)
 
-    def _query_units(self, query, value) -> int:
-        """See cuda/attention.h; kernels of plain calls are chosen when they run."""
-        q_len, q_heads, _ = query.shape[-3:]
-        if self.program is None or not isinstance(q_len, int):
-            return 0
-        return extension.query_units(q_len=q_len, q_heads=q_heads, kv_heads=value.shape[-2])
+    def _call_sizes(self, operands, paged: bool) -> np.ndarray:
+        """cuda/attention.h: CallSizes. Kernels of plain calls are chosen when they run, those for
+        pages have one tile."""
+        if self.program is None or paged:
+            return np.zeros(0, np.int64)
+        q_len, q_heads, _ = operands[0].shape[-3:]
+        kv_len, kv_heads, _ = operands[2].shape[-3:]
+        sizes = (math.prod(self.full_batch(operands)), q_len, kv_len, q_heads, kv_heads)
+        starts_shared = False
+        if self.program.start_capture is not None and all(isinstance(n, int) for n in sizes):
+            first = len(operands) - len(self.mask.axes) - len(self.program.capture_ranks)
+            capture = operands[first + self.program.start_capture]
+            starts_shared = math.prod(capture.shape) <= q_heads * q_len * kv_len
+        return np.array([*(n if isinstance(n, int) else 0 for n in sizes), starts_shared], np.int64)
 
     def _workspace_bytes(self, operands, value, shared_units: int | None) -> int:
         # Where a size is symbolic, what is enough for every value: one sequence needs as much as

@@ -63,7 +63,7 @@ def _forward(source, query, key, value, *captures, causal=False, highest=False):
         query, key, value, *_numbers(query), *captures,
         problem=_problem(causal, highest),
         **_program(source, query, value, captures, query.ndim - 3), shared_units=np.int64(0),
-        query_units=np.int64(0), start_capture=np.int64(-1),
+        sizes=np.zeros(0, np.int64), start_capture=np.int64(-1),
     )  # fmt: skip
     return out, lse
 
@@ -195,7 +195,7 @@ def test_operands_are_checked():
     for wrong in ((), (captures[0], captures[0][:, :1, None])):
         attributes = _program(source, qkv[0], qkv[2], captures, 1)
         attributes |= dict(
-            shared_units=np.int64(0), query_units=np.int64(0), start_capture=np.int64(-1)
+            shared_units=np.int64(0), sizes=np.zeros(0, np.int64), start_capture=np.int64(-1)
         )
         results = (
             jax.ShapeDtypeStruct(qkv[0].shape, qkv[0].dtype),

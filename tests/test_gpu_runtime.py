@@ -362,7 +362,7 @@ def _forward_call(query, key, value, out=None, lse=None, workspace=0, **attribut
     call = jax.ffi.ffi_call(_ffi.FORWARD_TARGET, results)
     return call(
         query, key, value, problem={**_SPEC, **attributes}, **_plain(query, value),
-        shared_units=np.int64(0), query_units=np.int64(0), start_capture=np.int64(-1),
+        shared_units=np.int64(0), sizes=np.zeros(0, np.int64), start_capture=np.int64(-1),
     )  # fmt: skip
 
 

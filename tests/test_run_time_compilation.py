@@ -9,6 +9,7 @@ import os
 import pathlib
 import re
 import threading
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -73,7 +74,7 @@ def _program(
     one_sided: bool = False,
     paged: bool = False,
     shared_units: int = 0,
-    query_units: int = 0,
+    sizes: Sequence[int] = (),
     start_capture: int = -1,
 ) -> _config.CompiledKernel:
     return _config.CompiledKernel(
@@ -92,10 +93,21 @@ def _program(
             one_sided=one_sided,
             paged=paged,
             shared_units=shared_units,
-            query_units=query_units,
+            sizes=sizes,
             start_capture=start_capture,
         )
     )
+
+
+def _sizes(
+    batch: int = 0,
+    q_len: int = 0,
+    kv_len: int = 0,
+    q_heads: int = 3,
+    kv_heads: int = 3,
+    starts_shared: bool = False,
+) -> tuple[int, ...]:
+    return batch, q_len, kv_len, q_heads, kv_heads, starts_shared
 
 
 def _tiny(value: float) -> _config.CompiledKernel:
@@ -514,7 +526,6 @@ def test_dense_bias_beside_the_keys_on_hopper(sizes, options):
 )  # fmt: skip
 def test_tile_that_the_queries_fill(head_dim, q_len, warpgroups, program):
     """Where a tile of fewer rows has fewer empty ones, it is taken."""
-    units = _extension.query_units(q_len=q_len, q_heads=3, kv_heads=3)
     start = -1
     source = getattr(programs, program, "")
     if program == "bias":
@@ -524,7 +535,7 @@ def test_tile_that_the_queries_fill(head_dim, q_len, warpgroups, program):
         source,
         pass_name="forward",
         head_dim=head_dim,
-        query_units=units,
+        sizes=_sizes(q_len=q_len),
         start_capture=start,
         **_H200,
     )
@@ -533,10 +544,34 @@ def test_tile_that_the_queries_fill(head_dim, q_len, warpgroups, program):
     assert compiled.spilled == 0, compiled
 
 
-def test_queries_of_a_group_fill_tiles_together():
-    assert _extension.query_units(q_len=100, q_heads=8, kv_heads=8) == 2
-    assert _extension.query_units(q_len=100, q_heads=8, kv_heads=2) == 8
-    assert _extension.query_units(q_len=2**30, q_heads=2**20, kv_heads=1) == 2**31 - 1
+@pytest.mark.parametrize(("kv_heads", "warpgroups"), [(6, 2), (2, 3)])
+def test_queries_of_a_group_fill_tiles_together(kv_heads, warpgroups):
+    """100 of 6 heads: two units for each key head, or six."""
+    sizes = _sizes(q_len=100, q_heads=6, kv_heads=kv_heads)
+    compiled = _program(programs.SOFT_CAP, pass_name="forward", head_dim=128, sizes=sizes, **_H200)
+    assert f"ForwardTile<128, 128, {warpgroups}, " in compiled.tile, compiled
+
+
+@pytest.mark.parametrize(
+    ("q_len", "kv_len", "keys"),
+    [
+        (384, 384, 128),
+        (384, 321, 128),
+        (384, 320, 64),
+        (384, 392, 64),
+        (384, 0, 64),
+        (256, 384, 64),
+    ],
+)
+def test_tile_that_the_keys_fill(q_len, kv_len, keys):
+    bias = _dense_bias_program(64, "bfloat16")
+    compiled = _program(
+        bias.source, pass_name="forward", head_dim=64, start_capture=bias.start_capture,
+        sizes=_sizes(q_len=q_len, kv_len=kv_len), **_H200,
+    )  # fmt: skip
+    assert f"ForwardTile<64, 64, {3 if q_len == 384 else 4}, {keys}, " in compiled.tile, compiled
+    assert not compiled.serialised, compiled
+    assert compiled.spilled == 0, compiled
 
 
 @pytest.mark.parametrize("options", ["alone", "causal", "dropout"])
@@ -1104,7 +1139,8 @@ _STAGES = """if True:
                 has_dlse=np.bool_(False), deterministic=np.bool_(False), gradient_program="",
                 gradient_loads=np.zeros(0, np.int64), key_sums=np.int64(0)) | attributes
         else:
-            attributes = dict(shared_units=np.int64(1), query_units=np.int64(0)) | attributes
+            attributes = dict(
+                shared_units=np.int64(1), sizes=np.zeros(0, np.int64)) | attributes
         x = jax.ShapeDtypeStruct((4,), "float32")
         jax.jit(lambda x: jax.ffi.ffi_call(name, x)(x, **attributes)).lower(x).compile()
 
@@ -1127,8 +1163,8 @@ _STAGES = """if True:
         refused("one unit or two", name, program=program, shared_units=np.int64(units))
     for name, capture in (("forward", -2), ("forward", 0), ("backward", -2), ("backward", 0)):
         refused("not captured", name, program=program, start_capture=np.int64(capture))
-    for units in (-1, 1 << 31):
-        refused("units", program=program, query_units=np.int64(units))
+    for sizes in ([1], [1, 1, 1, 1, -1, 0], [1, 1 << 31, 1, 1, 1, 0]):
+        refused("sizes", program=program, sizes=np.array(sizes, np.int64))
     instantiate("forward", program=program, shared_units=np.int64(0))
     instantiate("paged", program=program)
     ranges = problem | dict(mask=np.int64(1))

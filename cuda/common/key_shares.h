@@ -79,10 +79,8 @@ inline int32_t shared_units(const Problem& problem, bool paged) {
 
 // Units of 64 rows that the queries of a kv head fill where blocks do not share keys and each
 // unit's rows are of one head: in kernels for a score program, and of 64 queries and more.
-inline int32_t query_units(const Problem& problem) {
-  const int64_t group = problem.q_heads / std::max(problem.kv_heads, 1);
-  const int64_t units = (int64_t{problem.q_len} + 63) / 64 * group;
-  return static_cast<int32_t>(std::min<int64_t>(units, INT32_MAX));
+inline int64_t query_units(int64_t q_len, int32_t q_heads, int32_t kv_heads) {
+  return (q_len + 63) / 64 * (q_heads / std::max(kv_heads, 1));
 }
 
 // The layout, also for a call that need not share.

@@ -13,6 +13,22 @@ std::optional<MaskKind> mask_of(int64_t kind) {
   return static_cast<MaskKind>(kind);
 }
 
+std::optional<CallSizes> sizes_of(SizeNumbers numbers) {
+  CallSizes sizes = {};
+  if (numbers.size() == 0) return sizes;
+  if (numbers.size() != 6) return std::nullopt;
+  for (size_t i = 0; i < numbers.size(); ++i) {
+    if (numbers[i] < 0 || (i > 0 && numbers[i] > INT32_MAX)) return std::nullopt;
+  }
+  sizes.batch = numbers[0];
+  sizes.q_len = static_cast<int32_t>(numbers[1]);
+  sizes.kv_len = static_cast<int32_t>(numbers[2]);
+  sizes.q_heads = static_cast<int32_t>(numbers[3]);
+  sizes.kv_heads = static_cast<int32_t>(numbers[4]);
+  sizes.starts_shared = numbers[5] != 0;
+  return sizes;
+}
+
 std::optional<std::vector<CaptureLoad>> loads_of(const ProgramAttributes& program,
                                                  const GradientAttributes& gradients) {
   constexpr size_t kNumbers = 7;

@@ -47,6 +47,11 @@ struct GradientAttributes {
 std::optional<std::vector<CaptureLoad>> loads_of(const ProgramAttributes& program,
                                                  const GradientAttributes& gradients);
 
+// Batch, query length, key length, query heads, kv heads, and whether starts are shared: CallSizes.
+// Or nothing: they vary.
+using SizeNumbers = ffi::Span<const int64_t>;
+std::optional<CallSizes> sizes_of(SizeNumbers numbers);
+
 // The smallest and the largest mean what lies beyond them.
 int32_t clamp_side(int64_t side);
 

@@ -32,7 +32,7 @@ ffi::TypeId ProgramState::id = {};
 struct Access {
   bool paged = false;
   int64_t shared_units = 0;
-  int64_t query_units = 0;
+  SizeNumbers sizes = {};
   int64_t start_capture = -1;
 };
 
@@ -71,10 +71,9 @@ ffi::ErrorOr<std::unique_ptr<ProgramState>> instantiate(Pass pass, const Attribu
     return ffi::Unexpected(invalid("blocks share the keys of one unit or two"));
   }
   description.shared_units = static_cast<int32_t>(access.shared_units);
-  if (access.query_units < 0 || access.query_units > INT32_MAX) {
-    return ffi::Unexpected(invalid("a head's queries fill between 0 and 2^31 - 1 units"));
-  }
-  description.query_units = static_cast<int32_t>(access.query_units);
+  const std::optional<CallSizes> sizes = sizes_of(access.sizes);
+  if (!sizes) return ffi::Unexpected(invalid("unknown sizes of a call"));
+  description.sizes = *sizes;
   if (access.start_capture < -1 ||
       access.start_capture >= static_cast<int64_t>(program.capture_ranks.size())) {
     return ffi::Unexpected(invalid("products cannot start from an array that is not captured"));
@@ -102,10 +101,10 @@ ffi::Error initialize(ProgramState* state) {
 ffi::ErrorOr<std::unique_ptr<ProgramState>> instantiate_forward(
     Attributes attributes, std::string_view source, bool unit_slope, int64_t head_dim,
     int64_t value_dim, std::string_view dtype, ffi::Span<const int64_t> capture_ranks,
-    int64_t shared_units, int64_t query_units, int64_t start_capture) {
+    int64_t shared_units, SizeNumbers sizes, int64_t start_capture) {
   return instantiate(Pass::kForward, attributes,
                      {source, unit_slope, head_dim, value_dim, dtype, capture_ranks}, {},
-                     {false, shared_units, query_units, start_capture});
+                     {false, shared_units, sizes, start_capture});
 }
 
 ffi::ErrorOr<std::unique_ptr<ProgramState>> instantiate_backward(
@@ -115,7 +114,7 @@ ffi::ErrorOr<std::unique_ptr<ProgramState>> instantiate_backward(
     std::string_view gradient_source, ffi::Span<const int64_t> gradient_loads, int64_t key_sums) {
   return instantiate(Pass::kBackward, attributes,
                      {source, unit_slope, head_dim, value_dim, dtype, capture_ranks},
-                     {gradient_source, gradient_loads, key_sums}, {false, 0, 0, start_capture});
+                     {gradient_source, gradient_loads, key_sums}, {false, 0, {}, start_capture});
 }
 
 ffi::ErrorOr<std::unique_ptr<ProgramState>> instantiate_tangent(
@@ -150,7 +149,7 @@ size_t workspace_bytes(const ForwardParams& params, int64_t shared_units) {
 ffi::Error forward(CUstream_st* stream, ProgramState* state, Attributes attributes,
                    std::string_view source, bool unit_slope, int64_t head_dim, int64_t value_dim,
                    std::string_view dtype, ffi::Span<const int64_t> capture_ranks,
-                   int64_t shared_units, int64_t /*query_units*/, int64_t /*start_capture*/,
+                   int64_t shared_units, SizeNumbers /*sizes*/, int64_t /*start_capture*/,
                    ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
                    ffi::RemainingArgs optional, ffi::Result<ffi::AnyBuffer> out,
                    ffi::Result<ffi::Buffer<ffi::F32>> lse,
@@ -190,20 +189,20 @@ ffi::Error forward(CUstream_st* stream, ProgramState* state, Attributes attribut
 ffi::ErrorOr<std::unique_ptr<ProgramState>> instantiate_paged(
     Attributes attributes, std::string_view source, bool unit_slope, int64_t head_dim,
     int64_t value_dim, std::string_view dtype, ffi::Span<const int64_t> capture_ranks,
-    int64_t shared_units, int64_t query_units, int64_t start_capture) {
+    int64_t shared_units, SizeNumbers sizes, int64_t start_capture) {
   if (source.empty()) return ffi::Unexpected(invalid("calls with pages have a score program"));
   if (attributes.mask != static_cast<int64_t>(MaskKind::kBand)) {
     return ffi::Unexpected(invalid("calls with pages have no ranges"));
   }
   return instantiate(Pass::kForward, attributes,
                      {source, unit_slope, head_dim, value_dim, dtype, capture_ranks}, {},
-                     {true, shared_units, query_units, start_capture});
+                     {true, shared_units, sizes, start_capture});
 }
 
 ffi::Error paged(CUstream_st* stream, ProgramState* state, Attributes attributes,
                  std::string_view source, bool unit_slope, int64_t head_dim, int64_t value_dim,
                  std::string_view dtype, ffi::Span<const int64_t> capture_ranks,
-                 int64_t shared_units, int64_t /*query_units*/, int64_t /*start_capture*/,
+                 int64_t shared_units, SizeNumbers /*sizes*/, int64_t /*start_capture*/,
                  ffi::AnyBuffer q, ffi::AnyBuffer key_pages, ffi::AnyBuffer value_pages,
                  ffi::Buffer<ffi::S32> table, ffi::RemainingArgs optional,
                  ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::Buffer<ffi::F32>> lse,
@@ -410,7 +409,7 @@ template <class Binding>
 auto with_forward_attributes(Binding&& binding) {
   return with_attributes(std::forward<Binding>(binding))
       .template Attr<int64_t>("shared_units")
-      .template Attr<int64_t>("query_units")
+      .template Attr<SizeNumbers>("sizes")
       .template Attr<int64_t>("start_capture");
 }
 

@@ -188,11 +188,13 @@ void define_compiler(nb::module_& m) {
       [](const std::string& pass, const std::string& source, bool unit_slope,
          const std::string& dtype, bool highest_precision, int32_t head_dim, int32_t value_dim,
          float scale, int32_t arch, int32_t shared_memory, int64_t mask, bool one_sided, bool paged,
-         int32_t shared_units, int32_t query_units, int32_t start_capture) {
+         int32_t shared_units, const std::vector<int64_t>& sizes, int32_t start_capture) {
         const auto math = math_of(dtype, highest_precision);
         if (!math) throw nb::value_error("dtype must be float16, bfloat16 or float32");
         const auto kind = mask_of(mask);
         if (!kind) throw nb::value_error("mask must be a MaskKind, 0 to 4");
+        const auto known = sizes_of({sizes.data(), sizes.size()});
+        if (!known) throw nb::value_error("sizes must be those of a CallSizes, or none");
         ProgramDescription description = {};
         description.pass = pass_of(pass);
         description.source = source.c_str();
@@ -205,7 +207,7 @@ void define_compiler(nb::module_& m) {
         description.one_sided = one_sided;
         description.paged = paged;
         description.shared_units = shared_units;
-        description.query_units = query_units;
+        description.sizes = *known;
         description.start_capture = start_capture;
         KernelReport report;
         Status status;
@@ -220,7 +222,7 @@ void define_compiler(nb::module_& m) {
       nb::arg("dtype"), nb::arg("highest_precision"), nb::arg("head_dim"), nb::arg("value_dim"),
       nb::arg("scale"), nb::arg("arch"), nb::arg("shared_memory"), nb::arg("mask") = 0,
       nb::arg("one_sided") = false, nb::arg("paged") = false, nb::arg("shared_units") = 0,
-      nb::arg("query_units") = 0, nb::arg("start_capture") = -1,
+      nb::arg("sizes") = std::vector<int64_t>(), nb::arg("start_capture") = -1,
       "Compiles a score program as for a GPU of compute capability `arch` / 10 whose blocks may "
       "have that many bytes of shared memory; needs no GPU. Returns a row of kernel_reports().");
   m.def(
@@ -295,16 +297,6 @@ void define_sizes(nb::module_& m) {
       nb::arg("left"), nb::arg("right"), nb::arg("paged"),
       "The units of 64 rows, 1 or 2, whose keys the blocks of a score program's forward kernels "
       "should share; 0: none.");
-  m.def(
-      "query_units",
-      [](int64_t q_len, int64_t q_heads, int64_t kv_heads) {
-        Problem problem = {};
-        set_sizes(q_len, 1, q_heads, kv_heads, 1, 1, &problem);
-        return jaxflash_query_units(&problem);
-      },
-      nb::kw_only(), nb::arg("q_len"), nb::arg("q_heads"), nb::arg("kv_heads"),
-      "The units of 64 rows that the queries of a kv head fill in a score program's forward "
-      "kernels.");
   m.def(
       "backward_workspace_bytes",
       [](int64_t batch, int64_t q_len, int64_t kv_len, int64_t q_heads, int64_t kv_heads,

@@ -1,5 +1,7 @@
 #include "host/score_kernels.h"
 
+#include <algorithm>
+
 #include "common/program_kernels.h"
 #include "common/status.h"
 #include "host/program_request.h"
@@ -14,7 +16,7 @@ ScoreKernels::ScoreKernels(const ProgramDescription& description)
       one_sided_(description.one_sided),
       paged_(description.paged),
       shared_units_(description.shared_units),
-      query_units_(description.query_units),
+      sizes_(description.sizes),
       start_capture_(description.start_capture),
       problem_{} {
   problem_.math = description.math;
@@ -44,8 +46,9 @@ Status ScoreKernels::compile(const CompiledVariant& variant, const GpuTraits& gp
                              Compiled* compiled) const {
   ProgramKernel tiles[kMaxProgramTiles] = {};
   const bool ranges = mask_ == MaskKind::kRanges || mask_ == MaskKind::kSegments;
+  const int head_dim = std::max(problem_.head_dim, problem_.value_dim);
   const int count = variant.program_kernels({unit_slope_, ranges, one_sided_, paged_, shared_units_,
-                                             query_units_, start_capture_, gpu.shared_bytes},
+                                             head_dim, start_capture_, gpu.shared_bytes, sizes_},
                                             tiles);
   const Variant& name = variant.variant;
   KernelRequest request = program_request(gpu, variant.target.newer, variant.math);

@@ -66,7 +66,7 @@ struct ScoreKernels {
   bool one_sided_;
   bool paged_;
   int32_t shared_units_;
-  int32_t query_units_;
+  CallSizes sizes_;
   int32_t start_capture_;
   Problem problem_;
   std::unique_ptr<CaptureGradients> capture_gradients_;

@@ -57,6 +57,11 @@ inline UnitShape unit_shape(const Problem& problem, bool one_head) {
   return unit;
 }
 
+// What products of a call start from goes by batch element, which may share it, so that a head's
+// comes from memory once. So little of it stays in the L2 (50 MB) for all heads, and these go
+// first: their queries, keys and values lie side by side.
+inline constexpr int64_t kFewStartBytes = 8 << 20;
+
 // The order of tiles, on at most `max_blocks` blocks. A mask that limits one side only makes the
 // tiles of a head differ in length; the longest then go first, so that the last ones to run are
 // short.
@@ -173,6 +178,8 @@ Status forward_args(const ForwardParams& params, int start_capture, int multipro
   args.by_inner_batch = Divisor(static_cast<uint32_t>(maps.batch.extent[0]));
   const int64_t batch = batch_size(problem);
   args.order = tile_order<Tile>(problem, args.unit, batch, multiprocessors);
+  args.order.batch_fastest =
+      start_capture < 0 || start_bytes(problem, params.captures.of[start_capture]) > kFewStartBytes;
   args.problem = problem;
   args.lse = params.lse;
   args.out_data = static_cast<uint16_t*>(params.out.data);
@@ -256,8 +263,9 @@ template <Math kMath, class First, class... Rest>
 Status forward_in(Choices<First, Rest...>, const ForwardParams& params, int64_t keys,
                   cudaStream_t stream) {
   if constexpr (sizeof...(Rest) > 0) {
-    if (params.problem.q_len > First::kMaxQueries || keys > First::kMaxKeys ||
-        !First::suits(query_units(params.problem))) {
+    const Problem& problem = params.problem;
+    if (problem.q_len > First::kMaxQueries || keys > First::kMaxKeys ||
+        !First::suits(query_units(problem.q_len, problem.q_heads, problem.kv_heads))) {
       return forward_in<kMath>(Choices<Rest...>{}, params, keys, stream);
     }
   }
@@ -314,9 +322,10 @@ namespace detail {
 
 // Whether tiles of fewer rows are faster, because the units of a kv head fill them better.
 template <class Choice, class First, class... Rest>
-bool takes_fewer_rows(ProgramTiles<First, Rest...>, int64_t query_units) {
+bool takes_fewer_rows(ProgramTiles<First, Rest...>, const CallSizes& sizes) {
   return Choice::kFewerWarpGroups > 0 &&
-         fill_better(query_units, Choice::kFewerWarpGroups, Choice::kFewerCost, First::kWarpGroups);
+         fill_better(query_units(sizes.q_len, sizes.q_heads, sizes.kv_heads),
+                     Choice::kFewerWarpGroups, Choice::kFewerCost, First::kWarpGroups);
 }
 
 }  // namespace detail
@@ -330,11 +339,11 @@ int forward_program_kernels(const ProgramTraits& program,
   }
   ProgramKernelList list(program, kernels);
   using Choice = ForwardProgramTiles<kHeadDim, kValueDim>;
-  const bool fewer_rows =
-      detail::takes_fewer_rows<Choice>(typename Choice::Tiles{}, program.query_units);
+  const bool fewer_rows = detail::takes_fewer_rows<Choice>(typename Choice::Tiles{}, program.sizes);
   for_each_tile(typename Choice::Tiles{}, [&](int number, auto tile) {
     using Tile = decltype(tile);
     if (fewer_rows && Tile::kWarpGroups > Choice::kFewerWarpGroups) return;
+    if (!Choice::template suits<Tile>(program.sizes)) return;
     if constexpr (Tile::kLoadsStarts) {
       if (program.start_capture < 0 || (program.ranges && !program.one_sided)) return;
     } else {

@@ -22,6 +22,12 @@ inline MappedTensor map_rows(const Problem& problem, const Capture& capture) {
           {0, 0}};
 }
 
+inline int64_t start_bytes(const Problem& problem, const Capture& capture) {
+  if (problem.kv_len == 0) return 0;
+  const MappedTensor rows = map_rows(problem, capture);
+  return rows.extent[0] * rows.extent[1] * 2;
+}
+
 // `start_capture`: see ProgramDescription. `unread`: what takes its place where it is empty, which
 // a map cannot be.
 inline Status encode_starts(TensorMap& map, const Problem& problem, const Captures& captures,

@@ -191,9 +191,17 @@ struct ForwardTileFor<256, 256> {
 // ranges, whose rows see few keys and begin anywhere: 8 documents of 512 take 0.128 ms with two
 // warpgroups at head size 128, 0.173 with three. With a causal band 0.148 and 0.126: kWithSlope for
 // those. kFewerWarpGroups: of the tiles for heads whose rows fill them better, and kFewerCost what
-// a row then costs, in percent of what it costs with the others; 0: there are none.
+// a row then costs, in percent of what it costs with the others; 0: there are none. suits():
+// whether a tile is for calls of such sizes.
 template <int kHeadDim, int kValueDim>
 struct ForwardProgramTiles;
+
+struct TilesForAllSizes {
+  template <class Tile>
+  static constexpr bool suits(const CallSizes&) {
+    return true;
+  }
+};
 
 // Of 384 rows two tiles of three warpgroups are full: 85 sequences take 0.178 ms with a soft cap
 // against 0.217, 0.179 with a bias against 0.210. Of 2048 rows those of four are full, too: 0.43
@@ -202,18 +210,25 @@ template <>
 struct ForwardProgramTiles<64, 64> {
   using Tiles = ProgramTiles<
       ForwardTile<64, 64, 4, 64, 3, 2, Overlap::kNone, Output::kStaged, false, false, true>,
+      ForwardTile<64, 64, 3, 128, 2, 2, Overlap::kValues, Output::kStaged, false, false, true>,
       ForwardTile<64, 64, 3, 64, 4, 2, Overlap::kNone, Output::kStaged, false, false, true>,
       ForwardTile<64, 64, 4, 64, 8, 2, Overlap::kNone, Output::kStaged, false>,
       ForwardTile<64, 64, 3, 64, 8, 2, Overlap::kNone, Output::kStaged, false>>;
-  static constexpr int kWithSlope = 2;
-  static constexpr int kWithRanges = 2;
+  static constexpr int kWithSlope = 3;
+  static constexpr int kWithRanges = 3;
   static constexpr int kFewerWarpGroups = 3;
   static constexpr int kFewerCost = 115;
+  // Three tiles of 128 keys that are nearly full: with a bias 85 sequences of 384 take 0.169 ms
+  // against 0.178.
+  template <class Tile>
+  static constexpr bool suits(const CallSizes& sizes) {
+    return Tile::kKeys == 64 || (sizes.kv_len > 320 && sizes.kv_len <= 384);
+  }
 };
 
 // As at 128: 0.175 ms against 0.213 for 128 sequences of 256 with a soft cap.
 template <>
-struct ForwardProgramTiles<96, 96> {
+struct ForwardProgramTiles<96, 96> : TilesForAllSizes {
   using Tiles = ProgramTiles<
       ForwardTile<96, 96, 3, 64, 3, 1, Overlap::kNone, Output::kDirect, true, false, true>,
       ForwardTile<96, 96, 2, 128, 2, 1, Overlap::kValues, Output::kDirect, false, false, true>,
@@ -229,7 +244,7 @@ struct ForwardProgramTiles<96, 96> {
 // against 0.244, 0.220 with dropout against 0.361, 0.201 with a bias against 0.260. Of 384 rows two
 // of three, which are 5 to 10 % faster.
 template <>
-struct ForwardProgramTiles<128, 128> {
+struct ForwardProgramTiles<128, 128> : TilesForAllSizes {
   using Tiles = ProgramTiles<
       ForwardTile<128, 128, 3, 64, 2, 2, Overlap::kNone, Output::kStaged, true, false, true>,
       ForwardTile<128, 128, 2, 128, 2, 1, Overlap::kValues, Output::kDirect, false, false, true>,
@@ -243,7 +258,7 @@ struct ForwardProgramTiles<128, 128> {
 };
 
 template <>
-struct ForwardProgramTiles<192, 128> {
+struct ForwardProgramTiles<192, 128> : TilesForAllSizes {
   using Tiles = ProgramTiles<
       ForwardTile<192, 128, 3, 64, 2, 1, Overlap::kNone, Output::kDirect, true, false, true>,
       ForwardTile<192, 128, 3, 64, 3, 1, Overlap::kNone, Output::kDirect, true>,
@@ -255,7 +270,7 @@ struct ForwardProgramTiles<192, 128> {
 };
 
 template <>
-struct ForwardProgramTiles<192, 192> {
+struct ForwardProgramTiles<192, 192> : TilesForAllSizes {
   using Tiles = ProgramTiles<
       ForwardTile<192, 192, 2, 64, 2, 1, Overlap::kValues, Output::kDirect, true, false, true>,
       ForwardTile<192, 192, 2, 96, 2, 1, Overlap::kValues, Output::kDirect, true>,
@@ -267,7 +282,7 @@ struct ForwardProgramTiles<192, 192> {
 };
 
 template <>
-struct ForwardProgramTiles<256, 256> {
+struct ForwardProgramTiles<256, 256> : TilesForAllSizes {
   using Tiles = ProgramTiles<
       ForwardTile<256, 256, 2, 64, 2, 1, Overlap::kValues, Output::kDirect, true, false, true>,
       ForwardTile<256, 256, 2, 64, 2, 1, Overlap::kValues, Output::kDirect, true>,

@@ -12,9 +12,8 @@ namespace jaxflash::sm90 {
 
 template <class Traits, class Scores>
 struct ForwardProducers {
-  // Heads of all batch elements follow one another by batch element, as they may share what a
-  // program reads of each head. Otherwise by head.
-  static constexpr bool kBatchFastest = Scores::kStarts;
+  // TileOrder::batch_fastest
+  static constexpr bool kBatchMayBeFastest = Scores::kStarts;
   using Tile = typename Traits::Tile;
   using Mask = typename Traits::Mask;
   using Plan = typename Traits::Plan;
@@ -33,7 +32,7 @@ struct ForwardProducers {
     const int lane = threadIdx.x % 32;
     int batch = args.by_kv_heads.quotient(tile.head);
     int kv_head = args.by_kv_heads.remainder(tile.head);
-    if constexpr (kBatchFastest) {
+    if (kBatchMayBeFastest && args.order.batch_fastest) {
       const uint32_t batches = args.by_kv_heads.quotient(args.order.heads);
       kv_head = tile.head / batches;
       batch = tile.head - kv_head * batches;

@@ -33,6 +33,8 @@ struct TileOrder {
   // L2, and the tiles of a section from the longest to the shortest.
   uint32_t section_heads;
   bool last_is_longest;
+  // Of a score program whose products start from something: batch elements go fastest, not heads.
+  bool batch_fastest;
 
   Divisor by_blocks;
   Divisor by_head_tiles;
