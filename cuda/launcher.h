@@ -41,7 +41,7 @@ struct ProgramTraits {
   CallSizes sizes;    // see ProgramDescription
 };
 
-inline constexpr int kMaxProgramTiles = 5;
+inline constexpr int kMaxProgramTiles = 7;
 
 // A ProgramKernel, compiled and on the GPU.
 struct LoadedKernel {

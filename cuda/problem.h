@@ -129,7 +129,7 @@ struct Captures {
 };
 
 // What is known of the sizes of a score program's calls when it is compiled. Its tile is chosen by
-// them, but is right for calls of any other sizes.
+// them: calls of other sizes are as right, but may be refused if they have more keys.
 struct CallSizes {
   // 0: it varies.
   int64_t batch;

@@ -283,7 +283,7 @@ class Forward(Pass):
         return extension.shared_units(**sizes, paged=paged)
 
     def _call_sizes(self, operands, paged: bool) -> np.ndarray:
-        """cuda/attention.h: CallSizes. Kernels of plain calls are chosen when they run, those for
+        """cuda/problem.h: CallSizes. Kernels of plain calls are chosen when they run, those for
         pages have one tile."""
         if self.program is None or paged:
             return np.zeros(0, np.int64)

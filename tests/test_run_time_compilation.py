@@ -3,6 +3,7 @@
 Needs the compiler (NVRTC) but no GPU. What runs on one is in test_gpu_runtime.py.
 """
 
+import functools
 import itertools
 import json
 import os
@@ -19,6 +20,7 @@ import pytest
 import jaxflash
 import programs
 from another_process import run_python
+from cases import CASES
 from jaxflash import (
     _api,
     _config,
@@ -572,6 +574,86 @@ def test_tile_that_the_keys_fill(q_len, kv_len, keys):
     assert f"ForwardTile<64, 64, {3 if q_len == 384 else 4}, {keys}, " in compiled.tile, compiled
     assert not compiled.serialised, compiled
     assert compiled.spilled == 0, compiled
+
+
+# Of pair attention.
+_PAIRS = _sizes(batch=384, q_len=384, kv_len=384, q_heads=4, kv_heads=4, starts_shared=True)
+
+
+def _is_held(tile: str) -> bool:
+    return tile.endswith("true, 6>")  # ForwardTile::kHeldTiles
+
+
+@pytest.mark.parametrize("options", ["alone", "dropout", "mask", "mask and dropout", "soft cap"])
+@pytest.mark.parametrize(("head_dim", "largest"), [(24, 32), (32, 32), (40, 64), (64, 64)])
+def test_bias_that_blocks_hold(head_dim, largest, options):
+    """In shared memory, for one batch element after the other."""
+    dropout = dict(dropout_rate=0.1, dropout_rng=jax.random.key(0))
+    mask = dict(mask=np.ones((1, 1, 1, 64), bool))
+    options = {
+        "alone": {}, "dropout": dropout, "mask": mask, "mask and dropout": mask | dropout,
+        "soft cap": dict(logits_soft_cap=20.0, sink=jnp.zeros(2)),
+    }[options]  # fmt: skip
+    program = _dense_bias_program(head_dim, "bfloat16", **options)
+    compiled = _program(
+        program.source, pass_name="forward", head_dim=head_dim, sizes=_PAIRS,
+        start_capture=-1 if program.start_capture is None else program.start_capture,
+        mask=3 if "mask" in options else 0, **_H200,
+    )  # fmt: skip
+    if program.start_capture is not None:
+        assert _is_held(compiled.tile), compiled
+        assert f"ForwardTile<{largest}, {largest}, 3, 64, " in compiled.tile, compiled
+    assert not compiled.serialised, compiled
+    assert compiled.spilled <= (64 if "mask" in options else 0), compiled  # of the planning warp
+
+
+@pytest.mark.parametrize(
+    ("sizes", "one_sided", "held"),
+    [
+        (dict(kv_len=200), False, True),
+        (dict(q_len=192, batch=200), False, True),
+        (dict(q_len=768, q_heads=32, kv_heads=16, batch=4), False, True),  # 128 tiles
+        (dict(), True, False),
+        (dict(kv_len=392), False, False),
+        (dict(kv_len=192), False, False),
+        (dict(kv_len=0), False, False),
+        (dict(batch=48), False, False),  # three rounds
+        (dict(batch=0), False, False),
+        (dict(q_len=256), False, False),
+        (dict(q_heads=67, kv_heads=67), False, False),  # 134 tiles
+        (dict(q_heads=40, kv_heads=40), False, False),  # 80, which leave 52 multiprocessors idle
+        (dict(starts_shared=False), False, False),
+    ],
+)
+def test_when_blocks_hold_a_bias(sizes, one_sided, held):
+    pairs = dict(batch=384, q_len=384, kv_len=384, q_heads=4, kv_heads=4, starts_shared=True)
+    bias = _dense_bias_program(64, "bfloat16")
+    compiled = _program(
+        bias.source, pass_name="forward", head_dim=64, start_capture=bias.start_capture,
+        one_sided=one_sided, sizes=_sizes(**(pairs | sizes)), **_H200,
+    )  # fmt: skip
+    assert _is_held(compiled.tile) == held, compiled
+
+
+@pytest.mark.parametrize(
+    "case", [x for x in CASES if x.name.startswith("capture-bias-held")], ids=lambda x: x.name
+)
+def test_rows_of_a_held_bias_are_such(case):
+    text = (
+        jax.jit(functools.partial(jaxflash.dot_product_attention, implementation="cuda"),
+                static_argnames=tuple(case.options))
+        .trace(**case.arguments(case.arrays()))
+        .lower(lowering_platforms=("cuda",))
+        .as_text()
+    )  # fmt: skip
+    (sizes,) = re.findall(r"sizes = dense<\[([0-9, ]+)\]>", text)
+    bias = _dense_bias_program(case.head_dim, case.dtype)
+    compiled = _program(
+        bias.source, pass_name="forward", head_dim=case.head_dim, value_dim=case.value_dim,
+        dtype=case.dtype, start_capture=bias.start_capture, one_sided=case.is_causal,
+        sizes=[int(n) for n in sizes.split(",")], **_H200,
+    )  # fmt: skip
+    assert _is_held(compiled.tile) == ("-not" not in case.name), compiled
 
 
 @pytest.mark.parametrize("options", ["alone", "causal", "dropout"])

@@ -77,6 +77,12 @@ TileOrder tile_order(const Problem& problem, const UnitShape& unit, int64_t batc
   order.blocks = std::min(order.head_tiles * order.heads, max_blocks);
   order.by_blocks = Divisor(order.blocks);
   order.by_head_tiles = Divisor(order.head_tiles);
+  if constexpr (Tile::kHeldTiles > 0) {
+    // A block has the same tile of one batch element after the other.
+    const uint32_t tiles = order.head_tiles * problem.kv_heads;
+    if (tiles <= max_blocks) order.blocks = std::min(order.blocks, max_blocks / tiles * tiles);
+    return order;
+  }
   const bool limited_left = problem.band.left < kUnlimited;
   const bool limited_right = problem.band.right < kUnlimited;
   // What a program hides is not known here: most masks that are not uniform are causal.
@@ -135,6 +141,12 @@ Status forward_args(const ForwardParams& params, int start_capture, int multipro
     return error_status("the Hopper forward kernel does not take these strides: ask takes() first");
   }
   if (problem.kv_len == 0) maps.k = maps.v = maps.q;  // never read, but a map cannot be empty
+  if constexpr (Tile::kHeldTiles > 0) {
+    constexpr int kMostKeys = Tile::kHeldTiles * Tile::kKeys;
+    if (problem.kv_len > kMostKeys) {
+      return error_status("the score program was compiled for at most %d keys", kMostKeys);
+    }
+  }
 
   args.unit = unit_shape(problem, params.program != nullptr && !Tile::kShares);
   const int positions = 1 << args.unit.log2_positions;
@@ -179,7 +191,9 @@ Status forward_args(const ForwardParams& params, int start_capture, int multipro
   const int64_t batch = batch_size(problem);
   args.order = tile_order<Tile>(problem, args.unit, batch, multiprocessors);
   args.order.batch_fastest =
-      start_capture < 0 || start_bytes(problem, params.captures.of[start_capture]) > kFewStartBytes;
+      Tile::kHeldTiles == 0 &&
+      (start_capture < 0 ||
+       start_bytes(problem, params.captures.of[start_capture]) > kFewStartBytes);
   args.problem = problem;
   args.lse = params.lse;
   args.out_data = static_cast<uint16_t*>(params.out.data);
@@ -321,11 +335,11 @@ int sharing_program_kernels(const ProgramTraits& program,
 namespace detail {
 
 // Whether tiles of fewer rows are faster, because the units of a kv head fill them better.
-template <class Choice, class First, class... Rest>
-bool takes_fewer_rows(ProgramTiles<First, Rest...>, const CallSizes& sizes) {
+template <class Choice, class... Tiles>
+bool takes_fewer_rows(ProgramTiles<Tiles...>, int64_t units) {
   return Choice::kFewerWarpGroups > 0 &&
-         fill_better(query_units(sizes.q_len, sizes.q_heads, sizes.kv_heads),
-                     Choice::kFewerWarpGroups, Choice::kFewerCost, First::kWarpGroups);
+         fill_better(units, Choice::kFewerWarpGroups, Choice::kFewerCost,
+                     std::max({Tiles::kWarpGroups...}));
 }
 
 }  // namespace detail
@@ -339,11 +353,15 @@ int forward_program_kernels(const ProgramTraits& program,
   }
   ProgramKernelList list(program, kernels);
   using Choice = ForwardProgramTiles<kHeadDim, kValueDim>;
-  const bool fewer_rows = detail::takes_fewer_rows<Choice>(typename Choice::Tiles{}, program.sizes);
+  const CallSizes& sizes = program.sizes;
+  const int64_t units = query_units(sizes.q_len, sizes.q_heads, sizes.kv_heads);
+  const bool fewer_rows = detail::takes_fewer_rows<Choice>(typename Choice::Tiles{}, units);
   for_each_tile(typename Choice::Tiles{}, [&](int number, auto tile) {
     using Tile = decltype(tile);
     if (fewer_rows && Tile::kWarpGroups > Choice::kFewerWarpGroups) return;
-    if (!Choice::template suits<Tile>(program.sizes)) return;
+    if (program.head_dim > Tile::kHeadDim || !Choice::template suits<Tile>(sizes, units)) return;
+    // Of a mask that limits one side, a block's tiles would all be long, or all short.
+    if (Tile::kHeldTiles > 0 && program.one_sided) return;
     if constexpr (Tile::kLoadsStarts) {
       if (program.start_capture < 0 || (program.ranges && !program.one_sided)) return;
     } else {

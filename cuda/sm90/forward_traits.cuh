@@ -102,13 +102,18 @@ class ContiguousKeys;
 template <int kKeys>
 class PagedKeys;
 
-// Of each unit, what the products of a tile of keys start from.
-template <bool kLoadsStarts, int kStages, int kWarpGroups, int kBytes>
-struct StartBuffers {};
+// Of each unit, what the products of a tile of keys start from: in each stage, or of each tile.
+template <int kStages, int kTiles, int kWarpGroups, int kBytes>
+struct StartBuffers {
+  alignas(1024) uint8_t starts[kTiles][kWarpGroups][kBytes];
+  Counter starts_read;  // once for each tile of query rows and consumer warp
+};
 template <int kStages, int kWarpGroups, int kBytes>
-struct StartBuffers<true, kStages, kWarpGroups, kBytes> {
+struct StartBuffers<kStages, 0, kWarpGroups, kBytes> {
   alignas(1024) uint8_t starts[kStages][kWarpGroups][kBytes];
 };
+template <int kWarpGroups, int kBytes>
+struct StartBuffers<0, 0, kWarpGroups, kBytes> {};
 
 template <class Tile_, Math kMath_, class Mask_, class Keys_ = ContiguousKeys<Tile_::kKeys>>
 struct ForwardTraits {
@@ -148,6 +153,12 @@ struct ForwardTraits {
   static constexpr int kStartPanelBytes = 64 * kPanelRowBytes;
   static constexpr int kStartBytes = kStartPanels * kStartPanelBytes;
   static_assert(!kLoadsStarts || Tile::kKeys % 64 == 0, "whole panels");
+  // They stay in shared memory for as long as tiles of query rows start from the same.
+  static constexpr bool kHoldsStarts = Tile::kHeldTiles > 0;
+  static_assert(!kHoldsStarts || (kLoadsStarts && Tile::kHeldTiles <= 32), "a bit each");
+  __device__ __forceinline__ static int start_buffer(int stage, int tile) {
+    return kHoldsStarts ? tile : stage;
+  }
 
   static_assert(Tile::kKeys % 16 == 0 && Tile::kKeys <= 256);
   static_assert(Tile::kHeadDim % 16 == 0 && Tile::kValueDim % 16 == 0);
@@ -165,7 +176,8 @@ struct ForwardTraits {
   // Warps that read plans: all but the planning one, and the storing one where it has no work.
   static constexpr int kPlanReaders = 4 * kWarpGroups + (kDirect ? 2 : 3);
 
-  struct SharedMemory : StartBuffers<kLoadsStarts, Tile::kStages, kWarpGroups, kStartBytes> {
+  struct SharedMemory
+      : StartBuffers<kLoadsStarts ? Tile::kStages : 0, Tile::kHeldTiles, kWarpGroups, kStartBytes> {
     alignas(1024) uint8_t q[Tile::kQStages][kWarpGroups][kQBytes];
     alignas(1024) uint8_t k[Tile::kStages][kKBytes];
     alignas(1024) uint8_t v[Tile::kStages][kVBytes];

@@ -24,7 +24,7 @@ enum class Output {
 // smaller heads are filled up with zeros by TMA.
 template <int kHeadDim_, int kValueDim_, int kWarpGroups_, int kKeys_, int kStages_, int kQStages_,
           Overlap kOverlap_, Output kOutput_, bool kTurns_, bool kShares_ = false,
-          bool kLoadsStarts_ = false>
+          bool kLoadsStarts_ = false, int kHeldTiles_ = 0>
 struct ForwardTile {
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kValueDim = kValueDim_;
@@ -38,6 +38,8 @@ struct ForwardTile {
   static constexpr bool kShares = kShares_;  // blocks share the keys of a tile, see KeyShares
   // What products start from comes beside the keys, see StartSource.
   static constexpr bool kLoadsStarts = kLoadsStarts_;
+  // It stays for the next tile of query rows, of so many tiles of keys: there are no more of them.
+  static constexpr int kHeldTiles = kHeldTiles_;
 };
 
 // A tile, and the calls that it is for: those of at most so many queries whose rows see at most so
@@ -192,16 +194,31 @@ struct ForwardTileFor<256, 256> {
 // warpgroups at head size 128, 0.173 with three. With a causal band 0.148 and 0.126: kWithSlope for
 // those. kFewerWarpGroups: of the tiles for heads whose rows fill them better, and kFewerCost what
 // a row then costs, in percent of what it costs with the others; 0: there are none. suits():
-// whether a tile is for calls of such sizes.
+// whether a tile is for calls of such sizes, whose queries of a kv head fill so many units. Tiles
+// for smaller heads than the list's are for those alone.
 template <int kHeadDim, int kValueDim>
 struct ForwardProgramTiles;
 
 struct TilesForAllSizes {
   template <class Tile>
-  static constexpr bool suits(const CallSizes&) {
+  static constexpr bool suits(const CallSizes&, int64_t /*units*/) {
     return true;
   }
 };
+
+// Whether a block for each of the query tiles of a batch element, as many times as multiprocessors
+// allow, which takes it for one batch element after the other and loads what its products start
+// from once, is faster than blocks that take whatever tile is next. `cost`: of a tile, in percent.
+constexpr bool holding_is_faster(const CallSizes& sizes, int64_t units, int warpgroups, int cost) {
+  constexpr int64_t kMultiprocessors = 132;
+  constexpr int64_t kLeastRounds = 4;
+  const int64_t tiles = (units + warpgroups - 1) / warpgroups * sizes.kv_heads;
+  if (!sizes.starts_shared || tiles == 0 || tiles > kMultiprocessors) return false;
+  const int64_t batches = kMultiprocessors / tiles;  // at a time
+  const int64_t rounds = (sizes.batch + batches - 1) / batches;
+  const int64_t next = (sizes.batch * tiles + kMultiprocessors - 1) / kMultiprocessors;
+  return rounds >= kLeastRounds && rounds * cost < next * 100;
+}
 
 // Of 384 rows two tiles of three warpgroups are full: 85 sequences take 0.178 ms with a soft cap
 // against 0.217, 0.179 with a bias against 0.210. Of 2048 rows those of four are full, too: 0.43
@@ -209,20 +226,28 @@ struct TilesForAllSizes {
 template <>
 struct ForwardProgramTiles<64, 64> {
   using Tiles = ProgramTiles<
+      ForwardTile<32, 32, 3, 64, 3, 1, Overlap::kNone, Output::kDirect, false, false, true, 6>,
+      ForwardTile<64, 64, 3, 64, 3, 1, Overlap::kNone, Output::kDirect, false, false, true, 6>,
       ForwardTile<64, 64, 4, 64, 3, 2, Overlap::kNone, Output::kStaged, false, false, true>,
       ForwardTile<64, 64, 3, 128, 2, 2, Overlap::kValues, Output::kStaged, false, false, true>,
       ForwardTile<64, 64, 3, 64, 4, 2, Overlap::kNone, Output::kStaged, false, false, true>,
       ForwardTile<64, 64, 4, 64, 8, 2, Overlap::kNone, Output::kStaged, false>,
       ForwardTile<64, 64, 3, 64, 8, 2, Overlap::kNone, Output::kStaged, false>>;
-  static constexpr int kWithSlope = 3;
-  static constexpr int kWithRanges = 3;
+  static constexpr int kWithSlope = 5;
+  static constexpr int kWithRanges = 5;
   static constexpr int kFewerWarpGroups = 3;
   static constexpr int kFewerCost = 115;
-  // Three tiles of 128 keys that are nearly full: with a bias 85 sequences of 384 take 0.169 ms
-  // against 0.178.
   template <class Tile>
-  static constexpr bool suits(const CallSizes& sizes) {
-    return Tile::kKeys == 64 || (sizes.kv_len > 320 && sizes.kv_len <= 384);
+  static constexpr bool suits(const CallSizes& sizes, int64_t units) {
+    const int keys = sizes.kv_len;
+    // All the keys that there is room for, unless tiles of four warpgroups are fuller.
+    if (Tile::kHeldTiles > 0) {
+      return keys > 192 && keys <= Tile::kHeldTiles * Tile::kKeys && fill_better(units, 3, 99, 4) &&
+             holding_is_faster(sizes, units, Tile::kWarpGroups, 85);
+    }
+    // Three tiles of 128 keys that are nearly full: with a bias 85 sequences of 384 take 0.169 ms
+    // against 0.178.
+    return Tile::kKeys == 64 || (keys > 320 && keys <= 384);
   }
 };
 

@@ -55,11 +55,18 @@ class ConsumerBuffers {
   }
 
   // Where the product of the tile of K starts from, if that is loaded beside it.
-  __device__ __forceinline__ uint32_t starts() const {
+  __device__ __forceinline__ uint32_t starts(int tile) const {
     if constexpr (Traits::kLoadsStarts) {
-      return shared_address(smem_.starts[k_ring_.stage][group_]);
+      return shared_address(smem_.starts[Traits::start_buffer(k_ring_.stage, tile)][group_]);
     } else {
       return 0;
+    }
+  }
+  // After the last product of a tile of query rows has started.
+  __device__ __forceinline__ void release_starts() const {
+    if constexpr (Traits::kHoldsStarts) {
+      __syncwarp();
+      if (lane_ == 0) smem_.starts_read.add();
     }
   }
 

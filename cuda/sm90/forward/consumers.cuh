@@ -84,7 +84,7 @@ struct ForwardConsumers {
         buffers.wait_k();
         buffers.wait_v();
       }
-      product.start(tile, pin, buffers.starts());
+      product.start(tile, pin, buffers.starts(tile));
       buffers.take_turn();
       if constexpr (Tile::kOverlap == Overlap::kNone) {
         step(buffers, product, probabilities, output, q, release_scores);
@@ -144,7 +144,7 @@ struct ForwardConsumers {
       if constexpr (Scores::kStarts) begin_rows(plan);
       product.load_start(tile);
       buffers.wait_k();
-      product.start(tile, pin, buffers.starts());
+      product.start(tile, pin, buffers.starts(tile));
       buffers.take_turn();
       product.issue(q, buffers.k());
       buffers.pass_turn();
@@ -191,6 +191,7 @@ struct ForwardConsumers {
         buffers.release_q();
       }
       skip_to(plan, plan.tiles.begin);
+      buffers.release_starts();
 
       const OutputStore<Traits, Scores> store(args, rows, plan, group, o, inverse, sum, softmax,
                                               has_empty_rows, buffers.staged_output(),

@@ -111,8 +111,10 @@ struct ForwardProducers {
     for (uint32_t count = 0;; ++count, walk.advance()) {
       const bool exists = !walk.done();
       Plan& plan = smem.plans.prepare(count);
-      // Units at one end of a tile see fewer keys, or are empty: warpgroups take them alternately.
-      if (exists) plan_tile(args, walk.tile(), count % 2 != 0, plan);
+      // Units at one end of a tile see fewer keys, or are empty: warpgroups take them alternately,
+      // but for what they start from, where that stays.
+      const bool mirrored = !Traits::kHoldsStarts && count % 2 != 0;
+      if (exists) plan_tile(args, walk.tile(), mirrored, plan);
       if (first_lane) plan.exists = exists;
       smem.plans.send(count);
       if (count > 0) {
@@ -141,18 +143,19 @@ struct ForwardProducers {
 
   __device__ __forceinline__ static void load_k(const ForwardArgs& args, SharedMemory& smem) {
     Ring<Tile::kStages> ring;
+    StartSource<Traits, Scores> starts;
     for (uint32_t count = 0;; ++count) {
       const Plan& plan = smem.plans.receive(count);
       if (!plan.exists) return;
       const auto tiles = plan.tiles;
       Keys keys(args, plan, args.k_batch_step);
-      const StartSource<Traits, Scores> starts(args, plan);
+      starts.begin(args, plan, smem, count);
       smem.plans.release(count);
       if (Keys::kByWarp || threadIdx.x % 32 == 0) {
         for (int tile = tiles.end - 1; tile >= tiles.begin;
              tile = tiles.before(tile), ring.advance()) {
           smem.k_empty[ring.stage].wait(ring.phase ^ 1);
-          starts.load(args.starts, smem, ring.stage, tile * kKeys);
+          starts.load(args.starts, smem, ring.stage, tile);
           keys.template load<Traits::kPanels>(args.k, smem.k[ring.stage], smem.k_full[ring.stage],
                                               tile * kKeys);
         }

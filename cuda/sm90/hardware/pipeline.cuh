@@ -31,6 +31,19 @@ struct Barrier {
   }
 };
 
+// A count in shared memory, where one side may be further ahead than a parity could say.
+struct Counter {
+  uint32_t count;
+
+  __device__ __forceinline__ void init() { count = 0; }
+  // What came before can be overwritten after a wait for it.
+  __device__ __forceinline__ void add() { add_release_shared(shared_address(&count), 1); }
+  __device__ __forceinline__ void wait(uint32_t least) const {
+    while (load_acquire_shared(shared_address(&count)) < least) {
+    }
+  }
+};
+
 // Position in a ring of kStages buffers. The `full` barrier of the current stage completes with
 // parity `phase`; its `empty` barrier is free for the first round, hence `phase ^ 1`.
 template <int kStages>

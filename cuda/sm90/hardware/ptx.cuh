@@ -77,6 +77,19 @@ __device__ __forceinline__ void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
+// --- words of a block ---------------------------------------------------------------------------
+
+__device__ __forceinline__ void add_release_shared(uint32_t address, uint32_t value) {
+  asm volatile("red.release.cta.shared::cta.add.u32 [%0], %1;" ::"r"(address), "r"(value)
+               : "memory");
+}
+
+__device__ __forceinline__ uint32_t load_acquire_shared(uint32_t address) {
+  uint32_t value;
+  asm volatile("ld.acquire.cta.shared::cta.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+  return value;
+}
+
 // --- clusters -----------------------------------------------------------------------------------
 // Remote addresses are 32-bit addresses of the cluster's shared window.
 
