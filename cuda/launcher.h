@@ -41,7 +41,7 @@ struct ProgramTraits {
   CallSizes sizes;    // see ProgramDescription
 };
 
-inline constexpr int kMaxProgramTiles = 7;
+inline constexpr int kMaxProgramTiles = 8;
 
 // A ProgramKernel, compiled and on the GPU.
 struct LoadedKernel {

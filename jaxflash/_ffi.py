@@ -293,8 +293,11 @@ class Forward(Pass):
         starts_shared = False
         if self.program.start_capture is not None and all(isinstance(n, int) for n in sizes):
             first = len(operands) - len(self.mask.axes) - len(self.program.capture_ranks)
-            capture = operands[first + self.program.start_capture]
-            starts_shared = math.prod(capture.shape) <= q_heads * q_len * kv_len
+            shape = operands[first + self.program.start_capture].shape
+            batch_rank = operands[0].ndim - 3
+            # As an array with axes of its own for the batch would be larger.
+            starts_shared = math.prod(shape[:batch_rank]) == 1
+            starts_shared &= math.prod(shape) <= q_heads * q_len * kv_len
         return np.array([*(n if isinstance(n, int) else 0 for n in sizes), starts_shared], np.int64)
 
     def _workspace_bytes(self, operands, value, shared_units: int | None) -> int:

@@ -768,7 +768,7 @@ GRADIENTS_OF_CAPTURES = (
     _row("capture-bias-held-dropout", bias="1NTS", sink=True, dropout_rate=0.2, batch=(7,),
          q_len=192, kv_len=384, q_heads=66, head_dim=64, dtype="bfloat16", gpu_only=True),
     # Not held: of each batch element; under a causal mask; rows of no multiple of 16 bytes.
-    _row("capture-bias-held-not", bias="BNTS", batch=(7,), q_len=192, kv_len=384, q_heads=66,
+    _row("capture-bias-held-not", bias="B1TS", batch=(7,), q_len=192, kv_len=384, q_heads=66,
          dtype="bfloat16", gpu_only=True),
     _row("capture-bias-held-not-causal", bias="1NTS", batch=(7,), q_len=192, kv_len=384,
          q_heads=66, dtype="bfloat16", is_causal=True, gpu_only=True),

@@ -20,7 +20,7 @@ std::optional<CallSizes> sizes_of(SizeNumbers numbers) {
   for (size_t i = 0; i < numbers.size(); ++i) {
     if (numbers[i] < 0 || (i > 0 && numbers[i] > INT32_MAX)) return std::nullopt;
   }
-  sizes.batch = numbers[0];
+  sizes.batch = std::min(numbers[0], int64_t{1} << 40);
   sizes.q_len = static_cast<int32_t>(numbers[1]);
   sizes.kv_len = static_cast<int32_t>(numbers[2]);
   sizes.q_heads = static_cast<int32_t>(numbers[3]);

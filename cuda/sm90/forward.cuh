@@ -170,7 +170,7 @@ Status forward_args(const ForwardParams& params, int start_capture, int multipro
                    {args.v, maps.v, box_keys, 1, kKeyFetch},
                    {args.out, maps.out, positions, args.unit.heads, Fetch::kNeighbours}};
   for (const auto& [map, tensor, box_length, box_heads, fetch] : operands) {
-    Status status = encode(map, tensor, kMath, box_length, box_heads, fetch);
+    Status status = encode(map, tensor, kMath, box_length, box_heads, fetch, Tile::kPanelColumns);
     if (!status.ok()) return status;
   }
   if constexpr (Tile::kLoadsStarts) {

@@ -137,8 +137,9 @@ struct ForwardTraits {
   // One consumer warpgroup has as many as a thread can name from the start.
   static constexpr bool kRedistributes = kWarpGroups > 1;
 
-  // An operand lies in panels 64 elements (128 bytes) wide, each swizzled.
-  static constexpr int kPanelRowBytes = 128;
+  // An operand lies in panels 64 elements (128 bytes) wide, or 32, each swizzled.
+  static constexpr int kPanelRowBytes = 2 * Tile::kPanelColumns;
+  static_assert(Tile::kPanelColumns == 64 || Tile::kHeadDim <= 32, "one of the narrow panels");
   static constexpr int kPanels = (Tile::kHeadDim + 63) / 64;
   static constexpr int kValuePanels = (Tile::kValueDim + 63) / 64;
   static constexpr int kQPanelBytes = 64 * kPanelRowBytes;
@@ -146,11 +147,16 @@ struct ForwardTraits {
   static constexpr int kQBytes = kPanels * kQPanelBytes;  // of one warpgroup
   static constexpr int kKBytes = kPanels * kKeyPanelBytes;
   static constexpr int kVBytes = kValuePanels * kKeyPanelBytes;
+  // Where a 16-byte piece of a panel's row lies in it.
+  __device__ __forceinline__ static int swizzled(int row, int piece) {
+    return kPanelRowBytes == 128 ? piece ^ row % 8 : piece ^ row / 2 % 4;
+  }
 
   // What products start from, likewise: 64 rows of a unit, 64 keys of 16 bits wide.
   static constexpr bool kLoadsStarts = Tile::kLoadsStarts;
   static constexpr int kStartPanels = Tile::kKeys / 64;
-  static constexpr int kStartPanelBytes = 64 * kPanelRowBytes;
+  static constexpr int kStartRowBytes = 128;
+  static constexpr int kStartPanelBytes = 64 * kStartRowBytes;
   static constexpr int kStartBytes = kStartPanels * kStartPanelBytes;
   static_assert(!kLoadsStarts || Tile::kKeys % 64 == 0, "whole panels");
   // They stay in shared memory for as long as tiles of query rows start from the same.

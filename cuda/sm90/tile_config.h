@@ -40,6 +40,8 @@ struct ForwardTile {
   static constexpr bool kLoadsStarts = kLoadsStarts_;
   // It stays for the next tile of query rows, of so many tiles of keys: there are no more of them.
   static constexpr int kHeldTiles = kHeldTiles_;
+  // Operands lie in panels as wide as a swizzle.
+  static constexpr int kPanelColumns = kHeadDim <= 32 && kValueDim <= 32 ? 32 : 64;
 };
 
 // A tile, and the calls that it is for: those of at most so many queries whose rows see at most so
@@ -222,31 +224,34 @@ constexpr bool holding_is_faster(const CallSizes& sizes, int64_t units, int warp
 
 // Of 384 rows two tiles of three warpgroups are full: 85 sequences take 0.178 ms with a soft cap
 // against 0.217, 0.179 with a bias against 0.210. Of 2048 rows those of four are full, too: 0.43
-// against 0.39 with a bias.
+// against 0.39 with a bias. The first three hold what products start from, for as many keys as
+// there is room for.
 template <>
 struct ForwardProgramTiles<64, 64> {
   using Tiles = ProgramTiles<
-      ForwardTile<32, 32, 3, 64, 3, 1, Overlap::kNone, Output::kDirect, false, false, true, 6>,
+      ForwardTile<32, 32, 3, 128, 3, 2, Overlap::kNone, Output::kStaged, false, false, true, 3>,
+      ForwardTile<32, 32, 3, 64, 6, 2, Overlap::kNone, Output::kStaged, false, false, true, 6>,
       ForwardTile<64, 64, 3, 64, 3, 1, Overlap::kNone, Output::kDirect, false, false, true, 6>,
       ForwardTile<64, 64, 4, 64, 3, 2, Overlap::kNone, Output::kStaged, false, false, true>,
       ForwardTile<64, 64, 3, 128, 2, 2, Overlap::kValues, Output::kStaged, false, false, true>,
       ForwardTile<64, 64, 3, 64, 4, 2, Overlap::kNone, Output::kStaged, false, false, true>,
       ForwardTile<64, 64, 4, 64, 8, 2, Overlap::kNone, Output::kStaged, false>,
       ForwardTile<64, 64, 3, 64, 8, 2, Overlap::kNone, Output::kStaged, false>>;
-  static constexpr int kWithSlope = 5;
-  static constexpr int kWithRanges = 5;
+  static constexpr int kWithSlope = 6;
+  static constexpr int kWithRanges = 6;
   static constexpr int kFewerWarpGroups = 3;
   static constexpr int kFewerCost = 115;
   template <class Tile>
   static constexpr bool suits(const CallSizes& sizes, int64_t units) {
     const int keys = sizes.kv_len;
-    // All the keys that there is room for, unless tiles of four warpgroups are fuller.
+    const bool fill_128 = (keys + 127) / 128 * 2 == (keys + 63) / 64;
+    if (Tile::kKeys == 128 && !fill_128) return false;
+    // Not where tiles of four warpgroups are fuller.
     if (Tile::kHeldTiles > 0) {
       return keys > 192 && keys <= Tile::kHeldTiles * Tile::kKeys && fill_better(units, 3, 99, 4) &&
              holding_is_faster(sizes, units, Tile::kWarpGroups, 85);
     }
-    // Three tiles of 128 keys that are nearly full: with a bias 85 sequences of 384 take 0.169 ms
-    // against 0.178.
+    // With a bias 85 sequences of 384 take 0.169 ms in tiles of 128 keys against 0.178.
     return Tile::kKeys == 64 || (keys > 320 && keys <= 384);
   }
 };

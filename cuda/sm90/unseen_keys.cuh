@@ -30,11 +30,11 @@ class SeenKeys {
   int first_key_ = 0;
 };
 
-// Zeros for keys that nobody sees, by a warp: a probability of 0 times NaN would be NaN. Panels are
-// 128 bytes wide; swizzling moves 16-byte pieces inside a row of a panel only.
-template <int kKeys, int kBytes, class Seen>
+// Zeros for keys that nobody sees, by a warp: a probability of 0 times NaN would be NaN. Swizzling
+// moves 16-byte pieces inside a row of a panel only.
+template <int kKeys, int kBytes, int kPanelRowBytes = 128, class Seen>
 __device__ __forceinline__ void clear_unseen_keys(const uint8_t* tile, const Seen& seen, int lane) {
-  constexpr int kPieces = 128 / 16;
+  constexpr int kPieces = kPanelRowBytes / 16;
 #pragma unroll 1
   for (int piece = lane; piece < kBytes / 16; piece += 32) {
     if (seen.is_seen(piece / kPieces % kKeys)) continue;

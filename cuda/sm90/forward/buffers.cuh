@@ -19,9 +19,9 @@ class ConsumerBuffers {
       : smem_(smem),
         group_(group),
         lane_(lane),
-        q_base_(wgmma_descriptor(shared_address(smem.q[0][group]), 16, 1024)),
-        k_base_(wgmma_descriptor(shared_address(smem.k[0]), 16, 1024)),
-        v_base_(wgmma_descriptor(shared_address(smem.v[0]), Traits::kKeyPanelBytes, 1024)),
+        q_base_(descriptor(smem.q[0][group], 16)),
+        k_base_(descriptor(smem.k[0], 16)),
+        v_base_(descriptor(smem.v[0], Traits::kKeyPanelBytes)),
         v_ring_(v_ring),
         k_ring_(k_ring) {}
 
@@ -116,6 +116,12 @@ class ConsumerBuffers {
   }
 
  private:
+  __device__ __forceinline__ static uint64_t descriptor(const uint8_t* operand,
+                                                        uint32_t leading_offset) {
+    return wgmma_descriptor<Traits::kPanelRowBytes>(shared_address(operand), leading_offset,
+                                                    8 * Traits::kPanelRowBytes);
+  }
+
   SharedMemory& smem_;
   int group_;
   int lane_;

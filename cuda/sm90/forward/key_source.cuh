@@ -20,10 +20,9 @@ class ContiguousKeys {
         outer_(plan.outer * batch_step[1]) {}
 
   // Panels of the tile that begins at `first_key` to `target`, announced at `landed`.
-  template <int kPanels>
+  template <int kPanels, int kPanelBytes>
   __device__ __forceinline__ void load(const TensorMap& map, const uint8_t* target, Barrier& landed,
                                        int first_key) {
-    constexpr int kPanelBytes = kKeys * 128;
     landed.arrive_expecting(kPanels * kPanelBytes);
 #pragma unroll 1
     for (int panel = 0; panel < kPanels; ++panel) {
@@ -65,10 +64,10 @@ class PagedKeys {
     next_page_ = look_up(set_ - 1);
   }
 
-  template <int kPanels>
+  template <int kPanels, int kPanelBytes>
   __device__ __forceinline__ void load(const TensorMap& map, const uint8_t* target, Barrier& landed,
                                        int first_key) {
-    constexpr int kPanelBytes = kKeys * 128;
+    static_assert(kPanelBytes == kKeys * 128);
     const bool first_lane = threadIdx.x % 32 == 0;
     if (first_lane) landed.arrive_expecting(kPanels * kPanelBytes);
     const int tile = first_key / kKeys;

@@ -182,7 +182,8 @@ class OutputStore {
       }
       const int piece = column % 64 / 8 + lane / 16;
       stmatrix_x4(staged + column / 64 * Traits::kQPanelBytes +
-                      staged_row * Traits::kPanelRowBytes + (piece ^ staged_row % 8) * 16,
+                      staged_row * Traits::kPanelRowBytes +
+                      Traits::swizzled(staged_row, piece) * 16,
                   packed);
     }
     fence_proxy_async();

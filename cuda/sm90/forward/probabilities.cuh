@@ -87,7 +87,7 @@ class ScoreProduct {
   // The thread's pairs of a unit's tile, packed. 16-byte pieces of a row are swizzled.
   __device__ __forceinline__ void read(uint32_t starts) {
     const int lane = thread_ % 32;
-    const uint32_t row = starts + (thread_ / 32 * 16 + lane % 16) * Traits::kPanelRowBytes;
+    const uint32_t row = starts + (thread_ / 32 * 16 + lane % 16) * Traits::kStartRowBytes;
     const uint32_t piece = ((lane / 16) ^ (lane % 8)) * 16;
 #pragma unroll
     for (int i = 0; i < kKeys / 2; i += 8) {

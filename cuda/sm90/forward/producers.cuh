@@ -156,8 +156,8 @@ struct ForwardProducers {
              tile = tiles.before(tile), ring.advance()) {
           smem.k_empty[ring.stage].wait(ring.phase ^ 1);
           starts.load(args.starts, smem, ring.stage, tile);
-          keys.template load<Traits::kPanels>(args.k, smem.k[ring.stage], smem.k_full[ring.stage],
-                                              tile * kKeys);
+          keys.template load<Traits::kPanels, Traits::kKeyPanelBytes>(
+              args.k, smem.k[ring.stage], smem.k_full[ring.stage], tile * kKeys);
         }
       }
       __syncwarp();
@@ -185,14 +185,15 @@ struct ForwardProducers {
         smem.v_empty[ring.stage].wait(ring.phase ^ 1);
         const uint8_t* target = smem.v[ring.stage];
         if (Keys::kByWarp || lane == 0) {
-          keys.template load<Traits::kValuePanels>(args.v, target, landed, first_key);
+          keys.template load<Traits::kValuePanels, Traits::kKeyPanelBytes>(args.v, target, landed,
+                                                                           first_key);
         }
         // No lane may fall a whole round of the ring behind: it would misread the parity.
         __syncwarp();
         if (!cut) continue;
         landed.wait(landed_phase);
         landed_phase ^= 1;
-        clear_unseen_keys<kKeys, Traits::kVBytes>(target, seen, lane);
+        clear_unseen_keys<kKeys, Traits::kVBytes, Traits::kPanelRowBytes>(target, seen, lane);
         fence_proxy_async();
         __syncwarp();
         if (lane == 0) smem.v_full[ring.stage].arrive();

@@ -145,10 +145,10 @@ enum class Fetch {
   kBox,         // what the box has of them
 };
 
-// Map whose boxes are 64 elements (128 bytes, swizzled) by `box_length` positions of `box_heads`
-// heads.
+// Map whose boxes are `columns` elements (64, or 32; 128 or 64 bytes, swizzled) by `box_length`
+// positions of `box_heads` heads.
 inline Status encode(TensorMap& map, const MappedTensor& tensor, Math math, int box_length,
-                     int box_heads = 1, Fetch fetch = Fetch::kNeighbours) {
+                     int box_heads = 1, Fetch fetch = Fetch::kNeighbours, int columns = 64) {
   static_assert(sizeof(TensorMap) == sizeof(CUtensorMap));
   if (encode_tiled() == nullptr) {
     return error_status("the CUDA driver has no cuTensorMapEncodeTiled: update it");
@@ -160,7 +160,7 @@ inline Status encode(TensorMap& map, const MappedTensor& tensor, Math math, int 
     // The stride of a single element is never used, but has to look right.
     strides[axis - 1] = tensor.extent[axis] > 1 ? tensor.stride[axis] * 2 : 16;
   }
-  const cuuint32_t box[5] = {64, static_cast<cuuint32_t>(box_length),
+  const cuuint32_t box[5] = {static_cast<cuuint32_t>(columns), static_cast<cuuint32_t>(box_length),
                              static_cast<cuuint32_t>(box_heads), 1, 1};
   const cuuint32_t element_strides[5] = {1, 1, 1, 1, 1};
   const CUtensorMapL2promotion promotion = fetch == Fetch::kNeighbours
@@ -170,7 +170,8 @@ inline Status encode(TensorMap& map, const MappedTensor& tensor, Math math, int 
       reinterpret_cast<CUtensorMap*>(&map),
       math == Math::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
       5, tensor.data, extents, strides, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      CU_TENSOR_MAP_SWIZZLE_128B, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      columns == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B, promotion,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (encoded == CUDA_SUCCESS) return {};
   return error_status("cuTensorMapEncodeTiled failed with CUresult %d", static_cast<int>(encoded));
 }
