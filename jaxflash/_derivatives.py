@@ -29,6 +29,7 @@ from jaxflash import (
     _platform,
     _primitive,
     _sharding,
+    _short,
     _support,
     _tile_sum,
 )
@@ -91,7 +92,7 @@ _OF_KERNELS = frozenset(("query", "key", "value"))
 def _forward(spec: AttentionSpec, path: Path, operands: Operands):
     @_mapped_together
     def blockwise(operands):
-        return _blockwise.forward(spec, operands)
+        return _short.forward(spec, operands)
 
     def kernels(operands):
         return _kernels.forward(spec, _kernel_program.make(spec, operands, "forward"), operands)
@@ -112,7 +113,7 @@ def _backward(
     """Gradients of the operands `wanted`, None for others; dlse may be None."""
 
     def blockwise(operands, out, lse, dout, dlse):
-        return _blockwise.backward(spec, operands, out, lse, dout, dlse, frozenset(wanted))
+        return _short.backward(spec, operands, out, lse, dout, dlse, frozenset(wanted))
 
     def kernels(operands, out, lse, dout, dlse):
         gradients = {}

@@ -232,7 +232,7 @@ def _matches(ids, others):
     """Of each id an interval of `others` that holds its equals, (n, 2), and whether all in it are
     such. It is the smallest one if no two ids are a multiple of twice the number of `others` apart.
     """
-    if _is_partly_explicit(ids):
+    if is_partly_explicit(ids):
         return _sorted_matches(ids, others)
     # A table of as many buckets, by the remainder of the id, because a GPU sorts 4096 ids in 27 us.
     count = others.shape[0]
@@ -264,7 +264,7 @@ def _sorted_matches(ids, others):
     return interval.astype(jnp.int32), ~found | (stop - begin == end - first)
 
 
-def _is_partly_explicit(x) -> bool:
+def is_partly_explicit(x) -> bool:
     """Whether scatters and scans under `jax.vmap` fail: on explicit meshes, and inside a
     `shard_map` over some axes of a mesh."""
     axis_types = set(jax.typeof(x).sharding.mesh.axis_types)
@@ -275,7 +275,7 @@ def _is_partly_explicit(x) -> bool:
 def ranks(ordered, ids, side: str = "left"):
     """Where ids stand in an ordered array, int32."""
     # Elsewhere the scan is what was measured.
-    method = "sort" if _is_partly_explicit(ids) else "scan_unrolled"
+    method = "sort" if is_partly_explicit(ids) else "scan_unrolled"
     return jnp.searchsorted(ordered, ids, side=side, method=method).astype(jnp.int32)
 
 

@@ -394,21 +394,21 @@ def _grouped(x, operands: Operands):
 
 
 @jax.custom_batching.custom_vmap
-def _largest(lengths):
+def largest(lengths):
     """Over all sequences, those that vmap maps over included: one loop runs for all of them."""
     return jnp.max(lengths)
 
 
-@_largest.def_vmap
+@largest.def_vmap
 def _(axis_size, mapped, lengths):
-    return _largest(lengths), False
+    return largest(lengths), False
 
 
 def _count_up_to(lengths, blocks: Blocks):
     """How many blocks hold one of the first elements that the sequences have."""
     if lengths is None or 0 in lengths.shape or is_one(blocks.count):
         return blocks.count
-    longest = jnp.clip(_largest(lengths), 0, blocks.length)
+    longest = jnp.clip(largest(lengths), 0, blocks.length)
     return (longest + (blocks.size - 1)) // blocks.size
 
 

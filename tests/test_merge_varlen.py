@@ -10,6 +10,7 @@ import pytest
 
 import jaxflash
 from check import assert_same_bits
+from jaxflash import _blockwise
 
 N, K, H, VALUE = 4, 2, 16, 8
 
@@ -173,6 +174,88 @@ def test_varlen_is_each_sequence_alone(options):
 
     tolerance = {} if jax.default_backend() == "cpu" else dict(rtol=2e-2, atol=2e-2)
     _close(run(packed), run(alone), **tolerance)
+
+
+_SHORT = {
+    "as long as the mean": (10, 9, 12, 10, 9),
+    "some longer": (16, 0, 13, 16, 5),
+    "one much longer": (1, 33, 0, 9, 7),
+    "all empty": (0, 0, 0, 0, 0),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "at_once"), [("plain", 1), ("bottom right", 5), *((name, 2) for name in _VARLEN)]
+)
+def test_varlen_of_short_sequences(name, at_once, monkeypatch):
+    """Lengths in each of the ways in which they are computed, in one program; sequences one by one,
+    in groups of which the last repeats one of the group before it, and all together."""
+    monkeypatch.setattr(_blockwise, "count_together", lambda *_: at_once)
+    options = _VARLEN[name]
+    qkv = (
+        _normal(_TOKENS, N, H),
+        _normal(_TOKENS, K, H, seed=1),
+        _normal(_TOKENS, K, VALUE, seed=2),
+    )
+    dout, dlse = _normal(_TOKENS, N, VALUE, seed=3), _normal(_TOKENS, N, seed=4)
+
+    def values_and_gradients(f):
+        values, pull = jax.vjp(f, *qkv)
+        return values, pull((dout, dlse))
+
+    @jax.jit
+    def packed(q_ends, kv_ends):
+        attend = functools.partial(
+            jaxflash.varlen_attention, implementation="xla", return_residual=True, **options
+        )
+        return values_and_gradients(lambda *qkv: attend(*qkv, q_ends, kv_ends))
+
+    # Other lengths of keys than of queries.
+    for lengths in _SHORT.values():
+        alone = jax.jit(
+            lambda lengths=lengths: values_and_gradients(
+                lambda *qkv: _one_by_one(*qkv, lengths, lengths[::-1], **options)
+            )
+        )
+        _close(packed(_boundaries(lengths), _boundaries(lengths[::-1])), alone())
+
+
+def test_varlen_of_short_sequences_keeps_them_apart():
+    """NaN in one of them, and what it does to the gradients of the others: nothing."""
+    qkv = [_normal(20, N, H, seed=seed) for seed in range(3)]
+    dout = _normal(20, N, H, seed=3)
+    ends = _boundaries((7, 6, 7))
+
+    @jax.jit
+    def gradients(dout, *qkv):
+        attend = functools.partial(jaxflash.varlen_attention, implementation="xla")
+        out, pull = jax.vjp(lambda *qkv: attend(*qkv, ends, ends), *qkv)
+        return out, pull(dout)
+
+    clean = gradients(dout, *qkv)
+    for x in (*qkv, dout):
+        x[7:13] = np.nan
+    others = np.r_[:7, 13:20]
+    assert_same_bits(
+        *(jax.tree.map(lambda x: x[others], f) for f in (gradients(dout, *qkv), clean))
+    )
+
+
+def test_varlen_of_short_sequences_under_vmap():
+    """Mapped over boundaries, of which each element would choose another way, and over arrays."""
+    qkv = [_normal(4, _TOKENS, N, H, seed=seed) for seed in range(3)]
+    ends = np.stack([_boundaries(lengths) for lengths in _SHORT.values()])
+
+    def gradients(ends, *qkv):
+        attend = functools.partial(jaxflash.varlen_attention, implementation="xla")
+        out, pull = jax.vjp(lambda *qkv: attend(*qkv, ends, ends), *qkv)
+        return out, pull(out)
+
+    one_by_one = [jax.jit(gradients)(*x) for x in zip(ends, *qkv, strict=True)]
+    expected = jax.tree.map(lambda *x: jnp.stack(x), *one_by_one)
+    _close(jax.jit(jax.vmap(gradients))(ends, *qkv), expected)
+    same_ends = jax.jit(jax.vmap(gradients, (None, 0, 0, 0)))(ends[1], *qkv)
+    _close(jax.tree.map(lambda x: x[1], same_ends), one_by_one[1])
 
 
 def test_varlen_lengths_do_not_compile_again():
