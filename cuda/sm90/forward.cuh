@@ -359,9 +359,8 @@ int forward_program_kernels(const ProgramTraits& program,
   for_each_tile(typename Choice::Tiles{}, [&](int number, auto tile) {
     using Tile = decltype(tile);
     if (fewer_rows && Tile::kWarpGroups > Choice::kFewerWarpGroups) return;
-    if (program.head_dim > Tile::kHeadDim || !Choice::template suits<Tile>(sizes, units)) return;
-    // Of a mask that limits one side, a block's tiles would all be long, or all short.
-    if (Tile::kHeldTiles > 0 && program.one_sided) return;
+    if (program.head_dim > Tile::kHeadDim) return;
+    if (!Choice::template suits<Tile>(sizes, units, program.one_sided)) return;
     if constexpr (Tile::kLoadsStarts) {
       if (program.start_capture < 0 || (program.ranges && !program.one_sided)) return;
     } else {

@@ -196,14 +196,14 @@ struct ForwardTileFor<256, 256> {
 // warpgroups at head size 128, 0.173 with three. With a causal band 0.148 and 0.126: kWithSlope for
 // those. kFewerWarpGroups: of the tiles for heads whose rows fill them better, and kFewerCost what
 // a row then costs, in percent of what it costs with the others; 0: there are none. suits():
-// whether a tile is for calls of such sizes, whose queries of a kv head fill so many units. Tiles
-// for smaller heads than the list's are for those alone.
+// whether a tile is for calls of such sizes, whose queries of a kv head fill so many units, and
+// whose band may limit one side alone. Tiles for smaller heads than the list's are for those alone.
 template <int kHeadDim, int kValueDim>
 struct ForwardProgramTiles;
 
 struct TilesForAllSizes {
   template <class Tile>
-  static constexpr bool suits(const CallSizes&, int64_t /*units*/) {
+  static constexpr bool suits(const CallSizes&, int64_t /*units*/, bool /*one_sided*/) {
     return true;
   }
 };
@@ -224,30 +224,33 @@ constexpr bool holding_is_faster(const CallSizes& sizes, int64_t units, int warp
 
 // Of 384 rows two tiles of three warpgroups are full: 85 sequences take 0.178 ms with a soft cap
 // against 0.217, 0.179 with a bias against 0.210. Of 2048 rows those of four are full, too: 0.43
-// against 0.39 with a bias. The first three hold what products start from, for as many keys as
-// there is room for.
+// against 0.39 with a bias. The first two hold what products start from, for as many keys as there
+// is room for: 384 sequences of 384 take 0.157 ms against 0.192. At head size 64, where there is
+// room for one Q, that is slower: 85 sequences take 0.186 against 0.179.
 template <>
 struct ForwardProgramTiles<64, 64> {
   using Tiles = ProgramTiles<
       ForwardTile<32, 32, 3, 128, 3, 2, Overlap::kNone, Output::kStaged, false, false, true, 3>,
       ForwardTile<32, 32, 3, 64, 6, 2, Overlap::kNone, Output::kStaged, false, false, true, 6>,
-      ForwardTile<64, 64, 3, 64, 3, 1, Overlap::kNone, Output::kDirect, false, false, true, 6>,
       ForwardTile<64, 64, 4, 64, 3, 2, Overlap::kNone, Output::kStaged, false, false, true>,
       ForwardTile<64, 64, 3, 128, 2, 2, Overlap::kValues, Output::kStaged, false, false, true>,
       ForwardTile<64, 64, 3, 64, 4, 2, Overlap::kNone, Output::kStaged, false, false, true>,
       ForwardTile<64, 64, 4, 64, 8, 2, Overlap::kNone, Output::kStaged, false>,
       ForwardTile<64, 64, 3, 64, 8, 2, Overlap::kNone, Output::kStaged, false>>;
-  static constexpr int kWithSlope = 6;
-  static constexpr int kWithRanges = 6;
+  static constexpr int kWithSlope = 5;
+  static constexpr int kWithRanges = 5;
   static constexpr int kFewerWarpGroups = 3;
   static constexpr int kFewerCost = 115;
   template <class Tile>
-  static constexpr bool suits(const CallSizes& sizes, int64_t units) {
+  static constexpr bool suits(const CallSizes& sizes, int64_t units, bool one_sided) {
     const int keys = sizes.kv_len;
     const bool fill_128 = (keys + 127) / 128 * 2 == (keys + 63) / 64;
-    if (Tile::kKeys == 128 && !fill_128) return false;
-    // Not where tiles of four warpgroups are fuller.
+    // Causal, 85 sequences of 384 take 0.144 ms in tiles of 128 keys, 0.128 in tiles of 64.
+    if (Tile::kKeys == 128 && (one_sided || !fill_128)) return false;
+    // Not under a band that limits one side, where a block's tiles would all be long, or all short,
+    // nor where tiles of four warpgroups are fuller.
     if (Tile::kHeldTiles > 0) {
+      if (one_sided) return false;
       return keys > 192 && keys <= Tile::kHeldTiles * Tile::kKeys && fill_better(units, 3, 99, 4) &&
              holding_is_faster(sizes, units, Tile::kWarpGroups, 85);
     }
