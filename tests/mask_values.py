@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxflash import masks
+from jaxflash import _dense_mask, masks
 from score_mods import Sizes
 
 
@@ -363,3 +363,17 @@ def hulls(visible):
     end = np.minimum(64 * (blocks.shape[-1] - np.argmax(blocks[..., ::-1], axis=-1)), columns)
     intervals = np.stack((begin, end), axis=-1).repeat(64, axis=-2)[..., :rows, :]
     return np.where(visible.any(-1)[..., None], intervals, 0)
+
+
+def packed(mask, pass_):
+    """A mask array (*B, N, T, S) as the kernels of a pass read it: words of bits, if it has the
+    axis that these are of."""
+    axis = _dense_mask.packed_axis(mask, pass_)
+    if axis is None:
+        return mask
+    bits = np.moveaxis(mask, axis - 3, -1)
+    count = -(-bits.shape[-1] // 32)
+    bits = np.pad(bits, [(0, 0)] * 3 + [(0, 32 * count - bits.shape[-1])])
+    place = np.sum(np.broadcast_arrays(*_dense_mask.bit_of(np.arange(32, dtype=np.uint32))), axis=0)
+    words = bits.reshape(*bits.shape[:-1], count, 32).astype(np.uint64) << place.astype(np.uint64)
+    return np.moveaxis(words.sum(axis=-1), -1, axis - 3).astype(np.uint32)

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mask_values
-from jaxflash import _api, _kernel_program, _printer, _scores, masks, reference
+from jaxflash import _api, _dense_mask, _kernel_program, _printer, _scores, masks, reference
 from jaxflash._printer import cuda
 from jaxflash._printer.gradients import KeyLoad
 from mask_values import MASK_VALUES
@@ -309,7 +309,10 @@ def test_masks_in_words(kv_len, axes, beside, tmp_path):
     assert program is not None
     assert ("kHasWords = true" in program.source) == (2 in axes)
     assert ("kAllInWords = true" in program.source) == (2 in axes and beside is None)
-    captures = jax.device_get(_kernel_program.captures(spec, operands, "forward"))
+    own = _dense_mask.own_type(array, "forward")
+    words = mask_values.packed(array[None], "forward").reshape(1, *own.shape)
+    read = _dense_mask.DenseMask(words, (), (), ())
+    captures = jax.device_get(_kernel_program.captures(spec, operands, read))
     library = _Compiled([program.source], tmp_path)
     h, q, kv = (rng.integers(0, n, _POINTS).astype(np.int32) for n in full)
     s = rng.standard_normal(_POINTS).astype(np.float32)

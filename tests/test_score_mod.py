@@ -490,19 +490,6 @@ def _random_mask(shape):
     return mask
 
 
-def _packed(mask, pass_):
-    """The words of a mask, by numpy."""
-    axis = _dense_mask.packed_axis(mask, pass_)
-    if axis is None:
-        return mask
-    bits = np.moveaxis(mask, axis - 3, -1)
-    count = -(-bits.shape[-1] // 32)
-    bits = np.pad(bits, [(0, 0)] * 3 + [(0, 32 * count - bits.shape[-1])])
-    place = np.sum(np.broadcast_arrays(*_dense_mask.bit_of(np.arange(32, dtype=np.uint32))), axis=0)
-    words = bits.reshape(*bits.shape[:-1], count, 32).astype(np.uint64) << place.astype(np.uint64)
-    return np.moveaxis(words.sum(axis=-1), -1, axis - 3).astype(np.uint32)
-
-
 @pytest.mark.parametrize("pass_", ["forward", "backward"])
 @pytest.mark.parametrize("shape", _MASK_SHAPES[:4])
 def test_masks_as_the_kernels_read_them(shape, pass_):
@@ -510,7 +497,7 @@ def test_masks_as_the_kernels_read_them(shape, pass_):
     mask = _random_mask(shape)
     q_len, kv_len = 70 if shape[2] == 1 else shape[2], 45 if shape[3] == 1 else shape[3]
     own = _dense_mask.own_type(mask, pass_)
-    words = _packed(mask, pass_).reshape(shape[0], *own.shape)
+    words = mask_values.packed(mask, pass_).reshape(shape[0], *own.shape)
     packed = _dense_mask.packed_axis(mask, pass_)
     assert own.dtype == words.dtype == (jnp.bool_ if packed is None else jnp.uint32)
     predicate = _scores.dense_predicate(_dense_mask.axes(mask), own, packed)
@@ -608,7 +595,7 @@ def test_masks_are_read_on_the_gpu(shape, pass_):
     mask = _random_mask(shape)
     q_len, kv_len = 70 if shape[2] == 1 else shape[2], 45 if shape[3] == 1 else shape[3]
     read = jax.jit(lambda mask: _kernels.read_mask(mask, pass_, q_len, kv_len))(mask)
-    words = _packed(mask, pass_)
+    words = mask_values.packed(mask, pass_)
     np.testing.assert_array_equal(read.elements, words.reshape(read.elements.shape))
     np.testing.assert_array_equal(read.sees, mask.any(-1))
     np.testing.assert_array_equal(read.is_seen, mask.any((1, 2)))
