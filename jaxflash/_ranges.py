@@ -317,8 +317,11 @@ def _summarised(
 ) -> Ranges:
     row_blocks, key_blocks = _blocks(keys, keys_solid), _blocks(rows, rows_solid)
     begin, end = jnp.min(row_blocks[:, 0]), jnp.max(row_blocks[:, 1])
-    hidden = (_hidden(rows, begin, end), _hidden(keys)) if inside else ((0, 0),) * 2
-    hulls = jnp.stack([jnp.int32(x) for x in (begin, end, *hidden[0], *hidden[1])])
+    # Zeros that are split over an explicit mesh as `begin` is.
+    hidden = (begin * 0,) * 4
+    if inside:
+        hidden = (*_hidden(rows, begin, end), *_hidden(keys))
+    hulls = jnp.stack((begin, end, *hidden))
     row_blocks, key_blocks = map(_with_inside, (row_blocks, key_blocks), inside or (None, None))
     return Ranges(keys, rows, row_blocks, key_blocks, hulls, query_ids, key_ids)
 
