@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -832,6 +833,31 @@ def test_sharded_programs_of_the_kernels_gather_nothing():
     for collective in ("all-gather", "all-to-all", "collective-permute", "all-reduce"):
         assert collective not in text
     assert f"f32[2,64,{_N // 2},16]" in text
+
+
+@_needs_kernels
+@pytest.mark.parametrize(
+    ("shape", "spec", "part"),
+    [((4, 1, 64, 70), P("b"), "2,1,64,70"), ((4, _N, 64, 70), P("b", "h"), f"2,{_N // 2},64,70")],
+)
+def test_arrays_are_read_where_they_lie(shape, spec, part):
+    """Each device reads its part of a mask array; other devices get its bits at most."""
+    mesh = _mesh()
+
+    def zeros(shape, dtype, spec):
+        return jax.device_put(jnp.zeros(shape, dtype), NamedSharding(mesh, spec))
+
+    query = zeros((4, 64, _N, 16), jnp.float32, P("b", None, "h"))
+    key = zeros((4, 70, _N, 16), jnp.float32, P("b", None, "h"))
+    attend = functools.partial(jaxflash.dot_product_attention, implementation="cuda")
+    traced = jax.jit(lambda q, k, mask: attend(q, k, k, mask=mask)).trace(
+        query, key, zeros(shape, jnp.bool_, spec)
+    )
+    text = traced.lower(lowering_platforms=("cuda",)).compile().as_text()
+    (call,) = (x for x in text.splitlines() if "custom-call(" in x and _ffi.DENSE_MASK_TARGET in x)
+    words = part.rsplit(",", 1)[0] + ",3"
+    assert f"u32[{words}]" in call
+    assert re.search(r"= pred\S* all-gather", text) is None
 
 
 @_needs_kernels
