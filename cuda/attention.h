@@ -101,6 +101,9 @@ JAXFLASH_API jaxflash::Status jaxflash_capture_gradients(
 // Before a call whose score program reads a dense mask.
 JAXFLASH_API jaxflash::Status jaxflash_dense_mask(const jaxflash::DenseMaskParams* params,
                                                   CUstream_st* stream);
+// Before a call with ranges.
+JAXFLASH_API jaxflash::Status jaxflash_range_summary(const jaxflash::RangeSummaryParams* params,
+                                                     CUstream_st* stream);
 
 // The variant that such a call would run on the current GPU, or nullptr where it would fail.
 JAXFLASH_API const jaxflash::Variant* jaxflash_forward_variant(

@@ -274,4 +274,24 @@ struct DenseMaskParams {
   MaskBlock* blocks;  // workspace, (count, ceil(rows / kRangeBlock), ceil(keys / kRangeBlock))
 };
 
+// What Ranges say of blocks and of sequences, made of the intervals. (0, 0) is an empty one.
+struct RangeSummaryParams {
+  int64_t count;  // of sequences
+  int32_t rows;
+  int32_t keys;
+  const int32_t* keys_of_row;  // (count, rows, 2)
+  const int32_t* rows_of_key;  // (count, keys, 2)
+  // Whether all that lies in an interval is seen, (count, rows) and (count, keys); or nullptr: yes.
+  const uint8_t* keys_solid;
+  const uint8_t* rows_solid;
+  // Of masks, as in DenseMaskParams; or nullptr: they hide nothing.
+  const int32_t* keys_inside;
+  const int32_t* rows_inside;
+  int32_t* row_blocks;  // as in Ranges
+  int32_t* key_blocks;
+  int32_t* hulls;
+  // Workspace, (count, blocks of rows, then of keys): a bit for each element without an interval.
+  uint64_t* hidden;
+};
+
 }  // namespace jaxflash

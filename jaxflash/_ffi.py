@@ -4,6 +4,7 @@ and the extension.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -19,11 +20,12 @@ from jaxflash._kernel_program import KernelGradients, KernelProgram
 from jaxflash._spec import AttentionSpec, Operands
 
 # The names are part of exported programs: a changed contract gets a new number.
-FORWARD_TARGET = "jaxflash_forward_v6"
+FORWARD_TARGET = "jaxflash_forward_v7"
 BACKWARD_TARGET = "jaxflash_backward_v6"
 TANGENT_TARGET = "jaxflash_tangent_v3"
 PAGED_TARGET = "jaxflash_paged_v4"
 DENSE_MASK_TARGET = "jaxflash_dense_mask_v1"
+RANGE_SUMMARY_TARGET = "jaxflash_range_summary_v1"
 _STATE_TYPE = "jaxflash_program_v2"
 
 # cuda/problem.h: kUnlimited.
@@ -32,6 +34,8 @@ _UNLIMITED = 1 << 30
 _WORKSPACE_ROWS = 128
 # cuda/problem.h: bytes of MaskBlock.
 _MASK_BLOCK_BYTES = 24
+# Of RangeSummaryParams::hidden, for each block.
+_HIDDEN_BYTES = 8
 
 # Axes of the arrays of ranges, in their order: t and s are the lengths.
 _RANGES = (
@@ -57,6 +61,7 @@ def _register() -> None:
         "tangent": TANGENT_TARGET,
         "paged": PAGED_TARGET,
         "dense_mask": DENSE_MASK_TARGET,
+        "range_summary": RANGE_SUMMARY_TARGET,
     }
     for name, target in targets.items():
         # On other platforms the target exists to say that it needs CUDA.
@@ -443,36 +448,89 @@ class Backward(Pass):
             yield _result_type(operands[0], shape, dtype, mesh_axes)
 
 
-# What `dense_mask` returns: the axes of each behind the mask's leading ones.
-DENSE_MASK_RESULTS = (
-    ("wordrow", "wordkey"),
-    ("row", "pair"),
-    ("key", "pair"),
-    ("rowblock", "four"),
-    ("keyblock", "four"),
-)
+class BatchCall:
+    """A custom call on arrays with the same leading axes, along which it may be split."""
+
+    # The axes of each operand and result behind the leading ones, none of which is split.
+    operand_axes: tuple[tuple[str, ...], ...]
+    result_axes: tuple[tuple[str, ...], ...]
+
+    def call(self, *operands) -> tuple[Any, ...]:
+        """The custom call itself."""
+        raise NotImplementedError
+
+    def _call(self, target: str, operands, results, workspace, **attributes) -> tuple[Any, ...]:
+        """`results`: shapes behind the leading axes, and dtypes. `workspace`: bytes, of one."""
+        like = operands[0]
+        rank = like.ndim - len(self.operand_axes[0])
+        lead, mesh_axes = like.shape[:rank], _mesh_axes(like)[:rank]
+        types = [
+            _result_type(like, (*lead, *own), dtype, [*mesh_axes, *(None for _ in own)])
+            for own, dtype in results
+        ]
+        types.append(_result_type(like, (math.prod(lead) * workspace,), jnp.uint8, [None]))
+        *found, _ = jax.ffi.ffi_call(target, types)(*operands, **attributes)
+        return tuple(found)
 
 
-def dense_mask(mask, packs_keys: bool) -> tuple[Any, ...]:
+@dataclasses.dataclass(frozen=True)
+class DenseMask(BatchCall):
     """Of a mask (*B, rows, keys) words along the keys or the rows, and intervals: see
     DenseMaskParams in cuda/problem.h."""
-    *lead, rows, keys = mask.shape
-    row_blocks, key_blocks = (-(-n // _ranges.BLOCK) for n in (rows, keys))
-    words = (rows, -(-keys // 32)) if packs_keys else (-(-rows // 32), keys)
-    mesh_axes = _mesh_axes(mask)[:-2]
 
-    def result(own, dtype):
-        return _result_type(mask, (*lead, *own), dtype, [*mesh_axes, *(None for _ in own)])
-
-    workspace = math.prod(lead) * row_blocks * key_blocks * _MASK_BLOCK_BYTES
-    intervals = (rows, 2), (keys, 2), (row_blocks, 4), (key_blocks, 4)
-    results = (
-        result(words, jnp.uint32),
-        *(result(own, jnp.int32) for own in intervals),
-        _result_type(mask, (workspace,), jnp.uint8, [None]),
+    packs_keys: bool
+    operand_axes = (("row", "key"),)
+    result_axes = (
+        ("wordrow", "wordkey"),
+        ("row", "pair"),
+        ("key", "pair"),
+        ("rowblock", "four"),
+        ("keyblock", "four"),
     )
-    *found, _ = jax.ffi.ffi_call(DENSE_MASK_TARGET, results)(mask, packs_keys=np.bool_(packs_keys))
-    return tuple(found)
+
+    def call(self, *operands):
+        rows, keys = operands[0].shape[-2:]
+        row_blocks, key_blocks = _range_blocks(rows), _range_blocks(keys)
+        words = (rows, -(-keys // 32)) if self.packs_keys else (-(-rows // 32), keys)
+        intervals = (rows, 2), (keys, 2), (row_blocks, 4), (key_blocks, 4)
+        return self._call(
+            DENSE_MASK_TARGET,
+            operands,
+            [(words, jnp.uint32), *((own, jnp.int32) for own in intervals)],
+            row_blocks * key_blocks * _MASK_BLOCK_BYTES,
+            packs_keys=np.bool_(self.packs_keys),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class RangeSummary(BatchCall):
+    """`_ranges.summarised` of intervals of which these are given."""
+
+    has_solid: bool
+    has_inside: bool
+    result_axes = (("rowblock", "six"), ("keyblock", "six"), ("six",))
+
+    @property
+    def operand_axes(self):
+        solid = (("row",), ("key",)) if self.has_solid else ()
+        inside = (("rowblock", "four"), ("keyblock", "four")) if self.has_inside else ()
+        return (("row", "pair"), ("key", "pair"), *solid, *inside)
+
+    def call(self, *operands):
+        rows, keys = (x.shape[-2] for x in operands[:2])
+        row_blocks, key_blocks = _range_blocks(rows), _range_blocks(keys)
+        return self._call(
+            RANGE_SUMMARY_TARGET,
+            operands,
+            [(own, jnp.int32) for own in ((row_blocks, 6), (key_blocks, 6), (6,))],
+            (row_blocks + key_blocks) * _HIDDEN_BYTES,
+            has_solid=np.bool_(self.has_solid),
+            has_inside=np.bool_(self.has_inside),
+        )
+
+
+def _range_blocks(length):
+    return -(-length // _ranges.BLOCK)
 
 
 def _mesh_axes(x) -> tuple:

@@ -136,9 +136,8 @@ def tangent(
 def read_mask(mask, pass_: Pass, q_len, kv_len) -> DenseMask:
     """What a pass reads of a mask for calls of such lengths."""
     packed = _dense_mask.packed_axis(mask, pass_)
-    words, keys_of_row, rows_of_key, keys_inside, rows_inside = _partition.dense_mask(
-        mask, packs_keys=pass_ == "forward"
-    )
+    read = _partition.over_batch(_ffi.DenseMask(packs_keys=pass_ == "forward"))
+    words, keys_of_row, rows_of_key, keys_inside, rows_inside = read(mask)
     rows, keys = mask.shape[-2:]
     shown = Shown(
         _of_all(keys_of_row, rows, q_len, q_len, keys, kv_len),
@@ -170,7 +169,15 @@ def _read(operands: Operands, pass_: Pass) -> DenseMask | None:
 
 
 def _ranges_of(spec: AttentionSpec, operands: Operands, mask: DenseMask | None):
-    return _ranges.of_call(spec, operands, *(() if mask is None else (mask.shown,)))
+    shown = () if mask is None else (mask.shown,)
+    return _ranges.of_call(spec, operands, *shown, summarise=_summarised)
+
+
+def _summarised(intervals: _ranges.Intervals):
+    kernel = _ffi.RangeSummary(
+        has_solid=intervals.keys_solid is not None, has_inside=intervals.keys_inside is not None
+    )
+    return _partition.over_batch(kernel)(*_given(*intervals))
 
 
 def _without_unseen(operands: Operands, mask: DenseMask | None) -> Operands:

@@ -17,8 +17,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxflash import _split
-from jaxflash._ffi import DENSE_MASK_RESULTS, Pass
-from jaxflash._ffi import dense_mask as dense_mask_call
+from jaxflash._ffi import BatchCall, Pass
 
 # cuda/problem.h: kMaxBatchAxes.
 _MAX_BATCH_AXES = 8
@@ -48,20 +47,20 @@ def mapped(kernel: Pass) -> Callable:
     return op
 
 
-def dense_mask(mask, packs_keys: bool):
-    """`_ffi.dense_mask`, which splits along the leading axes."""
-    return _mapped_dense_mask(packs_keys)(mask)
-
-
 @functools.cache
-def _mapped_dense_mask(packs_keys: bool) -> Callable:
+def over_batch(call: BatchCall) -> Callable:
     @jax.custom_batching.custom_vmap
-    def op(mask):
-        return _partitioned_dense_mask(packs_keys, mask.ndim - 2, _automatic_devices([mask]))(mask)
+    def op(*operands):
+        rank = operands[0].ndim - len(call.operand_axes[0])
+        return _partitioned_over_batch(call, rank, _automatic_devices(operands))(*operands)
 
     @op.def_vmap
-    def rule(axis_size: int, mapped: Sequence[bool], mask):
-        return op(mask), (True,) * len(DENSE_MASK_RESULTS)
+    def rule(axis_size: int, mapped: Sequence[bool], *operands):
+        operands = (
+            x if is_mapped else jnp.broadcast_to(x, (axis_size, *x.shape))
+            for x, is_mapped in zip(operands, mapped, strict=True)
+        )
+        return op(*operands), (True,) * len(call.result_axes)
 
     return op
 
@@ -156,25 +155,26 @@ def _partitioned(
 
 
 @functools.cache
-def _partitioned_dense_mask(
-    packs_keys: bool, batch_rank: int, automatic_devices: int | None
+def _partitioned_over_batch(
+    call: BatchCall, batch_rank: int, automatic_devices: int | None
 ) -> Callable:
-    def call(mask):
-        return dense_mask_call(mask, packs_keys)
-
     def partition(mesh, operand_types, result_types):
         mesh, spec = _split.on_mesh(mesh, operand_types[0], automatic_devices)
-        sharding = NamedSharding(mesh, PartitionSpec(*spec[:-2]))
-        return mesh, call, (sharding,) * len(DENSE_MASK_RESULTS), (sharding,)
+        sharding = NamedSharding(mesh, PartitionSpec(*spec[:batch_rank]))
+        shardings = ((sharding,) * len(axes) for axes in (call.result_axes, call.operand_axes))
+        return mesh, call.call, *shardings
 
-    op = custom_partitioning(call)
-    lead = " ".join(f"b{i}" for i in range(batch_rank))
-    results = ", ".join(
-        " ".join([lead, *(f"r{i}{axis}" for axis in axes)])
-        for i, axes in enumerate(DENSE_MASK_RESULTS)
+    op = custom_partitioning(call.call)
+    lead = [f"b{i}" for i in range(batch_rank)]
+    operands, results = (
+        ", ".join(
+            " ".join([*lead, *(f"{kind}{i}{axis}" for axis in axes)])
+            for i, axes in enumerate(all_axes)
+        )
+        for kind, all_axes in (("operand", call.operand_axes), ("result", call.result_axes))
     )
-    rule = f"{lead} t s -> {results}"
-    whole = tuple(name for name in dict.fromkeys(re.findall(r"\w+", rule)) if name[0] in "tsr")
+    rule = f"{operands} -> {results}"
+    whole = tuple(name for name in dict.fromkeys(re.findall(r"\w+", rule)) if name not in lead)
     op.def_partition(partition=partition, sharding_rule=rule, need_replication_factors=whole)
     return op
 

@@ -9,6 +9,7 @@ Everything is linear in the lengths; the layout is that of `Ranges` in cuda/prob
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +21,19 @@ from jaxflash._spec import AttentionSpec, Operands
 # cuda/problem.h: kRangeBlock, kMaxLength.
 BLOCK = 64
 _FAR = 1 << 30
+
+
+class Intervals(NamedTuple):
+    """What the ranges of a call are made of."""
+
+    keys_of_row: Any  # as in Ranges
+    rows_of_key: Any
+    # Which intervals hold nothing hidden, (*B, T) and (*B, S); None: all of them.
+    keys_solid: Any = None
+    rows_solid: Any = None
+    # Of masks that say so, see `Shown`: (*B, ceil(T / 64), 4) and (*B, ceil(S / 64), 4).
+    keys_inside: Any = None
+    rows_inside: Any = None
 
 
 class Ranges(NamedTuple):
@@ -36,31 +50,46 @@ class Ranges(NamedTuple):
     key_ids: Any = None  # (*B, S)
 
 
-def of_call(spec: AttentionSpec, operands: Operands, *masks: Shown) -> Ranges | None:
+def of_call(
+    spec: AttentionSpec,
+    operands: Operands,
+    *masks: Shown,
+    summarise: Callable[[Intervals], tuple[Any, Any, Any]] | None = None,
+) -> Ranges | None:
     """Those of a call's segments or packed sequences, of what its predicate shows and what other
     masks do; or None. In packed ones the band of the spec (causal, window) is part of the
-    intervals."""
+    intervals. `summarise` is `summarised`, or does the same."""
     if 0 in (*operands.query.shape, *operands.key.shape):
         return None  # nothing to see
-    shown = _of_predicate(operands) + masks
-    if operands.query_segment_ids is None:
-        return _of_hulls(operands, shown) if shown else None
-    arrays = [operands.query_segment_ids, operands.key_segment_ids]
-    if operands.query_boundaries is None:
-        for_one = _of_segments
-        if shown:
-            arrays += _of_batch(operands, shown)
+    shown = _of_batch(operands, _of_predicate(operands) + masks)
+    ids = operands.query_segment_ids, operands.key_segment_ids
+    if ids[0] is None:
+        if shown is None:
+            return None
+        intervals, ids = shown, ()
+    elif operands.query_boundaries is None:
+        of_shown = () if shown is None else (shown.keys_of_row, shown.rows_of_key)
+        intervals, ids = _over_batch(_of_segments, operands)(*ids, *of_shown)
+        if shown is not None:
+            intervals = intervals._replace(
+                keys_inside=shown.keys_inside, rows_inside=shown.rows_inside
+            )
     else:
-        for_one = functools.partial(_of_packed, spec)
-        arrays += [
+        intervals = _over_batch(functools.partial(_of_packed, spec), operands)(
+            *ids,
             operands.query_positions,
             operands.key_positions,
             operands.query_boundaries,
             operands.key_boundaries,
-        ]
-    for _ in range(operands.query_segment_ids.ndim - 1):
+        )
+    summaries = (summarise or summarised)(intervals)
+    return Ranges(intervals.keys_of_row, intervals.rows_of_key, *summaries, *ids)
+
+
+def _over_batch(for_one: Callable[..., Any], operands: Operands) -> Callable[..., Any]:
+    for _ in operands.query.shape[:-3]:
         for_one = jax.vmap(for_one)
-    return for_one(*arrays)
+    return for_one
 
 
 class Shown(NamedTuple):
@@ -159,9 +188,11 @@ def _of_blocks(whole, empty, sees, length, other_length):
     return jnp.where(sees[..., None], hull, 0), inside
 
 
-def _of_batch(operands: Operands, shown: tuple[Shown, ...]) -> list[Any]:
+def _of_batch(operands: Operands, shown: tuple[Shown, ...]) -> Intervals | None:
     """What all of some masks show, of all heads together, without that axis: since the kernels read
     ranges of every batch element."""
+    if not shown:
+        return None
     batch = operands.query.shape[:-3]
     *hulls, keys_inside, rows_inside = zip(*shown, strict=True)
     hulls = [_joined(functools.reduce(_met, of), axis=-3) for of in hulls]
@@ -169,18 +200,10 @@ def _of_batch(operands: Operands, shown: tuple[Shown, ...]) -> list[Any]:
         _common_inside(functools.reduce(_met_inside, of), axis=-3)
         for of in (keys_inside, rows_inside)
     ]
-    return [jnp.broadcast_to(x, (*batch, *x.shape[-2:])) for x in (*hulls, *insides)]
-
-
-def _of_hulls(operands: Operands, shown: tuple[Shown, ...]) -> Ranges:
-    solid = jnp.ones((), jnp.bool_)
-
-    def for_one(keys, rows, *inside):
-        return _summarised(keys, solid, rows, solid, inside)
-
-    for _ in operands.query.shape[:-3]:
-        for_one = jax.vmap(for_one)
-    return for_one(*_of_batch(operands, shown))
+    keys, rows, keys_inside, rows_inside = (
+        jnp.broadcast_to(x, (*batch, *x.shape[-2:])) for x in (*hulls, *insides)
+    )
+    return Intervals(keys, rows, keys_inside=keys_inside, rows_inside=rows_inside)
 
 
 def _met(intervals, others):
@@ -201,12 +224,16 @@ def _met_inside(inside, others):
 
 def _common_inside(inside, axis: int):
     """What both intervals of several heads share."""
+    if inside.shape[axis] == 1:
+        return jnp.squeeze(inside, axis)
     begin, end = jnp.max(inside[..., ::2], axis=axis), jnp.min(inside[..., 1::2], axis=axis)
     return jnp.stack((begin, end), axis=-1).reshape(*begin.shape[:-1], 4)
 
 
 def _joined(intervals, axis: int):
-    """The hull of intervals along an axis."""
+    """The hull of intervals along an axis; empty ones are (0, 0)."""
+    if intervals.shape[axis] == 1:
+        return jnp.squeeze(intervals, axis)
     begin, end = intervals[..., 0], intervals[..., 1]
     axis += 1
     first = jnp.min(jnp.where(begin < end, begin, _FAR), axis=axis)
@@ -214,7 +241,8 @@ def _joined(intervals, axis: int):
     return jnp.stack((jnp.where(last > 0, first, 0), last), axis=-1)
 
 
-def _of_segments(query_ids, key_ids, keys_hull=None, rows_hull=None, *inside) -> Ranges:
+def _of_segments(query_ids, key_ids, keys_hull=None, rows_hull=None):
+    """(intervals, the ids for queries and keys that the kernels compare)."""
     # Ids of 64 bits as their rank among the keys: -1 for those that no key has.
     if query_ids.dtype != jnp.int32:
         order = jnp.sort(key_ids)
@@ -225,7 +253,7 @@ def _of_segments(query_ids, key_ids, keys_hull=None, rows_hull=None, *inside) ->
     rows, rows_solid = _matches(key_ids, query_ids)
     if keys_hull is not None:
         keys, rows = _met(keys, keys_hull), _met(rows, rows_hull)
-    return _summarised(keys, keys_solid, rows, rows_solid, inside, query_ids, key_ids)
+    return Intervals(keys, rows, keys_solid, rows_solid), (query_ids, key_ids)
 
 
 def _matches(ids, others):
@@ -281,7 +309,7 @@ def ranks(ordered, ids, side: str = "left"):
 
 def _of_packed(
     spec: AttentionSpec, query_ids, key_ids, query_positions, key_positions, *boundaries
-) -> Ranges:
+) -> Intervals:
     query_boundaries, key_boundaries = boundaries
     left, right = (_FAR if side is None else min(side, _FAR) for side in (spec.left, spec.right))
     # Row i of a sequence has the position of its first row plus i, which may be shifted.
@@ -296,8 +324,7 @@ def _of_packed(
         left,
         query_ids.shape[0],
     )
-    solid = jnp.ones((), jnp.bool_)
-    return _summarised(keys, solid, rows, solid)
+    return Intervals(keys, rows)
 
 
 def _within(ids, boundaries, positions, before: int, after: int, length: int):
@@ -312,18 +339,25 @@ def _within(ids, boundaries, positions, before: int, after: int, length: int):
     return jnp.stack((jnp.where(sees, begin, 0), jnp.where(sees, end, 0)), axis=-1)
 
 
-def _summarised(
-    keys, keys_solid, rows, rows_solid, inside=(), query_ids=None, key_ids=None
-) -> Ranges:
-    row_blocks, key_blocks = _blocks(keys, keys_solid), _blocks(rows, rows_solid)
-    begin, end = jnp.min(row_blocks[:, 0]), jnp.max(row_blocks[:, 1])
-    # Zeros that are split over an explicit mesh as `begin` is.
-    hidden = (begin * 0,) * 4
-    if inside:
-        hidden = (*_hidden(rows, begin, end), *_hidden(keys))
-    hulls = jnp.stack((begin, end, *hidden))
-    row_blocks, key_blocks = map(_with_inside, (row_blocks, key_blocks), inside or (None, None))
-    return Ranges(keys, rows, row_blocks, key_blocks, hulls, query_ids, key_ids)
+def summarised(intervals: Intervals) -> tuple[Any, Any, Any]:
+    """(row_blocks, key_blocks, hulls) of `Ranges`, as cuda/ranges.cu makes them."""
+    solid = jnp.ones((), jnp.bool_)
+
+    def for_one(intervals: Intervals):
+        keys, rows, keys_solid, rows_solid, keys_inside, rows_inside = intervals
+        row_blocks = _blocks(keys, solid if keys_solid is None else keys_solid)
+        key_blocks = _blocks(rows, solid if rows_solid is None else rows_solid)
+        begin, end = jnp.min(row_blocks[:, 0]), jnp.max(row_blocks[:, 1])
+        # Zeros that are split over an explicit mesh as `begin` is.
+        hidden = (begin * 0,) * 4
+        if keys_inside is not None:
+            hidden = (*_hidden(rows, begin, end), *_hidden(keys))
+        hulls = jnp.stack((begin, end, *hidden))
+        return _with_inside(row_blocks, keys_inside), _with_inside(key_blocks, rows_inside), hulls
+
+    for _ in range(intervals.keys_of_row.ndim - 2):
+        for_one = jax.vmap(for_one)
+    return for_one(intervals)
 
 
 def _hidden(intervals, begin: Any = 0, end: Any = _FAR):

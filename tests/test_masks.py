@@ -7,6 +7,7 @@ import functools
 import itertools
 import math
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -858,6 +859,84 @@ def test_arrays_are_read_where_they_lie(shape, spec, part):
     words = part.rsplit(",", 1)[0] + ",3"
     assert f"u32[{words}]" in call
     assert re.search(r"= pred\S* all-gather", text) is None
+
+
+def _random_intervals(rng, lead, length, other_length):
+    """Pairs, some of them empty; whole blocks of 64 too, and the last one of a sequence."""
+    begin, end = np.sort(rng.integers(0, other_length + 1, (2, *lead, length)), axis=0)
+    empty = rng.random((*lead, length)) < rng.choice([0, 0.1, 0.9], (*lead, 1))
+    if length > 64:
+        empty[..., 64:128] = rng.random(lead)[..., None] < 0.5
+    pairs = np.stack((begin, end), axis=-1)
+    return np.where((empty | (begin >= end))[..., None], 0, pairs).astype(np.int32)
+
+
+def _random_ranges(lead, lengths, has_solid, has_inside):
+    rng = np.random.default_rng(3)
+    hulls = [_random_intervals(rng, lead, *x) for x in (lengths, lengths[::-1])]
+    solid: list[Any] = [None, None]
+    inside: list[Any] = [None, None]
+    if has_solid:
+        solid = [rng.random((*lead, n)) < 0.99 for n in lengths]
+    if has_inside:
+        inside = [
+            np.concatenate([_random_intervals(rng, lead, -(-n // 64), m) for _ in range(2)], -1)
+            for n, m in (lengths, lengths[::-1])
+        ]
+    return _ranges.Intervals(*hulls, *solid, *inside)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("has_solid", [False, True])
+@pytest.mark.parametrize("has_inside", [False, True])
+@pytest.mark.parametrize("lead", [(), (3,), (2, 40)], ids=str)
+@pytest.mark.parametrize("lengths", [(1, 64), (200, 330), (128, 20_000)], ids=str)
+def test_ranges_are_summarised_on_the_gpu(lengths, lead, has_inside, has_solid):
+    intervals = _random_ranges(lead, lengths, has_solid, has_inside)
+    results = [jax.jit(f)(intervals) for f in (_kernels._summarised, _ranges.summarised)]
+    for actual, expected in zip(*results, strict=True):
+        np.testing.assert_array_equal(actual, expected)
+
+
+@_needs_kernels
+@pytest.mark.parametrize("name", ["segments", "array"])
+def test_ranges_are_summarised_where_they_lie(name):
+    """Each device summarises its sequences, and nothing is gathered for that."""
+    mesh = _mesh()
+
+    def zeros(shape, dtype, spec):
+        return jax.device_put(jnp.zeros(shape, dtype), NamedSharding(mesh, spec))
+
+    query = zeros((4, 64, _N, 16), jnp.float32, P("b", None, "h"))
+    ids = zeros((4, 64), jnp.int32, P("b"))
+    array = zeros((4, 1, 64, 64), jnp.bool_, P("b"))
+    attend = functools.partial(jaxflash.dot_product_attention, implementation="cuda")
+
+    def on_kernels(q, ids, array):
+        mask = masks.segments(ids) if name == "segments" else array
+        return attend(q, q, q, mask=mask)
+
+    text = jax.jit(on_kernels).trace(query, ids, array).lower(lowering_platforms=("cuda",))
+    text = text.compile().as_text()
+    (call,) = (x for x in text.splitlines() if f'"{_ffi.RANGE_SUMMARY_TARGET}"' in x)
+    assert "s32[2,1,6]" in call
+    assert "s32[2,6]" in call
+    assert "all-gather" not in text
+
+
+@_needs_kernels
+def test_vmap_of_summaries():
+    """What is not mapped is the same for all."""
+    intervals = _random_ranges((3,), (128, 70), True, False)
+    keys = jnp.stack((jnp.asarray(intervals.keys_of_row),) * 2)
+
+    def lowered(keys):
+        of_one = jax.vmap(lambda x: _kernels._summarised(intervals._replace(keys_of_row=x)))
+        return jax.jit(of_one).trace(keys).lower(lowering_platforms=("cuda",)).as_text()
+
+    (call,) = (x for x in lowered(keys).splitlines() if f"@{_ffi.RANGE_SUMMARY_TARGET}" in x)
+    assert "tensor<2x3x128x2xi32>, tensor<2x3x70x2xi32>, tensor<2x3x128xi1>" in call
+    assert "tensor<2x3x2x6xi32>" in call
 
 
 @_needs_kernels

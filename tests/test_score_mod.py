@@ -424,7 +424,7 @@ def test_operands_of_the_custom_calls():
     )
     text = jax.jit(gradient).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
     captures = "tensor<4x16x16xf32>, tensor<1x8x15xf32>, tensor<1x8xf32>) ->"
-    (forward,) = _custom_calls(text, "@jaxflash_forward_v6")
+    (forward,) = _custom_calls(text, "@jaxflash_forward_v7")
     assert f"tensor<4xi32>, tensor<8xi32>, {captures}" in forward
     assert "capture_ranks = dense<[2, 2, 1]>" in forward
     assert "struct Program" in forward
@@ -439,7 +439,7 @@ def test_operands_of_the_custom_call_under_vmap():
     mapped = jax.vmap(_on_kernels, axes)
     arguments = (jnp.stack([q, q]), k, v, bias, jnp.stack([table, table]), sink)
     text = jax.jit(mapped).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
-    (forward,) = _custom_calls(text, "@jaxflash_forward_v6")
+    (forward,) = _custom_calls(text, "@jaxflash_forward_v7")
     assert "tensor<1x4xi32>, tensor<8xi32>, tensor<1x4x16x16xf32>, tensor<2x1x8x15xf32>" in forward
 
 
@@ -467,7 +467,7 @@ def test_masks_are_captures(shape, capture):
 
     traced = jax.jit(attend).trace(x, jnp.ones(shape, bool), jnp.ones(_N, jnp.float32))
     (forward,) = _custom_calls(
-        traced.lower(lowering_platforms=("cuda",)).as_text(), "@jaxflash_forward_v6"
+        traced.lower(lowering_platforms=("cuda",)).as_text(), "@jaxflash_forward_v7"
     )
     hulls = f"tensor<{_B}x16x2xi32>, tensor<{_B}x40x2xi32>"  # of every batch element
     assert f"{capture}, tensor<1x4xf32>, {hulls}, " in forward
@@ -613,7 +613,7 @@ def test_shards_know_their_numbers():
     ]
     traced = jax.jit(_on_kernels).trace(*arguments)
     text = traced.lower(lowering_platforms=("cuda",)).compile().as_text()
-    (forward,) = [x for x in _custom_calls(text, '"jaxflash_forward_v6"') if "custom-call" in x]
+    (forward,) = [x for x in _custom_calls(text, '"jaxflash_forward_v7"') if "custom-call" in x]
     layouts = forward.split("operand_layout_constraints=")[1]
     assert "s32[2]{0}, s32[2]{0}, f32[2,16,16]{2,1,0}, f32[1,8,15]{2,1,0}, f32[1,8]" in layouts
     assert "all-gather" not in text

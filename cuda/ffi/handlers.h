@@ -19,8 +19,9 @@ Handlers forward_handlers();
 Handlers backward_handlers();
 Handlers tangent_handlers();
 Handlers paged_handlers();
-// Of a call without a program: a handler alone.
+// Of calls without a program: a handler alone.
 XLA_FFI_Handler* dense_mask_handler();
+XLA_FFI_Handler* range_summary_handler();
 
 // Of the state that instantiation makes, for `jax.ffi.register_ffi_type`.
 struct StateType {

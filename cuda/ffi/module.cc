@@ -141,9 +141,13 @@ void define_handlers(nb::module_& m) {
         handlers["backward"] = by_stage(backward_handlers());
         handlers["tangent"] = by_stage(tangent_handlers());
         handlers["paged"] = by_stage(paged_handlers());
-        nb::dict dense_mask;
-        dense_mask["execute"] = capsule(dense_mask_handler());
-        handlers["dense_mask"] = dense_mask;
+        const auto alone = [](XLA_FFI_Handler* handler) {
+          nb::dict stages;
+          stages["execute"] = capsule(handler);
+          return stages;
+        };
+        handlers["dense_mask"] = alone(dense_mask_handler());
+        handlers["range_summary"] = alone(range_summary_handler());
         return handlers;
       },
       "Handlers for the CUDA platform, by custom call and stage.");
