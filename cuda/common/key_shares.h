@@ -99,9 +99,10 @@ inline size_t forward_workspace_bytes(const Problem& problem) {
   return shares_keys(problem) ? forward_workspace(problem).bytes : 0;
 }
 
-// Of a score program's kernels.
+// Of a score program's kernels: those that do not share may count the tiles that blocks have drawn.
 inline size_t program_workspace_bytes(const Problem& problem, int32_t shared_units) {
-  return shared_units > 0 && detail::may_share(problem) ? forward_workspace(problem).bytes : 0;
+  const bool shares = shared_units > 0 && detail::may_share(problem);
+  return shares ? forward_workspace(problem).bytes : sizeof(uint32_t);
 }
 
 }  // namespace jaxflash

@@ -48,6 +48,8 @@ class BandMask {
   static constexpr bool kTestsElements = false;
   // Whether what all of some rows or keys see has regard to what the score program hides.
   static constexpr bool kKnowsProgram = false;
+  // Whether how much rows see is known to the device alone.
+  static constexpr bool kVaries = false;
   // Whether nobody may see what lies between two parts that are seen.
   static constexpr bool kHasGaps = false;
   using Hidden = NoneHidden;

@@ -17,6 +17,7 @@ class RangeMask {
  public:
   static constexpr bool kTestsElements = kIds;
   static constexpr bool kKnowsProgram = kOfProgram;
+  static constexpr bool kVaries = true;
   static constexpr bool kHasGaps = kOfProgram;
   using Hidden = Conditional<kOfProgram, HiddenElements, NoneHidden>;
 

@@ -100,6 +100,7 @@ TileOrder tile_order(const Problem& problem, const UnitShape& unit, int64_t batc
   const int64_t fitting = kSectionBytes / std::max<int64_t>(bytes, 1);
   order.section_heads =
       static_cast<uint32_t>(std::min<int64_t>(std::max(fitting, few_heads), order.heads));
+  order.by_section_tiles = Divisor(order.section_heads * order.head_tiles);
   order.by_section_heads = Divisor(order.section_heads);
   // Without a rest there is no such section.
   order.by_last_heads = Divisor(std::max(order.heads % order.section_heads, 1u));
@@ -203,6 +204,9 @@ Status forward_args(const ForwardParams& params, int start_capture, int multipro
   args.out_head_stride = params.out.head_stride;
   args.scale_log2 = problem.scale * kLog2E;
   args.captures = params.captures;
+  if (problem.ranges.row_blocks != nullptr && draws_tiles<Tile>) {
+    args.drawn = static_cast<uint32_t*>(params.workspace);
+  }
 
   if constexpr (Tile::kShares) {
     const ForwardWorkspace layout = forward_workspace(problem);
@@ -233,8 +237,12 @@ Status launch_forward(Kernel<ForwardArgs> kernel, Kernel<ForwardArgs> merge,
       !status.ok()) {
     return status;
   }
-  cudaError_t error = launch(kernel, Start::kAfter, {args.order.blocks}, Traits::kThreads,
-                             Traits::kSharedBytes, stream, args);
+  cudaError_t error = cudaSuccess;
+  if (args.drawn != nullptr) error = cudaMemsetAsync(args.drawn, 0, sizeof(*args.drawn), stream);
+  if (error == cudaSuccess) {
+    error = launch(kernel, Start::kAfter, {args.order.blocks}, Traits::kThreads,
+                   Traits::kSharedBytes, stream, args);
+  }
   if (Status status = cuda_status(error, "launching the forward kernel"); !status.ok()) {
     return status;
   }

@@ -97,46 +97,53 @@ struct ForwardProducers {
     if constexpr (Traits::kShares) {
       const typename Traits::Slices slices(args);
       load_q(args, smem, ShareWalk<typename Traits::Slices>(slices, args.order.blocks));
+    } else if constexpr (Traits::kDraws) {
+      load_q(args, smem, DrawnTiles(args.order, args.drawn));
     } else {
       load_q(args, smem, TileWalk(args.order));
     }
   }
 
-  // Plans tiles, each before it loads Q of the one before.
+  // Plans tiles, each before it loads Q of the one before; what is drawn, only once Q of the one
+  // before has been loaded, for a tile that waits in a block that is still busy unbalances the
+  // blocks.
   template <class Walk>
   __device__ __forceinline__ static void load_q(const ForwardArgs& args, SharedMemory& smem,
                                                 Walk walk) {
     const bool first_lane = threadIdx.x % 32 == 0;
     Ring<Tile::kQStages> ring;
-    for (uint32_t count = 0;; ++count, walk.advance()) {
-      const bool exists = !walk.done();
+    const auto load = [&](uint32_t count) {
+      const Plan& loaded = smem.plans.sent(count);
+      if (first_lane) {
+#pragma unroll 1
+        for (int group = 0; group < kWarpGroups; ++group) {
+          Barrier& full = smem.q_full[ring.stage][group];
+          smem.q_empty[ring.stage][group].wait(ring.phase ^ 1);
+          full.arrive_expecting(Traits::kPanels * args.unit.rows() * Traits::kPanelRowBytes);
+#pragma unroll 1
+          for (int panel = 0; panel < Traits::kPanels; ++panel) {
+            const uint8_t* target = smem.q[ring.stage][group] + panel * Traits::kQPanelBytes;
+            tensor_load(shared_address(target), &args.q, full.address(), panel * 64,
+                        loaded.units[group].position, loaded.units[group].head,
+                        loaded.inner * args.q_batch_step[0], loaded.outer * args.q_batch_step[1]);
+          }
+        }
+      }
+      __syncwarp();
+      ring.advance();
+    };
+    for (uint32_t count = 0;; ++count) {
+      if (Traits::kDraws && count > 0) load(count - 1);
       Plan& plan = smem.plans.prepare(count);
+      if (count > 0) walk.advance();
+      const bool exists = !walk.done();
       // Units at one end of a tile see fewer keys, or are empty: warpgroups take them alternately,
       // but for what they start from, where that stays.
       const bool mirrored = !Traits::kHoldsStarts && count % 2 != 0;
       if (exists) plan_tile(args, walk.tile(), mirrored, plan);
       if (first_lane) plan.exists = exists;
       smem.plans.send(count);
-      if (count > 0) {
-        const Plan& loaded = smem.plans.sent(count - 1);
-        if (first_lane) {
-#pragma unroll 1
-          for (int group = 0; group < kWarpGroups; ++group) {
-            Barrier& full = smem.q_full[ring.stage][group];
-            smem.q_empty[ring.stage][group].wait(ring.phase ^ 1);
-            full.arrive_expecting(Traits::kPanels * args.unit.rows() * Traits::kPanelRowBytes);
-#pragma unroll 1
-            for (int panel = 0; panel < Traits::kPanels; ++panel) {
-              const uint8_t* target = smem.q[ring.stage][group] + panel * Traits::kQPanelBytes;
-              tensor_load(shared_address(target), &args.q, full.address(), panel * 64,
-                          loaded.units[group].position, loaded.units[group].head,
-                          loaded.inner * args.q_batch_step[0], loaded.outer * args.q_batch_step[1]);
-            }
-          }
-        }
-        __syncwarp();
-        ring.advance();
-      }
+      if (!Traits::kDraws && count > 0) load(count - 1);
       if (!exists) return;
     }
   }

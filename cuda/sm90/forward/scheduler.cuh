@@ -22,6 +22,11 @@ struct UnitShape {
   __device__ __forceinline__ int head(int row) const { return row >> log2_positions; }
 };
 
+struct QueryTile {
+  int head;   // flat over batch and kv heads
+  int index;  // among those of the head
+};
+
 // A kv head's units go by position, those of one position by head; a tile takes as many units in a
 // row as a block has consumer warpgroups. They see about the same keys, and share them.
 struct TileOrder {
@@ -38,15 +43,53 @@ struct TileOrder {
 
   Divisor by_blocks;
   Divisor by_head_tiles;
+  Divisor by_section_tiles;
   Divisor by_section_heads;
   Divisor by_last_heads;  // what is left for the last section, if it is not full
+
+  __device__ __forceinline__ uint32_t tiles() const { return heads * head_tiles; }
+  __device__ __forceinline__ QueryTile at(uint32_t position) const {
+    if (section_heads == 0) return in_turn(position);
+    const uint32_t first_head = by_section_tiles.quotient(position) * section_heads;
+    return in_section(first_head, position - first_head * head_tiles);
+  }
+  // Of the first order.
+  __device__ __forceinline__ QueryTile in_turn(uint32_t position) const {
+    return {static_cast<int>(by_head_tiles.quotient(position)),
+            static_cast<int>(by_head_tiles.remainder(position))};
+  }
+  // Of the other one, inside of a section.
+  __device__ __forceinline__ QueryTile in_section(uint32_t first_head, uint32_t position) const {
+    const bool last = heads - first_head < section_heads;
+    const Divisor& by_heads = last ? by_last_heads : by_section_heads;
+    const uint32_t rank = by_heads.quotient(position);
+    return {static_cast<int>(first_head + by_heads.remainder(position)),
+            static_cast<int>(last_is_longest ? head_tiles - 1 - rank : rank)};
+  }
 };
 
-struct QueryTile {
-  int head;   // flat over batch and kv heads
-  int index;  // among those of the head
+// Blocks draw tiles in their order, one after the other: of masks that are known when the kernel
+// runs, nothing else says how long a tile takes. The first ones are dealt out.
+class DrawnTiles {
+ public:
+  // All lanes of a warp. `drawn` counts those that have been drawn so far.
+  __device__ __forceinline__ DrawnTiles(const TileOrder& order, uint32_t* drawn)
+      : order_(order), drawn_(drawn), position_(blockIdx.x) {}
+
+  __device__ __forceinline__ bool done() const { return position_ >= order_.tiles(); }
+  __device__ __forceinline__ QueryTile tile() const { return order_.at(position_); }
+  __device__ __forceinline__ void advance() {
+    if (threadIdx.x % 32 == 0) position_ = order_.blocks + atomicAdd(drawn_, 1u);
+    position_ = __shfl_sync(~0u, position_, 0);
+  }
+
+ private:
+  const TileOrder& order_;
+  uint32_t* drawn_;
+  uint32_t position_;
 };
 
+// Tiles of which about that is known: they are dealt out in rounds.
 class TileWalk {
  public:
   __device__ __forceinline__ explicit TileWalk(const TileOrder& order) : order_(order) { settle(); }
@@ -63,9 +106,8 @@ class TileWalk {
   __device__ __forceinline__ void settle() {
     if (order_.section_heads == 0) {
       const uint32_t position = round_ * order_.blocks + blockIdx.x;
-      done_ = position >= order_.heads * order_.head_tiles;
-      tile_.head = order_.by_head_tiles.quotient(position);
-      tile_.index = order_.by_head_tiles.remainder(position);
+      done_ = position >= order_.tiles();
+      tile_ = order_.in_turn(position);
       return;
     }
     for (;;) {
@@ -88,10 +130,7 @@ class TileWalk {
       const uint32_t position =
           round_ * order_.blocks + (forwards ? lane : order_.blocks - 1 - lane);
       if (position < tiles) {
-        const Divisor& by_heads = last ? order_.by_last_heads : order_.by_section_heads;
-        const uint32_t rank = by_heads.quotient(position);
-        tile_.head = first_head + by_heads.remainder(position);
-        tile_.index = order_.last_is_longest ? order_.head_tiles - 1 - rank : rank;
+        tile_ = order_.in_section(first_head, position);
         return;
       }
       ++round_;
