@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kConvertThreads)
                       const __grid_constant__ BackwardWorkspace workspace, int64_t first_block,
                       uint32_t adds) {
   constexpr int kPieces = 8;
-  static_assert(kWorkspaceDims % (8 * kPieces) == 0);
+  static_assert(kWorkspaceDims % 32 == 0, "all of four pieces or none");
   const Problem& problem = params.problem;
   const int64_t block = first_block + (adds == 0 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
   const int64_t row_blocks = (problem.q_len + kConvertRows - 1) / kConvertRows;
@@ -82,7 +82,8 @@ __global__ void __launch_bounds__(kConvertThreads)
              head * params.dq.head_stride;
   const bool vectors = rows_are_aligned(dq, params.dq.seq_stride, problem.head_dim);
   const int lane = threadIdx.x % 32;
-  const int columns = static_cast<int>(workspace.dims) / (8 * kPieces);  // of eight pieces
+  const int row_pieces = static_cast<int>(workspace.dims) / 8;
+  const int columns = (row_pieces + kPieces - 1) / kPieces;  // of eight pieces, or four at the end
   if (adds == 0) {
     wait_for_previous_kernel();
   } else {
@@ -100,11 +101,13 @@ __global__ void __launch_bounds__(kConvertThreads)
     float fragment[kPieces][4];
 #pragma unroll
     for (int piece = 0; piece < kPieces; ++piece) {
-      const int64_t index = tile_row / 16 * (workspace.dims / 8) + first_piece + piece;
+      if (first_piece + piece / 4 * 4 >= row_pieces) break;
+      const int64_t index = tile_row / 16 * row_pieces + first_piece + piece;
       FragmentOrder::load(accumulator + index * 128, lane, fragment[piece]);
     }
 #pragma unroll
     for (int quad = 0; quad < kPieces; quad += 4) {
+      if (first_piece + quad >= row_pieces) break;
       const int col = (first_piece + quad + lane % 4) * 8;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {

@@ -27,8 +27,8 @@ struct ForwardWorkspace {
 
 // Row vectors are padded to a multiple of the longest row tile, so that a tile never tests its end.
 inline constexpr int32_t kWorkspaceRows = 128;
-// The accumulator of dq has whole panels of columns.
-inline constexpr int32_t kWorkspaceDims = 64;
+// The accumulator of dq has columns in multiples of this: heads of 32 add half of what others do.
+inline constexpr int32_t kWorkspaceDims = 32;
 // The shortest row tile: what a turn counter stands for, at least.
 inline constexpr int32_t kWorkspaceTurnRows = 16;
 

@@ -241,6 +241,13 @@ struct DqOrder {
     return (row / 16 * (workspace.dims / 8) + col / 8) * kPiece;
   }
 
+  // What 16 rows have of the columns from `col` on, at most `columns` of them, in bytes: none
+  // behind the head size that the workspace was made for.
+  __device__ __forceinline__ static int row_bytes(const BackwardWorkspace& workspace, int col,
+                                                  int columns) {
+    return min(max(static_cast<int>(workspace.dims) - col, 0), columns) * 16 * 4;
+  }
+
   // The elements of a lane. Nobody reads them again.
   __device__ __forceinline__ static void load(const float* piece, int lane, float (&values)[4]) {
     const float4 four = __ldcs(reinterpret_cast<const float4*>(piece + 4 * lane));

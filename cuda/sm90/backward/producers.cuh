@@ -451,12 +451,13 @@ struct BackwardProducers {
           const int part_row = row + part / kParts * Traits::kDqPartRows + 16 * lane;
           if (args.direct_dq) {
             if (lane == 0) store_dq(args, smem, block, part, part_row, col, head);
-          } else if (col < args.workspace.dims) {
-            // Panels that the problem's head size does not reach do not exist in the workspace.
-            bulk_reduce_add(args.workspace.dq_of(args.workspace_data, head_index) +
-                                DqOrder::offset(args.workspace, part_row, col),
-                            shared_address(smem.dq[part]) + lane * Traits::kDqWarpBytes,
-                            Traits::kDqWarpBytes);
+          } else {
+            const int bytes = DqOrder::row_bytes(args.workspace, col, Traits::kDqPartDims);
+            if (bytes > 0) {
+              bulk_reduce_add(args.workspace.dq_of(args.workspace_data, head_index) +
+                                  DqOrder::offset(args.workspace, part_row, col),
+                              shared_address(smem.dq[part]) + lane * Traits::kDqWarpBytes, bytes);
+            }
           }
           bulk_commit_group();
         }
@@ -495,11 +496,11 @@ struct BackwardProducers {
         named_barrier_sync(kDqFull, Traits::kConsumerThreads + 32);
         if (adds) {
           fence_proxy_async();  // on this side of the barrier as in add_dq
-          // Panels that the problem's head size does not reach do not exist in the workspace.
-          if (col < args.workspace.dims) {
+          const int bytes = DqOrder::row_bytes(args.workspace, col, Traits::kDqPartDims);
+          if (bytes > 0) {
             bulk_reduce_add(args.workspace.dq_of(args.workspace_data, head_index) +
                                 DqOrder::offset(args.workspace, row + lane % 4 * 16, col),
-                            smem.staged_dq(lane, odd), Traits::kDqWarpBytes);
+                            smem.staged_dq(lane, odd), bytes);
           }
           bulk_commit_group();
         }
