@@ -33,7 +33,18 @@ struct ShownBits {};
 template <int kKeys>
 struct ShownBits<true, kKeys> {
   static_assert(kKeys <= 128);
-  uint32_t bits[2] = {};  // one for each of the thread's columns
+  // Bits become predicates seven at a time (R2P), the lower ones of a byte; alone does the first
+  // one of a word. So these are left out where there is room: of 80 keys 6 such instructions and 40
+  // selections are behind the wait for products. Side by side, in the order of elements, bits took
+  // 14 for two each, and 20 tests.
+  static constexpr bool kSpreads = kKeys / 4 <= 27;
+  uint32_t bits[2] = {};  // of the thread's rows
+
+  // Of element i, among those of its row.
+  __device__ __forceinline__ static constexpr uint32_t bit_of(int i) {
+    const int number = i / 4 * 2 + i % 2;
+    return 1u << (kSpreads ? number + 1 + (number + 1) / 7 : number);
+  }
 };
 template <bool kHasWords, bool kHasBits, int kKeys>
 struct Shown : ShownWords<kHasWords, kKeys>, ShownBits<kHasBits, kKeys> {};
@@ -275,11 +286,11 @@ class ProgramScores {
           }
           return visible;
         });
-        if (visible) shown.bits[Fragment::lower(i)] |= bit_of(i);
+        if (visible) shown.bits[Fragment::lower(i)] |= shown.bit_of(i);
       }
     }
   }
-  // What it does not show becomes -inf.
+  // What it does not show becomes -inf. Row by row: neighbouring bits are tested together.
   template <int kElements, bool kHasBits>
   __device__ __forceinline__ void hide(
       float (&s)[kElements],
@@ -299,18 +310,15 @@ class ProgramScores {
           own[r][i] = __funnelshift_r(shown.words[r][i], alone ? 0 : shown.words[r][i + 1], shift);
         }
       }
-#pragma unroll
-      for (int i = 0; i < kElements; ++i) {
+      for_each_of_rows<kElements>([&](int r, int i) {
         const int column = Fragment::column_of(i);
         const uint32_t bit = 1u << Program::bit(column % 32);
-        s[i] = (own[Fragment::lower(i)][column / 32] & bit) != 0 ? s[i] : -INFINITY;
-      }
+        s[i] = (own[r][column / 32] & bit) != 0 ? s[i] : -INFINITY;
+      });
     }
     if constexpr (kHasBits) {
-#pragma unroll
-      for (int i = 0; i < kElements; ++i) {
-        s[i] = (shown.bits[Fragment::lower(i)] & bit_of(i)) != 0 ? s[i] : -INFINITY;
-      }
+      for_each_of_rows<kElements>(
+          [&](int r, int i) { s[i] = (shown.bits[r] & shown.bit_of(i)) != 0 ? s[i] : -INFINITY; });
     }
   }
   // As rewrite(), and the tangents t of products become those of logits, over tangent_scale().
@@ -384,9 +392,16 @@ class ProgramScores {
   __device__ __forceinline__ const typename Program::Head& head_of(int r) const {
     return heads_[kManyHeads ? r : 0];
   }
-  // Of element i, among those of its row.
-  __device__ __forceinline__ static constexpr uint32_t bit_of(int i) {
-    return 1u << (i / 4 * 2 + i % 2);
+  // All elements i of one row after those of the other.
+  template <int kElements, class Of>
+  __device__ __forceinline__ static void for_each_of_rows(const Of& of) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int i = 0; i < kElements; ++i) {
+        if (Fragment::lower(i) == r) of(r, i);
+      }
+    }
   }
   // From the diagonal of the thread's first element.
   __device__ __forceinline__ static constexpr int step_of(int i) {
