@@ -183,7 +183,7 @@ if(NOT common_gencode)
   set(common_gencode ${sm90_gencode})
 endif()
 set(common_sources ${PROJECT_SOURCE_DIR}/cuda/dense_mask.cu
-                   ${PROJECT_SOURCE_DIR}/cuda/range_summary.cu)
+                   ${PROJECT_SOURCE_DIR}/cuda/ranges.cu)
 set_source_files_properties(${common_sources} PROPERTIES COMPILE_OPTIONS "${common_gencode}")
 file(GLOB host_sources CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/cuda/host/*.cc)
 add_library(jaxflash_cuda SHARED ${PROJECT_SOURCE_DIR}/cuda/dispatch.cc ${host_sources}

@@ -274,6 +274,33 @@ struct DenseMaskParams {
   MaskBlock* blocks;  // workspace, (count, ceil(rows / kRangeBlock), ceil(keys / kRangeBlock))
 };
 
+// Elements of a segment that have some remainder, see SegmentMatchesParams. All start at their
+// largest value.
+struct alignas(32) SegmentBucket {
+  uint32_t first;  // of the elements
+  uint32_t inverted_last;
+  uint32_t low;  // of the ids, which count from the smallest one
+  uint32_t inverted_high;
+  uint32_t less_than_number;  // one less than there are elements
+};
+
+// Intervals of equal ids: of each row one of keys that holds all of its segment, and of each key
+// one of rows. It is the smallest one if no two ids are a multiple of twice the number of keys
+// (rows) apart. (0, 0) where there are none.
+struct SegmentMatchesParams {
+  int64_t count;  // of sequences
+  int32_t rows;
+  int32_t keys;
+  const int32_t* q_ids;   // (count, rows)
+  const int32_t* kv_ids;  // (count, keys)
+  int32_t* keys_of_row;   // (count, rows, 2)
+  int32_t* rows_of_key;   // (count, keys, 2)
+  uint8_t* keys_solid;    // (count, rows), whether all that lies in an interval is of the segment
+  uint8_t* rows_solid;    // (count, keys)
+  // Workspace, by the remainder of the ids: (count, 2 * keys of keys, then 2 * rows of rows).
+  SegmentBucket* buckets;
+};
+
 // What Ranges say of blocks and of sequences, made of the intervals. (0, 0) is an empty one.
 struct RangeSummaryParams {
   int64_t count;  // of sequences

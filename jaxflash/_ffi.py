@@ -25,6 +25,7 @@ BACKWARD_TARGET = "jaxflash_backward_v6"
 TANGENT_TARGET = "jaxflash_tangent_v3"
 PAGED_TARGET = "jaxflash_paged_v4"
 DENSE_MASK_TARGET = "jaxflash_dense_mask_v1"
+SEGMENT_MATCHES_TARGET = "jaxflash_segment_matches_v1"
 RANGE_SUMMARY_TARGET = "jaxflash_range_summary_v1"
 _STATE_TYPE = "jaxflash_program_v2"
 
@@ -34,6 +35,8 @@ _UNLIMITED = 1 << 30
 _WORKSPACE_ROWS = 128
 # cuda/problem.h: bytes of MaskBlock.
 _MASK_BLOCK_BYTES = 24
+# cuda/problem.h: bytes of SegmentBucket.
+_SEGMENT_BUCKET_BYTES = 32
 # Of RangeSummaryParams::hidden, for each block.
 _HIDDEN_BYTES = 8
 
@@ -61,6 +64,7 @@ def _register() -> None:
         "tangent": TANGENT_TARGET,
         "paged": PAGED_TARGET,
         "dense_mask": DENSE_MASK_TARGET,
+        "segment_matches": SEGMENT_MATCHES_TARGET,
         "range_summary": RANGE_SUMMARY_TARGET,
     }
     for name, target in targets.items():
@@ -499,6 +503,28 @@ class DenseMask(BatchCall):
             [(words, jnp.uint32), *((own, jnp.int32) for own in intervals)],
             row_blocks * key_blocks * _MASK_BLOCK_BYTES,
             packs_keys=np.bool_(self.packs_keys),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class SegmentMatches(BatchCall):
+    """`_ranges.matched` of ids (*B, T) and (*B, S), int32."""
+
+    operand_axes = (("row",), ("key",))
+    result_axes = (("row", "pair"), ("key", "pair"), ("row",), ("key",))
+
+    def call(self, *operands):
+        rows, keys = (x.shape[-1] for x in operands)
+        return self._call(
+            SEGMENT_MATCHES_TARGET,
+            operands,
+            [
+                ((rows, 2), jnp.int32),
+                ((keys, 2), jnp.int32),
+                ((rows,), jnp.bool_),
+                ((keys,), jnp.bool_),
+            ],
+            2 * (rows + keys) * _SEGMENT_BUCKET_BYTES,
         )
 
 

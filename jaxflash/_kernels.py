@@ -170,7 +170,11 @@ def _read(operands: Operands, pass_: Pass) -> DenseMask | None:
 
 def _ranges_of(spec: AttentionSpec, operands: Operands, mask: DenseMask | None):
     shown = () if mask is None else (mask.shown,)
-    return _ranges.of_call(spec, operands, *shown, summarise=_summarised)
+    return _ranges.of_call(spec, operands, *shown, steps=_ranges.Steps(_matched, _summarised))
+
+
+def _matched(query_ids, key_ids) -> _ranges.Intervals:
+    return _ranges.Intervals(*_partition.over_batch(_ffi.SegmentMatches())(query_ids, key_ids))
 
 
 def _summarised(intervals: _ranges.Intervals):

@@ -36,6 +36,13 @@ class Intervals(NamedTuple):
     rows_inside: Any = None
 
 
+class Steps(NamedTuple):
+    """How ranges are made; the kernels have faster ways."""
+
+    matched: Callable[[Any, Any], Intervals]
+    summarised: Callable[[Intervals], tuple[Any, Any, Any]]
+
+
 class Ranges(NamedTuple):
     """Of a call with lengths T and S; int32. Intervals are pairs (begin, end)."""
 
@@ -54,11 +61,12 @@ def of_call(
     spec: AttentionSpec,
     operands: Operands,
     *masks: Shown,
-    summarise: Callable[[Intervals], tuple[Any, Any, Any]] | None = None,
+    steps: Steps | None = None,
 ) -> Ranges | None:
     """Those of a call's segments or packed sequences, of what its predicate shows and what other
     masks do; or None. In packed ones the band of the spec (causal, window) is part of the
-    intervals. `summarise` is `summarised`, or does the same."""
+    intervals. `steps`: those of this module, or others that do the same."""
+    steps = Steps(matched, summarised) if steps is None else steps
     if 0 in (*operands.query.shape, *operands.key.shape):
         return None  # nothing to see
     shown = _of_batch(operands, _of_predicate(operands) + masks)
@@ -68,11 +76,15 @@ def of_call(
             return None
         intervals, ids = shown, ()
     elif operands.query_boundaries is None:
-        of_shown = () if shown is None else (shown.keys_of_row, shown.rows_of_key)
-        intervals, ids = _over_batch(_of_segments, operands)(*ids, *of_shown)
+        if ids[0].dtype != jnp.int32:
+            ids = _over_batch(_as_ranks, operands)(*ids)
+        intervals = steps.matched(*ids)
         if shown is not None:
             intervals = intervals._replace(
-                keys_inside=shown.keys_inside, rows_inside=shown.rows_inside
+                keys_of_row=_met(intervals.keys_of_row, shown.keys_of_row),
+                rows_of_key=_met(intervals.rows_of_key, shown.rows_of_key),
+                keys_inside=shown.keys_inside,
+                rows_inside=shown.rows_inside,
             )
     else:
         intervals = _over_batch(functools.partial(_of_packed, spec), operands)(
@@ -82,8 +94,8 @@ def of_call(
             operands.query_boundaries,
             operands.key_boundaries,
         )
-    summaries = (summarise or summarised)(intervals)
-    return Ranges(intervals.keys_of_row, intervals.rows_of_key, *summaries, *ids)
+        ids = ()  # sequences are intervals
+    return Ranges(intervals.keys_of_row, intervals.rows_of_key, *steps.summarised(intervals), *ids)
 
 
 def _over_batch(for_one: Callable[..., Any], operands: Operands) -> Callable[..., Any]:
@@ -241,19 +253,25 @@ def _joined(intervals, axis: int):
     return jnp.stack((jnp.where(last > 0, first, 0), last), axis=-1)
 
 
-def _of_segments(query_ids, key_ids, keys_hull=None, rows_hull=None):
-    """(intervals, the ids for queries and keys that the kernels compare)."""
-    # Ids of 64 bits as their rank among the keys: -1 for those that no key has.
-    if query_ids.dtype != jnp.int32:
-        order = jnp.sort(key_ids)
-        key_ids, query_ranks = ranks(order, key_ids), ranks(order, query_ids)
-        known = order[jnp.minimum(query_ranks, order.shape[0] - 1)] == query_ids
-        query_ids = jnp.where(known, query_ranks, -1)
-    keys, keys_solid = _matches(query_ids, key_ids)
-    rows, rows_solid = _matches(key_ids, query_ids)
-    if keys_hull is not None:
-        keys, rows = _met(keys, keys_hull), _met(rows, rows_hull)
-    return Intervals(keys, rows, keys_solid, rows_solid), (query_ids, key_ids)
+def _as_ranks(query_ids, key_ids):
+    """Ids of 64 bits as their rank among the keys: -1 for those that no key has."""
+    order = jnp.sort(key_ids)
+    key_ids, query_ranks = ranks(order, key_ids), ranks(order, query_ids)
+    known = order[jnp.minimum(query_ranks, order.shape[0] - 1)] == query_ids
+    return jnp.where(known, query_ranks, -1), key_ids
+
+
+def matched(query_ids, key_ids) -> Intervals:
+    """Of segments, ids (*B, T) and (*B, S) of int32."""
+
+    def for_one(query_ids, key_ids):
+        keys, keys_solid = _matches(query_ids, key_ids)
+        rows, rows_solid = _matches(key_ids, query_ids)
+        return Intervals(keys, rows, keys_solid, rows_solid)
+
+    for _ in range(query_ids.ndim - 1):
+        for_one = jax.vmap(for_one)
+    return for_one(query_ids, key_ids)
 
 
 def _matches(ids, others):

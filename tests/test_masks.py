@@ -898,10 +898,46 @@ def test_ranges_are_summarised_on_the_gpu(lengths, lead, has_inside, has_solid):
         np.testing.assert_array_equal(actual, expected)
 
 
+_LARGEST = 2**31 - 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["documents", "unsorted", "far apart", "extreme", "one"])
+@pytest.mark.parametrize("lead", [(), (3,), (2, 5)], ids=str)
+@pytest.mark.parametrize("lengths", [(1, 64), (200, 331), (4096, 50)], ids=str)
+def test_segments_are_matched_on_the_gpu(lengths, lead, kind):
+    rng = np.random.default_rng(5)
+    ids = []
+    for n in lengths:
+        of_kind = {
+            "documents": np.sort(rng.integers(-1, 6, (*lead, n))),
+            "unsorted": rng.integers(-3, 40, (*lead, n)),
+            # Several ids for a bucket, on either side.
+            "far apart": rng.integers(-4, 4, (*lead, n)) * 2 * lengths[0] * lengths[1],
+            "extreme": rng.choice([-_LARGEST - 1, -1, 0, _LARGEST - 1, _LARGEST], (*lead, n)),
+            "one": np.full((*lead, n), 7),
+        }
+        ids.append(of_kind[kind].astype(np.int32))
+    actual, expected = (jax.jit(f)(*ids) for f in (_kernels._matched, _ranges.matched))
+    for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(x, y)
+    # Both: all equal ids lie inside, and nothing else where an interval is solid.
+    for own, other, intervals, solid in (
+        (*ids, actual.keys_of_row, actual.keys_solid),
+        (*ids[::-1], actual.rows_of_key, actual.rows_solid),
+    ):
+        equal = own[..., None] == other[..., None, :]
+        number = np.arange(other.shape[-1])
+        begin, end = np.asarray(intervals)[..., :1], np.asarray(intervals)[..., 1:]
+        inside = (number >= begin) & (number < end)
+        assert not (equal & ~inside).any()
+        assert not (inside & ~equal & np.asarray(solid)[..., None]).any()
+
+
 @_needs_kernels
 @pytest.mark.parametrize("name", ["segments", "array"])
-def test_ranges_are_summarised_where_they_lie(name):
-    """Each device summarises its sequences, and nothing is gathered for that."""
+def test_ranges_are_made_where_they_lie(name):
+    """Each device makes those of its sequences, and nothing is gathered for that."""
     mesh = _mesh()
 
     def zeros(shape, dtype, spec):
@@ -921,6 +957,9 @@ def test_ranges_are_summarised_where_they_lie(name):
     (call,) = (x for x in text.splitlines() if f'"{_ffi.RANGE_SUMMARY_TARGET}"' in x)
     assert "s32[2,1,6]" in call
     assert "s32[2,6]" in call
+    if name == "segments":
+        (call,) = (x for x in text.splitlines() if f'"{_ffi.SEGMENT_MATCHES_TARGET}"' in x)
+        assert "s32[2,64,2]" in call
     assert "all-gather" not in text
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import pytest
 
 import jaxflash
 from check import assert_same_bits
-from jaxflash import _blockwise
+from jaxflash import _blockwise, _ffi
 
 N, K, H, VALUE = 4, 2, 16, 8
 
@@ -182,6 +183,21 @@ _SHORT = {
     "one much longer": (1, 33, 0, 9, 7),
     "all empty": (0, 0, 0, 0, 0),
 }
+
+
+@pytest.mark.skipif(not _ffi.extension.kernels, reason="needs the kernels' library")
+@pytest.mark.parametrize("options", [{}, dict(is_causal=True)], ids=str)
+def test_packed_sequences_are_intervals(options):
+    """Kernels test no element of a tile for its sequence: cuda/problem.h, MaskKind::kRanges."""
+    shape = jax.ShapeDtypeStruct((256, 4, 64), jnp.bfloat16)
+    ends = jax.ShapeDtypeStruct((4,), jnp.int32)
+
+    def attend(q, ends):
+        return jaxflash.varlen_attention(q, q, q, ends, ends, implementation="cuda", **options)
+
+    text = jax.jit(attend).trace(shape, ends).lower(lowering_platforms=("cuda",)).as_text()
+    (call,) = (x for x in text.splitlines() if f"@{_ffi.FORWARD_TARGET}" in x)
+    assert re.search(r"\bmask = 1 : i64", call), call
 
 
 @pytest.mark.parametrize(

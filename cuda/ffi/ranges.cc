@@ -1,0 +1,161 @@
+// The custom calls that make the ranges of a call: intervals of segments, and summaries.
+
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "ffi/arrays.h"
+#include "ffi/handlers.h"
+
+namespace jaxflash {
+namespace {
+
+// The leading axes of an array, which others have too.
+class Lead {
+ public:
+  Lead(ffi::Span<const int64_t> dims, size_t own_rank)
+      : axes_(dims.begin(), dims.end() - own_rank) {}
+
+  // Whether an array is (*B, *own).
+  bool has_shape(ffi::Span<const int64_t> dims, std::vector<int64_t> own) const {
+    own.insert(own.begin(), axes_.begin(), axes_.end());
+    return std::equal(dims.begin(), dims.end(), own.begin(), own.end());
+  }
+  int64_t count() const {
+    int64_t count = 1;
+    for (const int64_t n : axes_) count *= n;
+    return count;
+  }
+
+ private:
+  std::vector<int64_t> axes_;
+};
+
+// An optional operand (*B, *own), if it is one.
+template <ffi::DataType kType>
+std::optional<ffi::Buffer<kType>> operand(const ffi::RemainingArgs& operands, size_t i,
+                                          const Lead& lead, std::vector<int64_t> own) {
+  const auto buffer = operands.get<ffi::Buffer<kType>>(i);
+  if (!buffer || !lead.has_shape(buffer->dimensions(), std::move(own))) return std::nullopt;
+  return *buffer;
+}
+
+ffi::Error segment_matches(CUstream_st* stream, ffi::Buffer<ffi::S32> q_ids,
+                           ffi::Buffer<ffi::S32> kv_ids,
+                           ffi::Result<ffi::Buffer<ffi::S32>> keys_of_row,
+                           ffi::Result<ffi::Buffer<ffi::S32>> rows_of_key,
+                           ffi::Result<ffi::Buffer<ffi::PRED>> keys_solid,
+                           ffi::Result<ffi::Buffer<ffi::PRED>> rows_solid,
+                           ffi::Result<ffi::Buffer<ffi::U8>> workspace) {
+  const auto row_dims = q_ids.dimensions(), key_dims = kv_ids.dimensions();
+  if (row_dims.size() < 1 || key_dims.size() < 1) return invalid("ids are in arrays");
+  const int64_t rows = row_dims.back(), keys = key_dims.back();
+  if (std::max(rows, keys) > kMaxLength) return invalid("there are at most 2^30 rows and keys");
+  const Lead lead(row_dims, 1);
+  if (!lead.has_shape(key_dims, {keys}) || !lead.has_shape(keys_of_row->dimensions(), {rows, 2}) ||
+      !lead.has_shape(rows_of_key->dimensions(), {keys, 2}) ||
+      !lead.has_shape(keys_solid->dimensions(), {rows}) ||
+      !lead.has_shape(rows_solid->dimensions(), {keys})) {
+    return invalid("ids and their intervals have the same leading axes");
+  }
+  SegmentMatchesParams params = {};
+  params.count = lead.count();
+  params.rows = static_cast<int32_t>(rows);
+  params.keys = static_cast<int32_t>(keys);
+  params.q_ids = q_ids.typed_data();
+  params.kv_ids = kv_ids.typed_data();
+  params.keys_of_row = keys_of_row->typed_data();
+  params.rows_of_key = rows_of_key->typed_data();
+  params.keys_solid = reinterpret_cast<uint8_t*>(keys_solid->typed_data());
+  params.rows_solid = reinterpret_cast<uint8_t*>(rows_solid->typed_data());
+  params.buckets = reinterpret_cast<SegmentBucket*>(workspace->untyped_data());
+  if (workspace->size_bytes() < params.count * 2 * (rows + keys) * sizeof(SegmentBucket)) {
+    return invalid("the workspace of segments is too small");
+  }
+  return to_error(jaxflash_segment_matches(&params, stream));
+}
+
+ffi::Error range_summary(CUstream_st* stream, bool has_solid, bool has_inside,
+                         ffi::Buffer<ffi::S32> keys_of_row, ffi::Buffer<ffi::S32> rows_of_key,
+                         ffi::RemainingArgs optional, ffi::Result<ffi::Buffer<ffi::S32>> row_blocks,
+                         ffi::Result<ffi::Buffer<ffi::S32>> key_blocks,
+                         ffi::Result<ffi::Buffer<ffi::S32>> hulls,
+                         ffi::Result<ffi::Buffer<ffi::U8>> workspace) {
+  const auto row_dims = keys_of_row.dimensions(), key_dims = rows_of_key.dimensions();
+  if (row_dims.size() < 2 || key_dims.size() < 2) return invalid("intervals are pairs");
+  const int64_t rows = row_dims[row_dims.size() - 2], keys = key_dims[key_dims.size() - 2];
+  if (std::max(rows, keys) > kMaxLength) return invalid("there are at most 2^30 rows and keys");
+  const int64_t of_rows = blocks_of(static_cast<int32_t>(rows));
+  const int64_t of_keys = blocks_of(static_cast<int32_t>(keys));
+  const Lead lead(row_dims, 2);
+  if (optional.size() != size_t{2} * has_solid + size_t{2} * has_inside ||
+      !lead.has_shape(key_dims, {keys, 2}) ||
+      !lead.has_shape(row_blocks->dimensions(), {of_rows, 6}) ||
+      !lead.has_shape(key_blocks->dimensions(), {of_keys, 6}) ||
+      !lead.has_shape(hulls->dimensions(), {6})) {
+    return invalid("intervals and their summaries have the same leading axes");
+  }
+  RangeSummaryParams params = {};
+  params.count = lead.count();
+  params.rows = static_cast<int32_t>(rows);
+  params.keys = static_cast<int32_t>(keys);
+  params.keys_of_row = keys_of_row.typed_data();
+  params.rows_of_key = rows_of_key.typed_data();
+  if (has_solid) {
+    const auto of_row = operand<ffi::PRED>(optional, 0, lead, {rows});
+    const auto of_key = operand<ffi::PRED>(optional, 1, lead, {keys});
+    if (!of_row || !of_key) return invalid("which intervals are solid is a bool for each");
+    params.keys_solid = reinterpret_cast<const uint8_t*>(of_row->typed_data());
+    params.rows_solid = reinterpret_cast<const uint8_t*>(of_key->typed_data());
+  }
+  if (has_inside) {
+    const auto of_row = operand<ffi::S32>(optional, 2 * has_solid, lead, {of_rows, 4});
+    const auto of_key = operand<ffi::S32>(optional, 2 * has_solid + 1, lead, {of_keys, 4});
+    if (!of_row || !of_key) return invalid("what lies inside intervals is two of each block");
+    params.keys_inside = of_row->typed_data();
+    params.rows_inside = of_key->typed_data();
+  }
+  params.row_blocks = row_blocks->typed_data();
+  params.key_blocks = key_blocks->typed_data();
+  params.hulls = hulls->typed_data();
+  params.hidden = reinterpret_cast<uint64_t*>(workspace->untyped_data());
+  if (workspace->size_bytes() < params.count * (of_rows + of_keys) * sizeof(uint64_t)) {
+    return invalid("the workspace of a summary is too small");
+  }
+  return to_error(jaxflash_range_summary(&params, stream));
+}
+
+XLA_FFI_DEFINE_HANDLER(kSegmentMatches, segment_matches,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<CUstream_st*>>()
+                           .Arg<ffi::Buffer<ffi::S32>>()  // see SegmentMatchesParams
+                           .Arg<ffi::Buffer<ffi::S32>>()
+                           .Ret<ffi::Buffer<ffi::S32>>()
+                           .Ret<ffi::Buffer<ffi::S32>>()
+                           .Ret<ffi::Buffer<ffi::PRED>>()
+                           .Ret<ffi::Buffer<ffi::PRED>>()
+                           .Ret<ffi::Buffer<ffi::U8>>(),
+                       {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER(kRangeSummary, range_summary,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<CUstream_st*>>()
+                           .Attr<bool>("has_solid")
+                           .Attr<bool>("has_inside")
+                           .Arg<ffi::Buffer<ffi::S32>>()  // see RangeSummaryParams
+                           .Arg<ffi::Buffer<ffi::S32>>()
+                           .RemainingArgs()
+                           .Ret<ffi::Buffer<ffi::S32>>()
+                           .Ret<ffi::Buffer<ffi::S32>>()
+                           .Ret<ffi::Buffer<ffi::S32>>()
+                           .Ret<ffi::Buffer<ffi::U8>>(),
+                       {ffi::Traits::kCmdBufferCompatible});
+
+}  // namespace
+
+XLA_FFI_Handler* segment_matches_handler() { return kSegmentMatches; }
+XLA_FFI_Handler* range_summary_handler() { return kRangeSummary; }
+
+}  // namespace jaxflash
