@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -534,11 +534,24 @@ def _checked(mask, shape) -> tuple[Mask, Sizes]:
     """A mask that fits (*batch, query heads, T, S)."""
     if not isinstance(mask, Mask):
         raise ValueError(f"mask must be a value of jaxflash.masks, got {type(mask).__name__}")
-    if len(shape) < 3:
-        raise ValueError(f"shape must be (*batch, query heads, T, S), got {tuple(shape)}")
-    *batch, heads, q_len, kv_len = shape
+    *batch, heads, q_len, kv_len = _sizes_in(shape)
     sizes = Sizes(tuple(batch), heads, q_len, kv_len)
     return fitted(mask, sizes), sizes
+
+
+def _sizes_in(shape) -> tuple[Any, ...]:
+    """The sizes that a shape holds."""
+    from jax import export  # takes long
+
+    def is_size(n) -> bool:
+        return n >= 0 if isinstance(n, (int, np.integer)) else export.is_symbolic_dim(n)
+
+    sizes = tuple(shape) if isinstance(shape, (Sequence, np.ndarray)) else ()
+    if len(sizes) < 3 or not all(map(is_size, sizes)):
+        raise ValueError(
+            f"shape must be (*batch, query heads, T, S), integers of 0 or more, got {shape!r}"
+        )
+    return tuple(int(n) if isinstance(n, np.integer) else n for n in sizes)
 
 
 # ---- Their dense meaning -------------------------------------------------------------------------

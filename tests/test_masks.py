@@ -934,6 +934,23 @@ def test_segments_are_matched_on_the_gpu(lengths, lead, kind):
         assert not (inside & ~equal & np.asarray(solid)[..., None]).any()
 
 
+@pytest.mark.parametrize("of", [masks.plan, masks.as_array])
+@pytest.mark.parametrize(
+    "shape", [(2, 3), (1, 2, -3, 4), "abcd", 5, None, (1, 2, 3.0, 4), (1, 2, 3, None)], ids=repr
+)
+def test_shapes_that_are_none(of, shape):
+    with pytest.raises(ValueError, match=r"shape must be \(\*batch, query heads, T, S\)"):
+        of(masks.function(lambda b, h, q, kv: q >= kv), shape)
+
+
+def test_shapes_of_numpy():
+    mask = masks.function(lambda b, h, q, kv: q >= kv)
+    for shape in (np.array([2, 3, 4]), (np.int64(2), 3, np.int8(4))):
+        np.testing.assert_array_equal(
+            masks.as_array(mask, shape), np.tril(np.ones((2, 3, 4), bool))
+        )
+
+
 @_needs_kernels
 @pytest.mark.parametrize("name", ["segments", "array"])
 def test_ranges_are_made_where_they_lie(name):
