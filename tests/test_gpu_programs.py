@@ -52,7 +52,7 @@ def _forward(source, query, key, value, *captures, causal=False, highest=False):
     workspace = _ffi.extension.forward_workspace_bytes(
         dtype=query.dtype.name, batch=int(np.prod(query.shape[:-3])), q_len=query.shape[-3],
         kv_len=kv_len, q_heads=query.shape[-2], kv_heads=kv_heads, head_dim=query.shape[-1],
-        value_dim=value_dim, left=_UNLIMITED, right=0 if causal else _UNLIMITED,
+        value_dim=value_dim, left=_UNLIMITED, right=0 if causal else _UNLIMITED, shared_units=0,
     )  # fmt: skip
     results = (
         jax.ShapeDtypeStruct((*rows, value_dim), query.dtype),
