@@ -478,7 +478,7 @@ class BatchCall:
 
 
 @dataclasses.dataclass(frozen=True)
-class DenseMask(BatchCall):
+class ReadMask(BatchCall):
     """Of a mask (*B, rows, keys) words along the keys or the rows, and intervals: see
     DenseMaskParams in cuda/problem.h."""
 
@@ -507,7 +507,7 @@ class DenseMask(BatchCall):
 
 
 @dataclasses.dataclass(frozen=True)
-class SegmentMatches(BatchCall):
+class MatchSegments(BatchCall):
     """`_ranges.matched` of ids (*B, T) and (*B, S), int32."""
 
     operand_axes = (("row",), ("key",))
@@ -529,7 +529,7 @@ class SegmentMatches(BatchCall):
 
 
 @dataclasses.dataclass(frozen=True)
-class RangeSummary(BatchCall):
+class SummariseRanges(BatchCall):
     """`_ranges.summarised` of intervals of which these are given."""
 
     has_solid: bool

@@ -136,7 +136,7 @@ def tangent(
 def read_mask(mask, pass_: Pass, q_len, kv_len) -> DenseMask:
     """What a pass reads of a mask for calls of such lengths."""
     packed = _dense_mask.packed_axis(mask, pass_)
-    read = _partition.over_batch(_ffi.DenseMask(packs_keys=pass_ == "forward"))
+    read = _partition.over_batch(_ffi.ReadMask(packs_keys=pass_ == "forward"))
     words, keys_of_row, rows_of_key, keys_inside, rows_inside = read(mask)
     rows, keys = mask.shape[-2:]
     shown = Shown(
@@ -174,11 +174,11 @@ def _ranges_of(spec: AttentionSpec, operands: Operands, mask: DenseMask | None):
 
 
 def _matched(query_ids, key_ids) -> _ranges.Intervals:
-    return _ranges.Intervals(*_partition.over_batch(_ffi.SegmentMatches())(query_ids, key_ids))
+    return _ranges.Intervals(*_partition.over_batch(_ffi.MatchSegments())(query_ids, key_ids))
 
 
 def _summarised(intervals: _ranges.Intervals):
-    kernel = _ffi.RangeSummary(
+    kernel = _ffi.SummariseRanges(
         has_solid=intervals.keys_solid is not None, has_inside=intervals.keys_inside is not None
     )
     return _partition.over_batch(kernel)(*_given(*intervals))

@@ -93,6 +93,20 @@ bool is_per_row(ffi::Span<const int64_t> dims, Shape full) {
          std::equal(dims.begin(), dims.end(), full.dims.begin());
 }
 
+Lead::Lead(ffi::Span<const int64_t> dims, size_t own_rank)
+    : axes_(dims.begin(), dims.end() - own_rank) {}
+
+int64_t Lead::count() const {
+  int64_t count = 1;
+  for (const int64_t n : axes_) count *= n;
+  return count;
+}
+
+bool Lead::has_shape(ffi::Span<const int64_t> dims, std::vector<int64_t> own) const {
+  own.insert(own.begin(), axes_.begin(), axes_.end());
+  return std::equal(dims.begin(), dims.end(), own.begin(), own.end());
+}
+
 int64_t batch_count(Shape full) {
   int64_t count = 1;
   for (size_t axis = 0; axis < full.batch_rank(); ++axis) count *= full.batch(axis);

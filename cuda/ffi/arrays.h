@@ -68,4 +68,17 @@ bool is_per_row(ffi::Span<const int64_t> dims, Shape full);
 
 int64_t batch_count(Shape full);
 
+// The leading axes of an array that has `own_rank` others, for arrays that must have the same ones.
+class Lead {
+ public:
+  Lead(ffi::Span<const int64_t> dims, size_t own_rank);
+
+  int64_t count() const;
+  // Whether an array is (*B, *own).
+  bool has_shape(ffi::Span<const int64_t> dims, std::vector<int64_t> own) const;
+
+ private:
+  std::vector<int64_t> axes_;
+};
+
 }  // namespace jaxflash

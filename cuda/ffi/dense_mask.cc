@@ -10,15 +10,6 @@
 namespace jaxflash {
 namespace {
 
-// Whether an array is (*mask's leading axes, *own).
-bool has_shape(ffi::Span<const int64_t> dims, ffi::Span<const int64_t> mask,
-               const std::vector<int64_t>& own) {
-  const size_t lead = mask.size() - 2;
-  return dims.size() == lead + own.size() &&
-         std::equal(mask.begin(), mask.begin() + lead, dims.begin()) &&
-         std::equal(own.begin(), own.end(), dims.begin() + lead);
-}
-
 ffi::Error dense_mask(CUstream_st* stream, bool packs_keys, ffi::Buffer<ffi::PRED> mask,
                       ffi::Result<ffi::Buffer<ffi::U32>> words,
                       ffi::Result<ffi::Buffer<ffi::S32>> keys_of_row,
@@ -34,17 +25,17 @@ ffi::Error dense_mask(CUstream_st* stream, bool packs_keys, ffi::Buffer<ffi::PRE
   const int64_t key_blocks = blocks_of(static_cast<int32_t>(keys));
   const std::vector<int64_t> packed =
       packs_keys ? std::vector{rows, (keys + 31) / 32} : std::vector{(rows + 31) / 32, keys};
-  if (!has_shape(words->dimensions(), dims, packed) ||
-      !has_shape(keys_of_row->dimensions(), dims, {rows, 2}) ||
-      !has_shape(rows_of_key->dimensions(), dims, {keys, 2}) ||
-      !has_shape(keys_inside->dimensions(), dims, {row_blocks, 4}) ||
-      !has_shape(rows_inside->dimensions(), dims, {key_blocks, 4})) {
+  const Lead lead(dims, 2);
+  if (!lead.has_shape(words->dimensions(), packed) ||
+      !lead.has_shape(keys_of_row->dimensions(), {rows, 2}) ||
+      !lead.has_shape(rows_of_key->dimensions(), {keys, 2}) ||
+      !lead.has_shape(keys_inside->dimensions(), {row_blocks, 4}) ||
+      !lead.has_shape(rows_inside->dimensions(), {key_blocks, 4})) {
     return invalid("what is made of a mask has its leading axes");
   }
   DenseMaskParams params = {};
   params.mask = static_cast<const uint8_t*>(mask.untyped_data());
-  params.count = 1;
-  for (size_t i = 0; i + 2 < dims.size(); ++i) params.count *= dims[i];
+  params.count = lead.count();
   params.rows = static_cast<int32_t>(rows);
   params.keys = static_cast<int32_t>(keys);
   params.packs_keys = packs_keys;

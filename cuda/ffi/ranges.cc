@@ -12,27 +12,6 @@
 namespace jaxflash {
 namespace {
 
-// The leading axes of an array, which others have too.
-class Lead {
- public:
-  Lead(ffi::Span<const int64_t> dims, size_t own_rank)
-      : axes_(dims.begin(), dims.end() - own_rank) {}
-
-  // Whether an array is (*B, *own).
-  bool has_shape(ffi::Span<const int64_t> dims, std::vector<int64_t> own) const {
-    own.insert(own.begin(), axes_.begin(), axes_.end());
-    return std::equal(dims.begin(), dims.end(), own.begin(), own.end());
-  }
-  int64_t count() const {
-    int64_t count = 1;
-    for (const int64_t n : axes_) count *= n;
-    return count;
-  }
-
- private:
-  std::vector<int64_t> axes_;
-};
-
 // An optional operand (*B, *own), if it is one.
 template <ffi::DataType kType>
 std::optional<ffi::Buffer<kType>> operand(const ffi::RemainingArgs& operands, size_t i,
