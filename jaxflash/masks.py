@@ -544,7 +544,9 @@ def _sizes_in(shape) -> tuple[Any, ...]:
     from jax import export  # takes long
 
     def is_size(n) -> bool:
-        return n >= 0 if isinstance(n, (int, np.integer)) else export.is_symbolic_dim(n)
+        if isinstance(n, (int, np.integer)):
+            return int(n) >= 0
+        return bool(export.is_symbolic_dim(n))
 
     sizes = tuple(shape) if isinstance(shape, (Sequence, np.ndarray)) else ()
     if len(sizes) < 3 or not all(map(is_size, sizes)):
