@@ -331,13 +331,13 @@ def _of_packed(
     query_boundaries, key_boundaries = boundaries
     left, right = (_FAR if side is None else min(side, _FAR) for side in (spec.left, spec.right))
     # Row i of a sequence has the position of its first row plus i, which may be shifted.
-    first_rows = jnp.clip(query_boundaries[:-1], 0, max(query_ids.shape[0] - 1, 0))
-    shift = query_positions[first_rows]
+    first_row = query_boundaries[jnp.maximum(key_ids, 0)]
+    shift = query_positions[jnp.clip(first_row, 0, query_ids.shape[0] - 1)]
     keys = _within(query_ids, key_boundaries, query_positions, left, right, key_ids.shape[0])
     rows = _within(
         key_ids,
         query_boundaries,
-        key_positions - shift[jnp.maximum(key_ids, 0)],
+        key_positions - shift,
         right,
         left,
         query_ids.shape[0],
@@ -348,7 +348,7 @@ def _of_packed(
 def _within(ids, boundaries, positions, before: int, after: int, length: int):
     """The interval of a sequence's elements at positions - before ... positions + after."""
     sequence = jnp.maximum(ids, 0)
-    begin, end = (jnp.clip(x[sequence], 0, length) for x in (boundaries[:-1], boundaries[1:]))
+    begin, end = (jnp.clip(boundaries[sequence + i], 0, length) for i in (0, 1))
     # No sum leaves int32: positions and sides are below 2^30 in size.
     first = jnp.clip(positions - before, 0, _FAR)
     last = jnp.clip(positions + after, -1, _FAR)

@@ -165,8 +165,9 @@ def varlen_attention(
     )
     if spec.bottom_right:
         spec = dataclasses.replace(spec, bottom_right=False)
-        shift = jnp.diff(cu_seqlens_kv) - jnp.diff(cu_seqlens_q)
-        query_positions = query_positions + shift[jnp.maximum(query_ids, 0)]
+        sequence = jnp.maximum(query_ids, 0)
+        q_len, kv_len = (x[sequence + 1] - x[sequence] for x in (cu_seqlens_q, cu_seqlens_kv))
+        query_positions = query_positions + kv_len - q_len
     operands = operands._replace(
         query_positions=query_positions,
         key_positions=key_positions,
@@ -182,7 +183,9 @@ def varlen_attention(
 
 def _boundaries(name: str, cu_seqlens) -> jax.Array:
     cu_seqlens = array(name, cu_seqlens)
-    if cu_seqlens.dtype != jnp.int32 or cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
+    # A symbolic number (jax.export) is not compared.
+    count = cu_seqlens.shape[0] if cu_seqlens.ndim == 1 else 0
+    if cu_seqlens.dtype != jnp.int32 or (isinstance(count, int) and count < 2):
         raise ValueError(
             f"{name} must be int32 of shape (n + 1,) for n >= 1 sequences, "
             f"got {cu_seqlens.dtype} of shape {cu_seqlens.shape}"
@@ -193,7 +196,13 @@ def _boundaries(name: str, cu_seqlens) -> jax.Array:
 def _locate(cu_seqlens, tokens: int, outside: int):
     """(sequence that a token belongs to, position in it), int32 (tokens,) each."""
     token = jnp.arange(tokens, dtype=jnp.int32)
-    sequence = _ranges.ranks(cu_seqlens, token, "right") - 1
+    if isinstance(cu_seqlens.shape[0], int):
+        begun = _ranges.ranks(cu_seqlens, token, "right")
+    else:
+        # The steps of a search would follow from the number of sequences.
+        begins = jnp.zeros(tokens + 1, jnp.int32).at[jnp.clip(cu_seqlens, 0, tokens)].add(1)
+        begun = jnp.cumsum(begins)[:tokens]
+    sequence = begun - 1
     inside = (sequence >= 0) & (sequence < cu_seqlens.shape[0] - 1)
     position = token - cu_seqlens[jnp.maximum(sequence, 0)]
     return jnp.where(inside, sequence, outside), position

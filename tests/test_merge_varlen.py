@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 
 import jaxflash
 from check import assert_same_bits
@@ -183,6 +184,34 @@ _SHORT = {
     "one much longer": (1, 33, 0, 9, 7),
     "all empty": (0, 0, 0, 0, 0),
 }
+
+
+@pytest.mark.parametrize("alignment", ["top_left", "bottom_right"])
+@pytest.mark.parametrize("tokens", ["48", "n"])
+def test_export_of_any_number_of_sequences(tokens, alignment):
+    scope = export.SymbolicScope()
+    packed, ends = (export.symbolic_shape(x, scope=scope) for x in (f"{tokens}, 4, 16", "m"))
+
+    @jax.jit
+    def gradients(query, ends):
+        def loss(query):
+            key_ends = jnp.maximum(ends - 2, 0)
+            return jnp.sum(
+                jaxflash.varlen_attention(
+                    query, query, query, ends, key_ends,
+                    is_causal=True, causal_alignment=alignment,
+                ) ** 2
+            )  # fmt: skip
+
+        return jax.grad(loss)(query)
+
+    exported = export.export(
+        gradients, platforms=["cpu", "cuda"], disabled_checks=jaxflash.EXPORT_CHECKS
+    )(jax.ShapeDtypeStruct(packed, jnp.float32), jax.ShapeDtypeStruct(ends, jnp.int32))
+    query = _normal(48, 4, 16)
+    for lengths in ([48], [5, 0, 30, 13], [7, 8]):
+        ends = _boundaries(lengths)
+        _close(exported.call(query, ends), gradients(query, ends))
 
 
 @pytest.mark.skipif(not _ffi.extension.kernels, reason="needs the kernels' library")
