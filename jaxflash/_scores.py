@@ -308,7 +308,7 @@ def trace(
         dtype: of the score and of the result.
         inlined: equations that are replaced by what they call.
     """
-    closed = _traced(function, (*_argument_types(dtype), *captures))
+    closed = _traced(_of_varying(function), (*_argument_types(dtype), *captures))
     closed_over = []
     # Constants become arguments after the given captures; those of an inner call come to light
     # when the call is inlined.
@@ -320,6 +320,19 @@ def trace(
     types: list[Any] = closed.in_avals[len(ARGUMENTS) :]
     shapes = tuple(t.shape for t in types)
     return Program(_text(closed), shapes, closed), (*captures, *closed_over)
+
+
+def _of_varying(function: Callable) -> Callable:
+    """The function, of arguments that vary as those of a call inside `shard_map` may: what they
+    decide and what they are mixed with then has one type in all branches and steps of loops."""
+    axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
+    if not axes:
+        return function
+
+    def of_varying(*arguments):
+        return function(*(jax.lax.pcast(x, axes, to="varying") for x in arguments))
+
+    return of_varying
 
 
 def _argument_types(dtype) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -373,16 +386,21 @@ def _is_of_types_alone(eqn) -> bool:
     return name == "pvary" or (name == "reduce_sum" and not eqn.params["axes"])
 
 
+_WITH_OTHERS_INSIDE = frozenset({"cond", "scan", "while"})
+
+
 def _bound(eqn, inputs: Sequence[Any]) -> Sequence[Any]:
     """The results of an equation."""
     # Inside `shard_map` an equation wants operands that vary over the same mesh axes.
     varying = [jax.typeof(x).manual_axis_type.varying for x in inputs]
-    axes = frozenset().union(*varying)
-    if axes:
-        inputs = [
-            x if axes == own else jax.lax.pcast(x, tuple(axes - own), to="varying")
-            for x, own in zip(inputs, varying, strict=True)
-        ]
+    if eqn.primitive.name in _WITH_OTHERS_INSIDE:  # those say which, for each operand
+        wanted = [atom.aval.manual_axis_type.varying for atom in eqn.invars]
+    else:
+        wanted = [frozenset().union(*varying)] * len(inputs)
+    inputs = [
+        jax.lax.pcast(x, tuple(axes - own), to="varying") if axes - own else x
+        for x, own, axes in zip(inputs, varying, wanted, strict=True)
+    ]
     results = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
     return results if eqn.primitive.multiple_results else [results]
 

@@ -783,13 +783,23 @@ def test_gradients_of_captures_inside_shard_map(manual):
         np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5)
 
 
-def _of_shards(attention, mesh=None, **options):
+# Values of two types, inside `shard_map`: what reads a table, and a score that does not.
+_CHOICES = {
+    "where": jnp.where,
+    "cond": lambda condition, x, y: jax.lax.cond(condition, lambda: x, lambda: y),
+    "loop": lambda condition, x, y: jax.lax.fori_loop(
+        0, 2, lambda i, z: jnp.where(condition & (i > 0), x, z), y
+    ),
+}
+
+
+def _of_shards(attention, mesh=None, choose=jnp.where, **options):
     """A loss of arrays and slopes split over batch and heads, by shards if there is a mesh."""
 
     def attend(q, k, v, table):
         def by_head(score, b, h, q, kv):
             moved = score * jnp.tanh(table[h, 1]) + table[h, 0]
-            return jnp.where(q > kv, moved, score)
+            return choose(q > kv, moved, score)
 
         given = {"score_mod": by_head} | options
         return attention(q, k, v, sink=table[:, 0], **given)
@@ -808,14 +818,16 @@ def _arguments_of_shards():
     return q, k, v, jnp.asarray(rng.standard_normal((_N, 2)), jnp.float32)
 
 
-def test_captures_that_are_split_inside_shard_map():
+@pytest.mark.parametrize("choose", _CHOICES)
+def test_captures_that_are_split_inside_shard_map(choose):
     """The score varies over more mesh axes than what the function reads."""
+    choose = _CHOICES[choose]
     mesh, arguments = cpu_mesh(x=2, y=4), _arguments_of_shards()
     gradients = [
         jax.jit(jax.value_and_grad(loss, (0, 1, 3)))(*arguments)
         for loss in (
-            _of_shards(jaxflash.dot_product_attention, mesh),
-            _of_shards(jaxflash.reference.dot_product_attention),
+            _of_shards(jaxflash.dot_product_attention, mesh, choose),
+            _of_shards(jaxflash.reference.dot_product_attention, choose=choose),
         )
     ]
     for x, y in zip(*map(jax.tree.leaves, gradients), strict=True):
