@@ -386,14 +386,15 @@ def _is_of_types_alone(eqn) -> bool:
     return name == "pvary" or (name == "reduce_sum" and not eqn.params["axes"])
 
 
-_WITH_OTHERS_INSIDE = frozenset({"cond", "scan", "while"})
+# Equations that hold others: their operands must have the types that those were traced with.
+_HOLDING_OTHERS = frozenset({"cond", "scan", "while"})
 
 
 def _bound(eqn, inputs: Sequence[Any]) -> Sequence[Any]:
     """The results of an equation."""
     # Inside `shard_map` an equation wants operands that vary over the same mesh axes.
     varying = [jax.typeof(x).manual_axis_type.varying for x in inputs]
-    if eqn.primitive.name in _WITH_OTHERS_INSIDE:  # those say which, for each operand
+    if eqn.primitive.name in _HOLDING_OTHERS:
         wanted = [atom.aval.manual_axis_type.varying for atom in eqn.invars]
     else:
         wanted = [frozenset().union(*varying)] * len(inputs)
