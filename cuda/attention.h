@@ -47,6 +47,7 @@ struct ProgramDescription {
   float scale;
   MaskKind mask;
   bool one_sided;        // the band limits one side of the diagonal only
+  bool deterministic;    // backward: as in BackwardParams
   bool paged;            // keys and values lie in pages
   int32_t shared_units;  // forward: jaxflash_shared_units of the calls to come
   CallSizes sizes;       // forward: of the calls to come

@@ -29,6 +29,7 @@ def compile_program(
     shared_memory: int,
     mask: int = 0,
     one_sided: bool = False,
+    deterministic: bool = False,
     paged: bool = False,
     shared_units: int = 0,
     sizes: Sequence[int] = (),

@@ -61,12 +61,7 @@ def backward(
 ):
     """((dq, dk, dv), gradients of captures by their numbers) of the kernels; dlse may be None."""
     mask = _read(operands, "backward")
-    ranges = None
-    # The deterministic order of blocks is not one of ranges: a mask's tiles are all visited.
-    if spec.deterministic_backward:
-        operands = _without_unseen(operands, mask)
-    else:
-        ranges = _ranges_of(spec, operands, mask)
+    ranges = _ranges_of(spec, operands, mask)
     captures = () if gradients is None else gradients.captures
     batch_rank = operands.query.ndim - 3
     kernel = _ffi.Backward(

@@ -48,7 +48,7 @@ FEATURES = (
     Feature("`bias` and its gradient"),
     Feature("`mask` as an array"),
     Feature("`mask` as a value of `jaxflash.masks`, functions included"),
-    Feature("`segment_ids`", but=", except with `deterministic_backward`"),
+    Feature("`segment_ids`"),
     Feature("`logits_soft_cap`"),
     Feature("`sink` and its gradient"),
     Feature("`alibi_slopes` and their gradient"),
@@ -58,10 +58,7 @@ FEATURES = (
         "expression in `q` or `kv`",
     ),
     Feature("`dropout_rate`"),
-    Feature(
-        "`varlen_attention` (packed)",
-        but=", except with `deterministic_backward`, `alibi_slopes` or `score_mod`",
-    ),
+    Feature("`varlen_attention` (packed)", but=", except with `alibi_slopes` or `score_mod`"),
     Feature("`paged_attention` (no derivatives)"),
 )
 
@@ -107,8 +104,6 @@ def reasons_against_kernels(spec: AttentionSpec, operands: Operands) -> tuple[st
     for name, length in (("query", query.shape[-3]), ("key", key.shape[-3])):
         if isinstance(length, int) and length > _MAX_LENGTH:
             reasons.append(f"{name} length {length}: the kernels take at most 2**30")
-    if operands.query_segment_ids is not None and spec.deterministic_backward:
-        reasons.append("deterministic_backward with segments or packed sequences")
     if operands.query_positions is not None:
         # Their numbers in a program would be those of the packed arrays.
         by_position = set(spec.program.parts if spec.program else ()) - {"logits_soft_cap"}

@@ -104,7 +104,7 @@ def varlen_attention(
       precision: as in `jaxflash.dot_product_attention`.
       implementation: as in `jaxflash.dot_product_attention`.
       return_residual: also return the lse, ``(tokens, N)``.
-      deterministic_backward: as in `jaxflash.dot_product_attention`. Blockwise path only.
+      deterministic_backward: as in `jaxflash.dot_product_attention`.
 
     Returns:
       Output ``(tokens, N, h)`` in the dtype of query; with ``return_residual`` a pair of the output

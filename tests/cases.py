@@ -129,8 +129,6 @@ class AttentionCase:
     def missing_in_kernels(self) -> tuple[str, ...]:
         """Names that the error of implementation="cuda" must mention; empty if it must run."""
         missing = []
-        if self.segments is not None and self.deterministic_backward:
-            missing.append("deterministic_backward")
         if self.dtype not in KERNEL_DTYPES:
             missing.append(self.dtype)
         if max(self.head_dim, self.value_size) > KERNEL_MAX_HEAD_SIZE:

@@ -74,6 +74,7 @@ def _program(
     shared_memory: int,
     mask: int = 0,
     one_sided: bool = False,
+    deterministic: bool = False,
     paged: bool = False,
     shared_units: int = 0,
     sizes: Sequence[int] = (),
@@ -93,6 +94,7 @@ def _program(
             shared_memory=shared_memory,
             mask=mask,
             one_sided=one_sided,
+            deterministic=deterministic,
             paged=paged,
             shared_units=shared_units,
             sizes=sizes,
@@ -256,15 +258,16 @@ def test_pages_elsewhere(gpu, dtype, highest_precision, head_dim):
 
 @pytest.mark.parametrize("one_sided", [False, True], ids=["all", "causal"])
 @pytest.mark.parametrize("mask", [1, 2], ids=["ranges", "segments"])  # cuda/problem.h: MaskKind
-@pytest.mark.parametrize("pass_name", ["forward", "backward"])
+@pytest.mark.parametrize("pass_name", ["forward", "backward", "deterministic backward"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_masks_of_ranges_on_hopper(head_dim, pass_name, mask, one_sided):
     compiled = _program(
         programs.SCALE,
-        pass_name=pass_name,
+        pass_name=pass_name.split()[-1],
         head_dim=head_dim,
         mask=mask,
         one_sided=one_sided,
+        deterministic="deterministic" in pass_name,
         **_H200,
     )
     assert not compiled.serialised, compiled

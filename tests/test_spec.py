@@ -32,8 +32,7 @@ def _ones(*shape, dtype=np.float32):
 
 # What the kernels do not take.
 _REFUSED = dict(
-    segment_ids=(np.ones((*BATCH, T), np.int32), np.ones((*BATCH, S), np.int32)),
-    deterministic_backward=True,
+    score_mod=lambda score, b, h, q, kv: jax.lax.fori_loop(0, h, lambda i, x: 0.5 * x, score)
 )
 
 
@@ -305,30 +304,7 @@ def test_cuda_names_every_reason_at_once():
     assert len(reasons) == 2
     for reason in reasons:
         assert reason in str(caught.value)
-    for word in ("head size 300", "deterministic_backward with segments", "'xla'"):
-        assert word in str(caught.value)
-
-
-@_needs_kernels
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (dict(alibi_slopes=_ones(N)), ["alibi_slopes with packed sequences"]),
-        (
-            dict(score_mod=lambda score, b, h, q, kv: 2 * score, logits_soft_cap=3.0),
-            ["score_mod with packed sequences"],
-        ),
-        (dict(deterministic_backward=True), ["deterministic_backward with segments or packed"]),
-    ],
-    ids=["slopes", "score_mod", "deterministic"],
-)
-def test_cuda_refuses_of_packed_sequences(options, words):
-    qkv = _ones(T, N, H), _ones(S, K, H), _ones(S, K, VALUE)
-    with pytest.raises(NotImplementedError) as caught:
-        jaxflash.varlen_attention(
-            *qkv, *(np.array([0, n], np.int32) for n in (T, S)), implementation="cuda", **options
-        )
-    for word in words:
+    for word in ("head size 300", "score_mod", "while", "'xla'"):
         assert word in str(caught.value)
 
 
@@ -404,7 +380,7 @@ def _lowering_warnings(*platforms, fresh=True, function=None, **options):
 
 def test_slow_path_on_cuda_warns():
     """Once for each reason, where CUDA is the target and nobody asked for the blockwise path."""
-    reason = "deterministic_backward" if _ffi.extension.kernels else "without CUDA kernels"
+    reason = "score_mod" if _ffi.extension.kernels else "without CUDA kernels"
     (text,) = _lowering_warnings("cuda", **_REFUSED)
     assert reason in text
     assert "SlowPathWarning" in text

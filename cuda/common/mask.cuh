@@ -52,6 +52,8 @@ class BandMask {
   static constexpr bool kVaries = false;
   // Whether nobody may see what lies between two parts that are seen.
   static constexpr bool kHasGaps = false;
+  // Whether key tiles that work on a row tile need not be neighbours, see dq_turn().
+  static constexpr bool kFindsTurns = false;
   using Hidden = NoneHidden;
 
   // `batch` is the flat index over the batch axes.
@@ -146,6 +148,14 @@ class Tested : public Mask {
   __device__ __forceinline__ Interval common_keys(Interval) const { return {0, 0}; }
   __device__ __forceinline__ Interval common_rows(Interval) const { return {0, 0}; }
   __device__ __forceinline__ bool full(Interval, Interval) const { return false; }
+};
+
+// A mask of ranges in a backward pass whose adds to dq have an order.
+template <class Mask>
+class Ordered : public Mask {
+ public:
+  using Mask::Mask;
+  static constexpr bool kFindsTurns = true;
 };
 
 // The mask that a kernel with these scores asks in place of another one.

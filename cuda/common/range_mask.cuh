@@ -19,6 +19,7 @@ class RangeMask {
   static constexpr bool kKnowsProgram = kOfProgram;
   static constexpr bool kVaries = true;
   static constexpr bool kHasGaps = kOfProgram;
+  static constexpr bool kFindsTurns = false;
   using Hidden = Conditional<kOfProgram, HiddenElements, NoneHidden>;
 
   __device__ __forceinline__ RangeMask(const Problem& problem, int64_t batch)

@@ -28,8 +28,9 @@ struct ProgramState {
 };
 ffi::TypeId ProgramState::id = {};
 
-// What kernels depend on of how arrays are read, see ProgramDescription.
+// What kernels depend on besides, see ProgramDescription.
 struct Access {
+  bool deterministic = false;
   bool paged = false;
   int64_t shared_units = 0;
   SizeNumbers sizes = {};
@@ -66,6 +67,7 @@ ffi::ErrorOr<std::unique_ptr<ProgramState>> instantiate(Pass pass, const Attribu
   if (!mask) return ffi::Unexpected(invalid("unknown kind of mask"));
   description.mask = *mask;
   description.one_sided = (attributes.left >= kUnlimited) != (attributes.right >= kUnlimited);
+  description.deterministic = access.deterministic;
   description.paged = access.paged;
   if (access.shared_units < (access.paged ? 1 : 0) || access.shared_units > 2) {
     return ffi::Unexpected(invalid("blocks share the keys of one unit or two"));
@@ -104,17 +106,17 @@ ffi::ErrorOr<std::unique_ptr<ProgramState>> instantiate_forward(
     int64_t shared_units, SizeNumbers sizes, int64_t start_capture) {
   return instantiate(Pass::kForward, attributes,
                      {source, unit_slope, head_dim, value_dim, dtype, capture_ranks}, {},
-                     {false, shared_units, sizes, start_capture});
+                     {false, false, shared_units, sizes, start_capture});
 }
 
 ffi::ErrorOr<std::unique_ptr<ProgramState>> instantiate_backward(
     Attributes attributes, std::string_view source, bool unit_slope, int64_t head_dim,
     int64_t value_dim, std::string_view dtype, ffi::Span<const int64_t> capture_ranks,
-    int64_t start_capture, bool /*has_dlse*/, bool /*deterministic*/,
-    std::string_view gradient_source, ffi::Span<const int64_t> gradient_loads, int64_t key_sums) {
-  return instantiate(Pass::kBackward, attributes,
-                     {source, unit_slope, head_dim, value_dim, dtype, capture_ranks},
-                     {gradient_source, gradient_loads, key_sums}, {false, 0, {}, start_capture});
+    int64_t start_capture, bool /*has_dlse*/, bool deterministic, std::string_view gradient_source,
+    ffi::Span<const int64_t> gradient_loads, int64_t key_sums) {
+  return instantiate(
+      Pass::kBackward, attributes, {source, unit_slope, head_dim, value_dim, dtype, capture_ranks},
+      {gradient_source, gradient_loads, key_sums}, {deterministic, false, 0, {}, start_capture});
 }
 
 ffi::ErrorOr<std::unique_ptr<ProgramState>> instantiate_tangent(
@@ -196,7 +198,7 @@ ffi::ErrorOr<std::unique_ptr<ProgramState>> instantiate_paged(
   }
   return instantiate(Pass::kForward, attributes,
                      {source, unit_slope, head_dim, value_dim, dtype, capture_ranks}, {},
-                     {true, shared_units, sizes, start_capture});
+                     {false, true, shared_units, sizes, start_capture});
 }
 
 ffi::Error paged(CUstream_st* stream, ProgramState* state, Attributes attributes,
@@ -294,11 +296,6 @@ ffi::Error backward(CUstream_st* stream, ProgramState* state, Attributes attribu
                          params.problem, full, more);
       error.failure()) {
     return error;
-  }
-  // Row tiles between the first and the last that see a key tile may not see it, and a turn that
-  // nobody takes would be waited for.
-  if (mask != MaskKind::kBand && deterministic) {
-    return invalid("deterministic_backward does not go with segments and packed sequences");
   }
   std::vector<Shape> shapes = {q_shape, k_shape, v_shape, out_shape, dout_shape};
   gradients.add_shapes(&shapes);

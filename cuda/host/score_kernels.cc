@@ -14,6 +14,7 @@ ScoreKernels::ScoreKernels(const ProgramDescription& description)
       unit_slope_(description.unit_slope),
       mask_(description.mask),
       one_sided_(description.one_sided),
+      deterministic_(description.deterministic),
       paged_(description.paged),
       shared_units_(description.shared_units),
       sizes_(description.sizes),
@@ -31,11 +32,13 @@ ScoreKernels::ScoreKernels(const ProgramDescription& description)
 namespace {
 
 // The name of a kernel with another mask than that of plain calls.
-std::string with_mask(std::string name, MaskKind mask) {
+std::string with_mask(std::string name, MaskKind mask, bool ordered) {
   const std::string band = mask_name(MaskKind::kBand);
   if (mask == MaskKind::kBand) return name;
+  std::string other = mask_name(mask);
+  if (ordered) other = "jaxflash::Ordered<" + other + ">";
   for (size_t at = name.find(band); at != std::string::npos; at = name.find(band, at + 1)) {
-    name.replace(at, band.size(), mask_name(mask));
+    name.replace(at, band.size(), other);
   }
   return name;
 }
@@ -62,7 +65,7 @@ Status ScoreKernels::compile(const CompiledVariant& variant, const GpuTraits& gp
   *compiled = {};
   const auto ask = [&](int tile, KernelRequest* of_tile) {
     of_tile->tile = tiles[tile].tile_name;
-    of_tile->kernel = with_mask(tiles[tile].name, mask_);
+    of_tile->kernel = with_mask(tiles[tile].name, mask_, deterministic_);
     of_tile->source = program_source(source_, tiles[tile].header);
   };
   int chosen = 0;
@@ -73,7 +76,7 @@ Status ScoreKernels::compile(const CompiledVariant& variant, const GpuTraits& gp
   if (tile.merge_header == nullptr) return {};
   request.label += " merge";
   request.tile = tile.tile_name;
-  request.kernel = with_mask(tile.merge_name, mask_);
+  request.kernel = with_mask(tile.merge_name, mask_, deterministic_);
   request.source = program_source(source_, tile.merge_header);
   return RuntimeKernel::get(request, &compiled->merge);
 }

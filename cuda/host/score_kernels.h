@@ -64,6 +64,7 @@ struct ScoreKernels {
   bool unit_slope_;
   MaskKind mask_;
   bool one_sided_;
+  bool deterministic_;
   bool paged_;
   int32_t shared_units_;
   CallSizes sizes_;

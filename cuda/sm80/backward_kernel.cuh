@@ -7,6 +7,7 @@
 // to pass through shared memory, for dq += ds k.
 #pragma once
 
+#include "common/dq_turn.cuh"
 #include "common/mask.cuh"
 #include "common/softmax.cuh"
 #include "common/tensor.cuh"
@@ -174,6 +175,17 @@ __device__ __forceinline__ void differentiate(float (&s)[kKeyTiles][kBlocks][4],
       }
     }
   }
+}
+
+// The turn of a key tile at the rows from `row` on. The whole block.
+template <int kRows, int kKeys, class Mask>
+__device__ __forceinline__ DqTurn dq_turn_of(const Mask& mask, int row, int tile) {
+  const Interval keys = mask.keys({row, row + kRows});
+  return dq_turn<Mask::kFindsTurns>(
+      {keys.begin / kKeys, (keys.end - 1) / kKeys + 1}, tile, [&](int other) {
+        const Interval rows = mask.rows({other * kKeys, (other + 1) * kKeys});
+        return rows.begin < rows.end && row + kRows > rows.begin && row < rows.end;
+      });
 }
 
 template <class Traits, class AnyMask, class Scores>
@@ -421,14 +433,15 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::Tile::kBlocksPerSm)
         });
 
     const int64_t head_index = work.first_head + head;
-    uint32_t* counter = nullptr;
-    uint32_t turn = 0;
-    if (params.deterministic) {
-      // The key tiles that rows see are neighbours: this one's turn is its place among them.
-      const Interval keys = work.mask.keys({first_row, first_row + kRows});
-      counter = workspace.turns_of(params.workspace, head_index) + row_tile;
-      turn = work.first_key / Tile::kKeys - keys.begin / Tile::kKeys;
-      wait_for_turn(counter, turn);
+    const auto counter = [&] {
+      return workspace.turns_of(params.workspace, head_index) + row_tile;
+    };
+    bool ordered = params.deterministic;
+    if (ordered) {
+      const DqTurn turn =
+          dq_turn_of<kRows, Tile::kKeys>(work.mask, first_row, work.first_key / Tile::kKeys);
+      ordered = turn.exists;
+      if (ordered) wait_for_turn(counter(), turn.after);
     }
     const int row_pieces = static_cast<int>(workspace.dims) / 8;
     float* const dq_gmem = workspace.dq_of(params.workspace, head_index) +
@@ -442,7 +455,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::Tile::kBlocksPerSm)
         DqFragmentOrder::add(dq_gmem + (m * row_pieces + n) * DqFragmentOrder::kPiece, dq[m][n]);
       }
     }
-    if (params.deterministic) end_turn(counter, turn);
+    if (ordered) end_turn(counter(), work.first_key / Tile::kKeys);
     advance(head, row_tile);
   }
 

@@ -93,8 +93,9 @@ KeyTileOrder key_tile_order(const BackwardParams& params, const BackwardWorkspac
   const bool limited_right = problem.band.right < kUnlimited;
   // Rows that see keys up to a limit: the first keys are seen by most rows. Longest first, unless
   // the adds have an order: a block then starts at the rows that only later keys see, too, and
-  // those have to come first.
-  const bool descending = limited_right ? params.deterministic : limited_left;
+  // those have to come first. Ranges may have such a limit, of which the band does not tell.
+  const bool may_end = limited_right || (problem.ranges.keys_of_row != nullptr && !limited_left);
+  const bool descending = may_end ? params.deterministic : limited_left;
   const bool unequal = limited_left != limited_right;
   if ((!unequal && !params.deterministic) || key_tiles == 1) {
     return {problem, key_tiles, heads, 1, descending};

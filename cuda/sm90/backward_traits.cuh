@@ -4,6 +4,7 @@
 
 #include "common/conditional.h"
 #include "common/divisor.h"
+#include "common/dq_turn.cuh"
 #include "common/workspace.h"
 #include "problem.h"
 #include "sm90/backward/schedule.cuh"
@@ -258,15 +259,19 @@ struct DqOrder {
   }
 };
 
-// For bitwise reproducible sums the key tiles of a head add to a tile of dq rows in their order,
-// and a counter says whose turn it is. Rows are walked upwards; where the mask lets rows see the
-// keys up to a limit, the order is descending, so that a block's first rows are those that no
-// earlier block has to visit for long.
+// The turn of a block at the rows from `row` on. Rows are walked upwards; where the mask lets rows
+// see the keys up to a limit, the order is descending, so that a block's first rows are those that
+// no earlier block has to visit for long. The whole warp.
 template <int kRows, int kKeys, class Mask>
-__device__ __forceinline__ uint32_t dq_turn(const KeyTileOrder& order,
-                                            const KeyBlock<kRows, kKeys, Mask>& block, int row) {
+__device__ __forceinline__ DqTurn dq_turn_of(const KeyTileOrder& order,
+                                             const KeyBlock<kRows, kKeys, Mask>& block, int row) {
+  const bool descending = order.descending;
+  const auto rank = [&](int tile) { return order.rank(tile); };  // and back
   const Interval keys = block.mask.keys({row, row + kRows});
-  return order.descending ? (keys.end - 1) / kKeys - block.index : block.index - keys.begin / kKeys;
+  const int first_seen = keys.begin / kKeys, last_seen = (keys.end - 1) / kKeys;
+  return dq_turn<Mask::kFindsTurns>(
+      {rank(descending ? last_seen : first_seen), rank(descending ? first_seen : last_seen) + 1},
+      rank(block.index), [&](int other) { return block.is_shared_with(rank(other), row); });
 }
 
 // The counter of turns of a tile of rows. Those of the parts of dq that have their own follow.

@@ -397,18 +397,22 @@ struct BackwardProducers {
     }
   }
 
-  // Ordered adds: the lanes that add wait for the turn, and the warp ends it.
-  __device__ __forceinline__ static void wait_for_turn(const BackwardArgs& args, const Block& block,
-                                                       int row, const uint32_t* counter) {
-    const uint32_t turn = dq_turn(args.order, block, row);
-    while (load_acquire(counter) != turn) {
+  // Ordered adds: the lanes that add wait for the turn, if there is one, and the warp ends it.
+  __device__ __forceinline__ static bool wait_for_turn(const BackwardArgs& args, const Block& block,
+                                                       int row, const uint32_t* counter,
+                                                       bool adds) {
+    const DqTurn turn = dq_turn_of(args.order, block, row);
+    if (adds && turn.exists) {
+      while (load_acquire(counter) != turn.after) {
+      }
+      fence_proxy_async_global();  // the adds of the turn before, ahead of ours
     }
-    fence_proxy_async_global();  // the adds of the turn before, ahead of ours
+    return turn.exists;
   }
   __device__ __forceinline__ static void end_turn(const BackwardArgs& args, const Block& block,
-                                                  int row, uint32_t* counter, bool adds) {
+                                                  uint32_t* counter, bool adds) {
     complete_adds(adds);
-    if (threadIdx.x % 32 == 0) store_release(counter, dq_turn(args.order, block, row) + 1);
+    if (threadIdx.x % 32 == 0) store_release(counter, args.order.rank(block.index) + 1);
   }
 
   // Adds a consumer warpgroup's part of dq: four lanes, one for each of its warps, add 16 rows by
@@ -435,7 +439,7 @@ struct BackwardProducers {
         const int64_t head_index = int64_t{block.batch} * args.problem.q_heads + head;
         uint32_t* const counter = dq_counter(args, block, row, head) + part;
         // The turn first: it usually comes while the consumers are still at it.
-        if (args.ordered() && lane < 4) wait_for_turn(args, block, row, counter);
+        const bool ordered = args.ordered() && wait_for_turn(args, block, row, counter, lane < 4);
         if constexpr (Score::kStoresGradient) {
           if (lane == kStoringLane) gradient.prepare(args, block, row, head);
         }
@@ -466,7 +470,7 @@ struct BackwardProducers {
         }
         __syncwarp();
         named_barrier_arrive(kDqEmpty + part, 128 + 32);
-        if (args.ordered()) end_turn(args, block, row, counter, lane < 4);
+        if (ordered) end_turn(args, block, counter, lane < 4);
         block.advance(row, head);
       }
       announce_adds(args, block, lane < 4);
@@ -491,7 +495,7 @@ struct BackwardProducers {
       for (int step = block.steps(); step > 0; --step, odd ^= 1) {
         const int64_t head_index = int64_t{block.batch} * args.problem.q_heads + head;
         uint32_t* const counter = dq_counter(args, block, row, head) + cluster_rank();
-        if (args.deterministic && adds) wait_for_turn(args, block, row, counter);
+        const bool ordered = args.deterministic && wait_for_turn(args, block, row, counter, adds);
         __syncwarp();
         named_barrier_sync(kDqFull, Traits::kConsumerThreads + 32);
         if (adds) {
@@ -514,7 +518,7 @@ struct BackwardProducers {
           smem.ds_empty[odd].arrive();
           smem.ds_empty[odd].arrive_remote(cluster_rank() ^ 1);
         }
-        if (args.deterministic) end_turn(args, block, row, counter, adds);
+        if (ordered) end_turn(args, block, counter, adds);
         block.advance(row, head);
       }
       announce_adds(args, block, adds);

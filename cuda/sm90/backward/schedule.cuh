@@ -45,11 +45,12 @@ class KeyTileOrder {
         first_head + section_heads <= heads ? by_section_heads_ : by_last_heads_;
     const uint32_t rest = position - first_head * key_tiles;
     const uint32_t head = first_head + by_heads.remainder(rest);
-    const int rank = by_heads.quotient(rest);
-    const int last = key_tiles - 1;
     return {static_cast<int>(by_kv_heads_.quotient(head)),
-            static_cast<int>(by_kv_heads_.remainder(head)), group_,
-            descending ? last - rank : rank};
+            static_cast<int>(by_kv_heads_.remainder(head)), group_, rank(by_heads.quotient(rest))};
+  }
+  // The place of a tile among those of its head, and the tile at a place.
+  __device__ __forceinline__ int rank(int tile) const {
+    return descending ? static_cast<int>(key_tiles) - 1 - tile : tile;
   }
 
  private:
@@ -65,12 +66,14 @@ class KeyTileOrder {
 template <int kRows, int kKeys, class Mask>
 struct KeyBlock {
   __device__ __forceinline__ KeyBlock(const Problem& problem, const KeyTile& tile)
+      : KeyBlock(Mask(problem, tile.batch), tile) {}
+  __device__ __forceinline__ KeyBlock(const Mask& mask, const KeyTile& tile)
       : index(tile.index),
         first_key(tile.index * kKeys),
         batch(tile.batch),
         kv_head(tile.kv_head),
         group(tile.group),
-        mask(problem, batch),
+        mask(mask),
         rows(mask.rows({first_key, first_key + kKeys})),
         first_row(rows.begin / kRows * kRows) {
     if constexpr (Mask::kHasGaps) {
@@ -100,6 +103,15 @@ struct KeyBlock {
     if (row < rows.end) return;
     row = first_row;
     ++head;
+  }
+
+  // Whether the block of another tile of the same head works on the rows from `row` on.
+  __device__ __forceinline__ bool is_shared_with(int other_index, int row) const {
+    const KeyBlock other(mask, {batch, kv_head, group, other_index});
+    if constexpr (Mask::kHasGaps) {
+      if (row >= other.gap.begin && row < other.gap.end) return false;
+    }
+    return row >= other.first_row && row < other.rows.end;
   }
 
   int index;
