@@ -129,7 +129,7 @@ def _program(
     of_neighbours = _paired(types, operands)
     paired = of_neighbours if pass_ == "forward" else ()
     paired += tuple(len(shapes) + j for j, i in enumerate(moving) if i in paired)
-    is_difference = _distance_is_difference(spec, operands)
+    is_difference = not spec.bottom_right
     starts = () if moving or not _divides_by_scale(spec) else of_neighbours
     mask = operands.mask
     words = pass_ == "forward" and mask is not None
@@ -164,7 +164,7 @@ def gradients(
         captures = sum(len(x.capture_types) for x in (program, *predicates))
         dropout = captures + (operands.sink is not None)
     lengths = (operands.query.shape[-3], operands.key.shape[-3])
-    is_difference = _distance_is_difference(spec, operands)
+    is_difference = not spec.bottom_right
     paired = _paired([t for x in (program, *predicates) for t in x.capture_types], operands)
     starts = paired if _divides_by_scale(spec) else ()
     printed = _printed_gradients(
@@ -272,10 +272,6 @@ def _comes_in_tiles(capture: Any, operands: Operands) -> bool:
 def _divides_by_scale(spec: AttentionSpec) -> bool:
     """Whether quotients of finite addends by the scale are finite as well."""
     return 2.0**-10 <= spec.scale <= 2.0**10
-
-
-def _distance_is_difference(spec: AttentionSpec, operands: Operands) -> bool:
-    return not spec.bottom_right and operands.query_positions is None
 
 
 def captures(

@@ -8,6 +8,9 @@ program over tiles, `_printer` prints it for the kernels; derivatives are JAX's 
 The score is scale * q k^T. b is the batch element (row-major over the batch axes), h the query
 head, q and kv are row and column number, and distance is query position minus key position as
 causal, window and ALiBi compare them; all int32.
+
+Of packed sequences, a program's b, q and kv are those of the packed arrays, too: what a caller's
+function is told of its sequence, and ALiBi's distance, are computed from them here.
 """
 
 from __future__ import annotations
@@ -144,6 +147,12 @@ def compose(
         *batch, heads = operands.alibi_slopes.shape
         built_in = dataclasses.replace(built_in, slopes=True)
         own.append((operands.alibi_slopes, batch or (1,) * batch_rank, (heads,)))
+    if operands.query_boundaries is not None:
+        packing = _Packing(is_shared=operands.query_boundaries is operands.key_boundaries)
+        built_in = dataclasses.replace(built_in, packing=packing)
+        if score_mod is not None or (built_in.slopes and not packing.is_shared):
+            rows = packing.rows(operands)
+            own.append((rows, (1,) * batch_rank, rows.shape))
     types = tuple(jax.ShapeDtypeStruct(sizes, x.dtype) for x, _, sizes in own)
     if score_mod is not None:
         program, closed_over = _with_score_mod(built_in, types, score_mod, dtype)
@@ -166,6 +175,38 @@ def _reshaped(x, shape):
 
 
 @dataclasses.dataclass(frozen=True)
+class _Packing:
+    """Packed sequences, as a program gets to know them: by what each query has of its own, because
+    the keys that it sees are of its sequence.
+
+    Attributes:
+        is_shared: queries and keys have the same boundaries, so that differences of their numbers
+            are those of their positions.
+    """
+
+    is_shared: bool
+
+    def rows(self, operands: Operands):
+        """(T, 2) or (T, 4) int32: a query's sequence, where that begins among the queries, among
+        the keys, and what the distance exceeds the difference of numbers by."""
+        sequence = jnp.maximum(operands.query_segment_ids, 0)
+        begin = operands.query_boundaries[sequence]
+        if self.is_shared:
+            return jnp.stack((sequence, begin), axis=-1)
+        key_begin = operands.key_boundaries[sequence]
+        number = jnp.arange(sequence.shape[0], dtype=jnp.int32)
+        further = operands.query_positions - number + key_begin
+        return jnp.stack((sequence, begin, key_begin, further), axis=-1)
+
+    def local(self, rows, q, kv):
+        """(sequence, positions of query and key in it)"""
+        return rows[q, 0], q - rows[q, 1], kv - rows[q, 1 if self.is_shared else 2]
+
+    def distance(self, rows, q, kv):
+        return q - kv if self.is_shared else q - kv + rows[q, 3]
+
+
+@dataclasses.dataclass(frozen=True)
 class _BuiltIn:
     """The built-in part of a program, a function of (score, h, q, kv, distance, *captures).
 
@@ -173,11 +214,13 @@ class _BuiltIn:
         bias_axes: which of (h, q, kv) index the bias, the first capture; None without a bias.
         slopes: whether slopes (heads) are the next capture.
         soft_cap: or None.
+        packing: or None. What it says of rows is the next capture, if something asks for it.
     """
 
     bias_axes: tuple[int, ...] | None
     slopes: bool
     soft_cap: float | None
+    packing: _Packing | None = None
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -192,7 +235,8 @@ class _BuiltIn:
     def axes(self) -> tuple[str, ...]:
         """See `Program`."""
         bias = () if self.bias_axes is None else ("".join("NTS"[i] for i in self.bias_axes),)
-        return (*bias, "N") if self.slopes else bias
+        slopes = ("N",) if self.slopes else ()
+        return (*bias, *slopes, *(() if self.packing is None else ("T_",)))
 
     def __call__(self, score, h, q, kv, distance, *captures):
         rest = iter(captures)
@@ -201,6 +245,8 @@ class _BuiltIn:
             score = score + next(rest)[index].astype(score.dtype)
         if self.slopes:
             slope = next(rest)[h].astype(score.dtype)
+            if self.packing is not None:
+                distance = self.packing.distance(next(rest, None), q, kv)
             score = score - slope * jnp.abs(distance).astype(score.dtype)
         if self.soft_cap is not None:
             score = self.soft_cap * jnp.tanh(score / self.soft_cap)
@@ -224,6 +270,8 @@ def _with_score_mod(built_in: _BuiltIn, types, score_mod: ScoreMod, dtype):
 
     def function(score, b, h, q, kv, distance, *captures):
         score = built_in(score, h, q, kv, distance, *captures)
+        if built_in.packing is not None:
+            b, q, kv = built_in.packing.local(captures[-1], q, kv)
         return score_mod(score, b, h, q, kv).astype(dtype)
 
     program, captures = trace(function, types, dtype)

@@ -82,8 +82,8 @@ class Operands(NamedTuple):
     ``bias`` and ``alibi_slopes`` become ``captures`` with the program of the spec, and
     ``mask_value`` becomes ``mask_captures`` with its predicate.
     ``query_positions`` and ``key_positions`` replace the row and column numbers that the band of
-    the spec (causal, window) and ``alibi_slopes`` compare; they come from packed sequences, not
-    from the caller, and so do the boundaries.
+    the spec (causal, window) compares; they come from packed sequences, not from the caller, and so
+    do the boundaries, which are one object where the caller gave one for both.
     """
 
     query: Any  # (*B, T, N, H)

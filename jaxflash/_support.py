@@ -58,7 +58,7 @@ FEATURES = (
         "expression in `q` or `kv`",
     ),
     Feature("`dropout_rate`"),
-    Feature("`varlen_attention` (packed)", but=", except with `alibi_slopes` or `score_mod`"),
+    Feature("`varlen_attention` (packed)"),
     Feature("`paged_attention` (no derivatives)"),
 )
 
@@ -104,10 +104,6 @@ def reasons_against_kernels(spec: AttentionSpec, operands: Operands) -> tuple[st
     for name, length in (("query", query.shape[-3]), ("key", key.shape[-3])):
         if isinstance(length, int) and length > _MAX_LENGTH:
             reasons.append(f"{name} length {length}: the kernels take at most 2**30")
-    if operands.query_positions is not None:
-        # Their numbers in a program would be those of the packed arrays.
-        by_position = set(spec.program.parts if spec.program else ()) - {"logits_soft_cap"}
-        reasons += [f"{name} with packed sequences" for name in sorted(by_position)]
     return (*reasons, *_reasons_against_program(spec, operands))
 
 

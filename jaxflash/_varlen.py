@@ -96,9 +96,10 @@ def varlen_attention(
       causal_alignment: ``"bottom_right"`` aligns the last query of a sequence with its last key.
       logits_soft_cap: as in `jaxflash.dot_product_attention`.
       sink: as in `jaxflash.dot_product_attention`.
-      alibi_slopes: ``(N,)``; distances are those within the sequence. Blockwise path only.
-      score_mod: ``b`` is 0, ``q`` and ``kv`` are indices into the packed arrays. Blockwise path
-        only.
+      alibi_slopes: ``(N,)``; distances are those within the sequence.
+      score_mod: ``b`` is the number of the sequence, ``q`` and ``kv`` are positions within it. What
+        is read at ``q - kv`` is read faster where ``cu_seqlens_kv`` is the same object as
+        ``cu_seqlens_q``.
       dropout_rate: what is dropped depends on indices into the packed arrays.
       dropout_rng: as in `jaxflash.dot_product_attention`.
       precision: as in `jaxflash.dot_product_attention`.
@@ -132,8 +133,9 @@ def varlen_attention(
             raise ValueError(
                 f"{name} must be packed, (tokens, heads, head_size), got shape {x.shape}"
             )
+    is_shared = cu_seqlens_kv is cu_seqlens_q
     cu_seqlens_q = _boundaries("cu_seqlens_q", cu_seqlens_q)
-    cu_seqlens_kv = _boundaries("cu_seqlens_kv", cu_seqlens_kv)
+    cu_seqlens_kv = cu_seqlens_q if is_shared else _boundaries("cu_seqlens_kv", cu_seqlens_kv)
     if cu_seqlens_q.shape != cu_seqlens_kv.shape:
         raise ValueError(
             "cu_seqlens_kv must have as many entries as cu_seqlens_q "

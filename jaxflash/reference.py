@@ -179,15 +179,15 @@ def varlen_attention(
         for edges in (cu_seqlens_q, cu_seqlens_kv)
     )
 
-    def one(i: slice, j: slice):
-        def shifted(score, b, h, q, kv):
-            return score_mod(score, b, h, q + i.start, kv + j.start)
+    def one(sequence: int, i: slice, j: slice):
+        def of_sequence(score, b, h, q, kv):
+            return score_mod(score, jnp.int32(sequence), h, q, kv)
 
         options: dict[str, Any] = {**arguments, "return_residual": True}
-        options["score_mod"] = None if score_mod is None else shifted
+        options["score_mod"] = None if score_mod is None else of_sequence
         return dot_product_attention(query[i], key[j], value[j], **options)
 
-    results = [one(i, j) for i, j in zip(of_queries, of_keys, strict=True)]
+    results = list(map(one, itertools.count(), of_queries, of_keys))
     outs, lses = zip(*results, strict=True)
     out = jnp.pad(jnp.concatenate(outs), ((0, padding), (0, 0), (0, 0)))
     lse = jnp.pad(jnp.concatenate(lses), ((0, padding), (0, 0)), constant_values=-jnp.inf)

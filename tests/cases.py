@@ -1,8 +1,8 @@
 """Attention calls as named rows, shared by the tests and the benchmarks.
 
-A row holds everything that a call of `jaxflash.dot_product_attention` depends on: sizes, dtype,
-every argument, and the seed of its arrays. Letters: B batch, T query length, S key length, N query
-heads, K key/value heads, H query/key head size, h value head size.
+A row holds everything that a call of `jaxflash.dot_product_attention`, or of `varlen_attention`,
+depends on: sizes, dtype, every argument, and the seed of its arrays. Letters: B batch, T query
+length, S key length, N query heads, K key/value heads, H query/key head size, h value head size.
 """
 
 from __future__ import annotations
@@ -56,6 +56,9 @@ class AttentionCase:
     # "shared": one array; "pair": (query ids, key ids); "apart": one, ids that come back, some of
     # them a multiple of twice the length apart
     segments: str | None = None
+    # Packed sequences: how many queries and how many keys each has. One tuple for both: they have
+    # the same boundaries.
+    packed: tuple[tuple[int, ...], tuple[int, ...]] | tuple[tuple[int, ...]] | None = None
     logits_soft_cap: float | None = None
     sink: bool = False
     alibi: str | None = None  # "N" or "BN"
@@ -105,6 +108,9 @@ class AttentionCase:
 
     @property
     def _sizes(self) -> Sizes:
+        if self.packed is not None:
+            longest = max(self.packed[0], default=0), max(self.packed[-1], default=0)
+            return Sizes(len(self.packed[0]), self.q_heads, *longest)
         return Sizes(math.prod(self.batch), self.q_heads, self.q_len, self.kv_length)
 
     def _broadcast_shape(self, letters: str) -> tuple[int, ...]:
@@ -138,6 +144,10 @@ class AttentionCase:
         return tuple(missing)
 
     # ---- the call -------------------------------------------------------------------------------
+
+    def function(self, module):
+        """What is called, of `jaxflash` or of `jaxflash.reference`."""
+        return module.dot_product_attention if self.packed is None else module.varlen_attention
 
     @property
     def options(self) -> dict:
@@ -222,6 +232,9 @@ class AttentionCase:
             arguments["mask"] = mask & arguments["mask"] if "mask" in arguments else mask
         if self.score_mod is not None:
             arguments["score_mod"] = self.bound_score_mod(arrays)
+        if self.packed is not None:
+            edges = [_edges(lengths) for lengths in self.packed]
+            arguments |= {"cu_seqlens_q": edges[0], "cu_seqlens_kv": edges[-1]}
         return arguments | self.options
 
     def bound_score_mod(self, arrays: dict):
@@ -262,6 +275,30 @@ class AttentionCase:
         return out, rng.standard_normal(self.shapes["lse"], np.float32)
 
 
+def _edges(lengths: tuple[int, ...]) -> np.ndarray:
+    return np.cumsum((0, *lengths)).astype(np.int32)
+
+
+def sequences(lengths: tuple[int, ...], tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """Of each packed token its sequence, -1 behind the last, and where that begins."""
+    edges = _edges(lengths)
+    number = np.searchsorted(edges, np.arange(tokens), side="right") - 1
+    return np.where(number < len(lengths), number, -1), edges[number]
+
+
+def local_indices(case: AttentionCase, b, q, kv):
+    """Those of a score function, given the numbers of batch element, row and column."""
+    if case.packed is None:
+        return b, q, kv
+    (number, q_begins), (_, kv_begins) = (
+        sequences(lengths, tokens)
+        for lengths, tokens in zip(
+            (case.packed[0], case.packed[-1]), (case.q_len, case.kv_length), strict=True
+        )
+    )
+    return number[q], q - q_begins[q], kv - kv_begins[kv]
+
+
 def _of_mask(arrays) -> dict:
     return {n.removeprefix(OF_MASK): x for n, x in arrays.items() if n.startswith(OF_MASK)}
 
@@ -269,6 +306,12 @@ def _of_mask(arrays) -> dict:
 def positions(case: AttentionCase, arrays) -> np.ndarray:
     """The key position (*B, T) at which each query stands."""
     rows = np.broadcast_to(np.arange(case.q_len), (*case.batch, case.q_len))
+    if case.packed is not None:
+        number, begin = sequences(case.packed[0], case.q_len)
+        q_lengths, kv_lengths = (np.array((*x, 0)) for x in (case.packed[0], case.packed[-1]))
+        key_begin = _edges(case.packed[-1])[number]
+        shift = (kv_lengths - q_lengths)[number] if case.causal_alignment != "top_left" else 0
+        return rows - begin + key_begin + shift
     if case.causal_alignment == "top_left":
         return rows
     q_lengths = np.clip(arrays.get("query_seq_lengths", case.q_len), 0, case.q_len)
@@ -298,6 +341,10 @@ def visibility(case: AttentionCase, arrays) -> np.ndarray:
         ids = arrays["segment_ids"]
         query_ids, key_ids = ids if isinstance(ids, tuple) else (ids, ids)
         visible &= query_ids[..., :, None] == key_ids[..., None, :]
+    if case.packed is not None:
+        query_ids, _ = sequences(case.packed[0], case.q_len)
+        key_ids, _ = sequences(case.packed[-1], case.kv_length)
+        visible &= (query_ids[:, None] == key_ids) & (query_ids >= 0)[:, None]
     visible = np.broadcast_to(visible[..., None, :, :], case.shapes["logits"])
     if "mask" in arrays:
         visible = visible & to_rank(arrays["mask"], visible.ndim)
@@ -544,6 +591,64 @@ SCORES_OF_TILES = (
     _row("tiles-everything-128", bias="BNTS", segments="shared", logits_soft_cap=3.0, sink=True,
          alibi="N", dropout_rate=0.2, is_causal=True, q_len=300, q_heads=4, kv_heads=2,
          head_dim=128, dtype="bfloat16", gpu_only=True),
+)  # fmt: skip
+
+# Packed sequences, some of them empty; padding behind the last one.
+_SEQUENCES = (7, 0, 20, 1, 13)
+_KEYS_OF_SEQUENCES = (9, 4, 20, 0, 5)
+_LONG_SEQUENCES = (3, 130, 0, 64, 200, 1, 77)
+PACKED = tuple(
+    _row(name, **{**dict(batch=(), q_len=44), **fields})
+    for name, fields in {
+        "packed": dict(packed=(_SEQUENCES,), dtype="bfloat16"),
+        "packed-keys": dict(packed=(_SEQUENCES, _KEYS_OF_SEQUENCES), is_causal=True),
+        "packed-bottom-right": dict(packed=(_SEQUENCES, _KEYS_OF_SEQUENCES), is_causal=True,
+                                    causal_alignment="bottom_right", q_heads=4, kv_heads=2),
+        "packed-poison": dict(packed=(_SEQUENCES,), poison=True, local_window_size=(3, 2),
+                              sink=True),
+        "packed-alibi": dict(packed=(_SEQUENCES,), alibi="N", is_causal=True),
+        "packed-keys-alibi": dict(packed=(_SEQUENCES, _KEYS_OF_SEQUENCES), alibi="N", kv_len=40,
+                                  causal_alignment="bottom_right", local_window_size=(4, 9)),
+        "packed-relative": dict(packed=(_SEQUENCES,), score_mod="relative-table", alibi="N",
+                                logits_soft_cap=3.0),
+        "packed-keys-relative": dict(packed=(_SEQUENCES, _KEYS_OF_SEQUENCES), kv_len=40,
+                                     score_mod="relative-table", alibi="N", dtype="bfloat16"),
+        "packed-bias": dict(packed=(_SEQUENCES, _KEYS_OF_SEQUENCES), score_mod="dense-bias"),
+        "packed-deterministic": dict(packed=(_SEQUENCES, _KEYS_OF_SEQUENCES), dtype="bfloat16",
+                                     deterministic_backward=True),
+        **{
+            f"tiles-packed-{name}": dict(q_len=490, dtype="bfloat16", gpu_only=True) | fields
+            for name, fields in {
+                "64": dict(packed=(_LONG_SEQUENCES,), head_dim=64, q_heads=4, kv_heads=2),
+                "causal-128": dict(packed=(_LONG_SEQUENCES,), head_dim=128, is_causal=True),
+                "keys-128": dict(packed=(_LONG_SEQUENCES, _LONG_SEQUENCES[::-1]), head_dim=128,
+                                 is_causal=True, causal_alignment="bottom_right", poison=True),
+                "256": dict(packed=(_LONG_SEQUENCES,), head_dim=256, local_window_size=(70, 20)),
+                "float32": dict(packed=(_LONG_SEQUENCES, _LONG_SEQUENCES[::-1]), head_dim=40,
+                                dtype="float32"),
+                "distances-128": dict(packed=(_LONG_SEQUENCES,), score_mod="distances",
+                                      head_dim=128, is_causal=True),
+                "keys-distances-64": dict(packed=(_LONG_SEQUENCES, _LONG_SEQUENCES[::-1]),
+                                          score_mod="distances", head_dim=64, dtype="float16"),
+                "alibi-causal-64": dict(packed=(_LONG_SEQUENCES,), alibi="N", head_dim=64,
+                                        is_causal=True, q_heads=4, kv_heads=2),
+                "keys-alibi-128": dict(packed=(_LONG_SEQUENCES, _LONG_SEQUENCES[::-1]), alibi="N",
+                                       head_dim=128, causal_alignment="bottom_right", sink=True),
+                "key-bias-256": dict(packed=(_LONG_SEQUENCES,), score_mod="key-bias",
+                                     head_dim=256, is_causal=True),
+                "deterministic-64": dict(packed=(_LONG_SEQUENCES, _LONG_SEQUENCES[::-1]),
+                                         head_dim=64, q_heads=4, kv_heads=2,
+                                         deterministic_backward=True),
+                "deterministic-causal-128": dict(packed=(_LONG_SEQUENCES,), head_dim=128,
+                                                 is_causal=True, deterministic_backward=True),
+                "deterministic-256": dict(packed=(_LONG_SEQUENCES,), head_dim=256,
+                                          local_window_size=(90, 30), deterministic_backward=True),
+                "deterministic-float32": dict(packed=(_LONG_SEQUENCES, _LONG_SEQUENCES[::-1]),
+                                              head_dim=64, dtype="float32",
+                                              deterministic_backward=True),
+            }.items()
+        },
+    }.items()
 )  # fmt: skip
 
 # Score functions of the caller's own (score_mods.py), beside everything else.
@@ -1108,6 +1213,6 @@ LARGE = (
 )  # fmt: skip
 
 CASES = (
-    *BASE, *HEADS, *BANDS, *SCORES, *SCORES_OF_TILES, *SCORE_MOD_ROWS, *MASK_VALUE_ROWS,
+    *BASE, *HEADS, *BANDS, *SCORES, *SCORES_OF_TILES, *PACKED, *SCORE_MOD_ROWS, *MASK_VALUE_ROWS,
     *GRADIENTS_OF_CAPTURES, *FAULTS, *DECODE, *DECODE_SCORES, *LARGE
 )  # fmt: skip

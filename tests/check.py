@@ -17,7 +17,15 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxflash
-from cases import CAPTURED, DIFFERENTIABLE, AttentionCase, positions, to_rank, visibility
+from cases import (
+    CAPTURED,
+    DIFFERENTIABLE,
+    AttentionCase,
+    local_indices,
+    positions,
+    to_rank,
+    visibility,
+)
 
 # Exponent and mantissa bits of an operand of the matrix products.
 _BITS = {
@@ -82,7 +90,7 @@ def check_refused(case: AttentionCase) -> None:
     """implementation="cuda" must name every argument that the kernels lack, and `supported` too."""
     arguments = case.arguments(jax.device_put(case.arrays()))
     try:
-        jaxflash.dot_product_attention(**arguments, implementation="cuda")
+        case.function(jaxflash)(**arguments, implementation="cuda")
     except NotImplementedError as error:
         text = str(error)
     else:
@@ -142,7 +150,7 @@ def jitted(case: AttentionCase, implementation: str | None):
     name, in one program."""
 
     def attend(with_gradient, others):
-        return jaxflash.dot_product_attention(
+        return case.function(jaxflash)(
             **case.arguments({**with_gradient, **others}),
             implementation=implementation,
             return_residual=True,
@@ -176,7 +184,7 @@ def check_tangents(case: AttentionCase, implementation: str | None) -> None:
     @jax.jit
     def run(moving, others, tangents):
         def attend(moving):
-            return jaxflash.dot_product_attention(
+            return case.function(jaxflash)(
                 **case.arguments({**moving, **others}),
                 implementation=implementation,
                 return_residual=True,
@@ -209,7 +217,7 @@ def _expected_tangents(case, arithmetic: str, kernels: bool) -> dict[str, Bound]
     def truth_of(moving, others, tangents):
         def attend(moving):
             arguments = case.arguments({**moving, **others})
-            return jaxflash.reference.dot_product_attention(
+            return case.function(jaxflash.reference)(
                 **{**arguments, "precision": "highest"}, return_residual=True
             )
 
@@ -276,7 +284,7 @@ def _truth(case, arrays, dout, dlse):
 
     def attend(with_gradient, others):
         arguments = case.arguments({**with_gradient, **others})
-        return jaxflash.reference.dot_product_attention(
+        return case.function(jaxflash.reference)(
             **{**arguments, "precision": "highest"}, return_residual=True
         )
 
@@ -365,7 +373,8 @@ def plain_attention(
         *batch, heads, q_len, kv_len = logits.shape
         b = np.arange(math.prod(batch), dtype=np.int32).reshape(*batch, 1, 1, 1)
         h, q, kv = np.ogrid[:heads, :q_len, :kv_len]
-        indices = np.broadcast_arrays(b, *(x.astype(np.int32) for x in (h, q, kv)))
+        b, q, kv = local_indices(case, b, q, kv)
+        indices = np.broadcast_arrays(*(x.astype(np.int32) for x in (b, h, q, kv)))
         flat = [jnp.asarray(x).reshape(-1) for x in indices]
         # What is its own in a score function, too.
         tanh = jnp.tanh

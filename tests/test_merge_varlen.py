@@ -224,9 +224,41 @@ def test_packed_sequences_are_intervals(options):
     def attend(q, ends):
         return jaxflash.varlen_attention(q, q, q, ends, ends, implementation="cuda", **options)
 
-    text = jax.jit(attend).trace(shape, ends).lower(lowering_platforms=("cuda",)).as_text()
-    (call,) = (x for x in text.splitlines() if f"@{_ffi.FORWARD_TARGET}" in x)
+    call = _forward_call(attend, shape, ends)
     assert re.search(r"\bmask = 1 : i64", call), call
+
+
+def _forward_call(function, *types) -> str:
+    text = jax.jit(function).trace(*types).lower(lowering_platforms=("cuda",)).as_text()
+    (call,) = (x for x in text.splitlines() if f"@{_ffi.FORWARD_TARGET}" in x)
+    return call
+
+
+@pytest.mark.skipif(not _ffi.extension.kernels, reason="needs the kernels' library")
+@pytest.mark.parametrize("shared", [True, False])
+def test_relative_positions_of_packed_sequences(shared):
+    """Boundaries that queries and keys share leave differences of positions what they are, so that
+    slopes capture nothing more, and tables are read along diagonals."""
+
+    def attend(q, ends, others, table, slopes):
+        def relative(score, b, h, q, kv):
+            return score + table[h, q - kv + 255]
+
+        attend = functools.partial(
+            jaxflash.varlen_attention, q, q, q, ends, ends if shared else others,
+            implementation="cuda",
+        )  # fmt: skip
+        return attend(score_mod=relative) if slopes is None else attend(alibi_slopes=slopes)
+
+    q = jax.ShapeDtypeStruct((256, 4, 64), jnp.bfloat16)
+    ends = jax.ShapeDtypeStruct((4,), jnp.int32)
+    table = jax.ShapeDtypeStruct((4, 511), jnp.float32)
+    slopes = jax.ShapeDtypeStruct((4,), jnp.float32)
+    call = _forward_call(attend, q, ends, ends, table, None)
+    assert f"kHasDiagonals = {'true' if shared else 'false'}" in call
+    call = _forward_call(attend, q, ends, ends, table, slopes)
+    ranks = "dense<1> : tensor<1xi64>" if shared else "dense<[1, 2]> : tensor<2xi64>"
+    assert f"capture_ranks = {ranks}" in call
 
 
 @pytest.mark.parametrize(

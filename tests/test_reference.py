@@ -11,7 +11,7 @@ import pytest
 import jaxflash
 import naive
 import sampled
-from cases import BANDS, BASE, CASES, FAULTS, SCORES, AttentionCase, visibility
+from cases import BANDS, BASE, CASES, FAULTS, PACKED, SCORES, AttentionCase, visibility
 from check import split
 from jaxflash import _dropout
 
@@ -33,7 +33,11 @@ def _upcast(arrays):
 
 @pytest.mark.parametrize(
     "case",
-    [c for c in (*BASE, *BANDS, *SCORES, *FAULTS) if not c.dropout_rate and c.q_len <= 80],
+    [
+        c
+        for c in (*BASE, *BANDS, *SCORES, *PACKED, *FAULTS)
+        if not (c.dropout_rate or c.score_mod) and c.q_len <= 80
+    ],
     ids=_name,
 )
 def test_is_the_numpy_loop(case):
@@ -41,8 +45,12 @@ def test_is_the_numpy_loop(case):
     with np.errstate(invalid="ignore"):
         expected_out, expected_lse = naive.attention(case, arrays)
     with jax.enable_x64(True):
-        attend = functools.partial(_reference, **case.options, return_residual=True)
-        out, lse = jax.device_get(jax.jit(attend)(**_upcast(arrays)))
+        attend = jax.jit(
+            lambda arrays: case.function(jaxflash.reference)(
+                **case.arguments(arrays), return_residual=True
+            )
+        )
+        out, lse = jax.device_get(attend(_upcast(arrays)))
     np.testing.assert_allclose(out, expected_out, rtol=1e-9, atol=1e-12)
     if not case.visible_nan:  # XLA's maximum over an axis may lose a NaN
         np.testing.assert_allclose(lse, expected_lse, rtol=1e-9, atol=1e-12)
@@ -53,6 +61,7 @@ def _jax_nn_takes(case):
         not case.missing_in_kernels
         and not any((case.segments, case.logits_soft_cap, case.sink, case.alibi, case.score_mod))
         and case.mask_value is None
+        and case.packed is None
         and not case.dropout_rate
         and not (case.gpu_only or case.bias_hides or case.poison or case.visible_nan)
         and case.causal_alignment == "top_left"

@@ -136,6 +136,9 @@ class Graph:
         x, y = args[0], args[-1]
         if op == "sub" and y.op == "constant":
             return self.integer("add", x, self.constant(-y.value, dtype))
+        if op == "sub" and x.op == y.op == "sub" and x.args[1] is y.args[1]:
+            # Positions within a packed sequence: both are counted from where that begins.
+            return self.integer("sub", x.args[0], y.args[0])
         if op in ("add", "mul") and x.op == "constant":
             x, y = y, x
         if y.op == "constant" and (op, y.value) in (("add", 0), ("mul", 1), ("div", 1)):
