@@ -102,7 +102,9 @@ JAXFLASH_API jaxflash::Status jaxflash_capture_gradients(
 // Before a call whose score program reads a dense mask.
 JAXFLASH_API jaxflash::Status jaxflash_dense_mask(const jaxflash::DenseMaskParams* params,
                                                   CUstream_st* stream);
-// Before a call with ranges; the first one, of segments.
+// Before a call with ranges: of masks that are no arrays, of segments, and of all.
+JAXFLASH_API jaxflash::Status jaxflash_mask_blocks(const jaxflash::MaskBlocksParams* params,
+                                                   CUstream_st* stream);
 JAXFLASH_API jaxflash::Status jaxflash_segment_matches(const jaxflash::SegmentMatchesParams* params,
                                                        CUstream_st* stream);
 JAXFLASH_API jaxflash::Status jaxflash_range_summary(const jaxflash::RangeSummaryParams* params,

@@ -254,24 +254,38 @@ struct MaskBlock {
   uint32_t unused;
 };
 
-// What is made of a dense mask. Intervals are those of blocks, (begin, end); no rows or keys are
-// one of (0, 0).
-struct DenseMaskParams {
-  const uint8_t* mask;  // (count, rows, keys), 0 or 1
-  int64_t count;
+// Intervals made of what blocks of kRangeBlock rows and keys of masks show: (begin, end) of whole
+// blocks; no rows or keys are one of (0, 0).
+struct MaskIntervals {
+  int64_t count;  // of masks
   int32_t rows;
   int32_t keys;
-  bool packs_keys;
-  // Of 32 neighbours, bits in the order of `word_bit`, those beyond the mask 0: of keys, (count,
-  // rows, ceil(keys / 32)), or of rows, (count, ceil(rows / 32), keys).
-  uint32_t* words;
   int32_t* keys_of_row;  // (count, rows, 2), the hull of what each sees
   int32_t* rows_of_key;  // (count, keys, 2)
   // Of blocks of rows the longest interval of keys that all of them see, and the longest gap in the
   // hull, or all where they see nothing: (count, ceil(rows / kRangeBlock), 2, 2). Likewise of keys.
   int32_t* keys_inside;
   int32_t* rows_inside;
+};
+
+// What is made of dense masks.
+struct DenseMaskParams : MaskIntervals {
+  const uint8_t* mask;  // (count, rows, keys), 0 or 1
+  bool packs_keys;
+  // Of 32 neighbours, bits in the order of `word_bit`, those beyond the mask 0: of keys, (count,
+  // rows, ceil(keys / 32)), or of rows, (count, ceil(rows / 32), keys).
+  uint32_t* words;
   MaskBlock* blocks;  // workspace, (count, ceil(rows / kRangeBlock), ceil(keys / kRangeBlock))
+};
+
+// What is made of masks of which no array holds the elements. All are 0 or 1.
+struct MaskBlocksParams : MaskIntervals {
+  // Whether all of a block is visible, and whether nothing is: (count, ceil(rows / kRangeBlock),
+  // ceil(keys / kRangeBlock)).
+  const uint8_t* whole;
+  const uint8_t* empty;
+  const uint8_t* row_sees;     // (count, rows), whether it sees a key
+  const uint8_t* key_is_seen;  // (count, keys)
 };
 
 // Elements of a segment that have some remainder, see SegmentMatchesParams. All start at their
@@ -311,7 +325,7 @@ struct RangeSummaryParams {
   // Whether all that lies in an interval is seen, (count, rows) and (count, keys); or nullptr: yes.
   const uint8_t* keys_solid;
   const uint8_t* rows_solid;
-  // Of masks, as in DenseMaskParams; or nullptr: they hide nothing.
+  // Of masks, as in MaskIntervals; or nullptr: they hide nothing.
   const int32_t* keys_inside;
   const int32_t* rows_inside;
   int32_t* row_blocks;  // as in Ranges

@@ -1,7 +1,6 @@
-// A dense mask as score programs read it: words of bits, and from these what can be skipped.
+// A dense mask as score programs read it: words of bits, and what blocks of it show.
 #pragma once
 
-#include "common/mask.cuh"
 #include "problem.h"
 
 namespace jaxflash {
@@ -203,79 +202,6 @@ __global__ void __launch_bounds__(kDenseMaskThreads)
                                                  kPacksKeys ? keys_left : rows_left);
   if (threadIdx.x % 32 == 0) {
     params.blocks[(number * row_blocks + row_block) * key_blocks + key_block + of_warp] = block;
-  }
-}
-
-// The longest of runs of neighbouring numbers.
-struct LongestRun {
-  Interval longest{0, 0};
-
-  __device__ __forceinline__ void offer(Interval run) {
-    if (run.end - run.begin > longest.end - longest.begin) longest = run;
-  }
-};
-
-// What 64 rows see of the keys, or who sees 64 keys: a warp's work.
-__global__ void __launch_bounds__(kDenseMaskThreads)
-    mask_intervals_kernel(const __grid_constant__ DenseMaskParams params) {
-  const int lane = threadIdx.x % 32;
-  const int row_blocks = blocks_of(params.rows), key_blocks = blocks_of(params.keys);
-  const int64_t work = (int64_t{blockIdx.x} * kDenseMaskThreads + threadIdx.x) / 32;
-  const int64_t number = work / (row_blocks + key_blocks);
-  if (number >= params.count) return;
-  int own = static_cast<int>(work % (row_blocks + key_blocks));
-  const bool of_rows = own < row_blocks;
-  if (!of_rows) own -= row_blocks;
-  const int others = of_rows ? key_blocks : row_blocks;
-  const int own_size = of_rows ? params.rows : params.keys;
-  const int other_size = of_rows ? params.keys : params.rows;
-  const MaskBlock* blocks = params.blocks + number * row_blocks * key_blocks +
-                            (of_rows ? int64_t{own} * key_blocks : own);
-  const int step = of_rows ? 1 : key_blocks;
-
-  uint32_t seeing[2] = {0, 0};
-  Interval hull{others, 0}, whole{0, 0};
-  LongestRun wholes, gaps;
-  for (int first = 0; first < others; first += 32) {
-    MaskBlock block = {};
-    if (first + lane < others) block = blocks[int64_t{first + lane} * step];
-    seeing[0] |= of_rows ? block.rows[0] : block.keys[0];
-    seeing[1] |= of_rows ? block.rows[1] : block.keys[1];
-    uint32_t seen = __ballot_sync(~0u, (block.rows[0] | block.rows[1]) != 0);
-    for (; seen != 0; seen &= seen - 1) {
-      const int at = first + __ffs(seen) - 1;
-      if (hull.end > 0) gaps.offer({hull.end, at});
-      hull = {min(hull.begin, at), at + 1};
-    }
-    uint32_t all = __ballot_sync(~0u, block.whole != 0);
-    for (; all != 0; all &= all - 1) {
-      const int at = first + __ffs(all) - 1;
-      whole = {whole.end == at ? whole.begin : at, at + 1};
-      wholes.offer(whole);
-    }
-  }
-  seeing[0] = __reduce_or_sync(~0u, seeing[0]);
-  seeing[1] = __reduce_or_sync(~0u, seeing[1]);
-
-  const auto elements = [&](Interval blocks) {
-    return make_int2(blocks.begin * kRangeBlock, min(blocks.end * kRangeBlock, other_size));
-  };
-  int32_t* intervals = of_rows ? params.keys_of_row : params.rows_of_key;
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int element = own * kRangeBlock + 32 * i + lane;
-    if (element >= own_size) continue;
-    const bool sees = seeing[i] >> lane & 1;
-    reinterpret_cast<int2*>(intervals)[number * own_size + element] =
-        sees ? elements(hull) : make_int2(0, 0);
-  }
-  if (lane == 0) {
-    // Rows that see nothing are no obstacle to a gap of those beside them.
-    const Interval gap = hull.end > 0 ? gaps.longest : Interval{0, others};
-    int2* inside = reinterpret_cast<int2*>(of_rows ? params.keys_inside : params.rows_inside);
-    inside += (number * (of_rows ? row_blocks : key_blocks) + own) * 2;
-    inside[0] = elements(wholes.longest);
-    inside[1] = elements(gap);
   }
 }
 

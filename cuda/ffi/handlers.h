@@ -21,6 +21,7 @@ Handlers tangent_handlers();
 Handlers paged_handlers();
 // Of calls without a program: a handler alone.
 XLA_FFI_Handler* dense_mask_handler();
+XLA_FFI_Handler* mask_blocks_handler();
 XLA_FFI_Handler* segment_matches_handler();
 XLA_FFI_Handler* range_summary_handler();
 

@@ -147,6 +147,7 @@ void define_handlers(nb::module_& m) {
           return stages;
         };
         handlers["dense_mask"] = alone(dense_mask_handler());
+        handlers["mask_blocks"] = alone(mask_blocks_handler());
         handlers["segment_matches"] = alone(segment_matches_handler());
         handlers["range_summary"] = alone(range_summary_handler());
         return handlers;

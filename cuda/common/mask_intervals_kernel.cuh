@@ -1,0 +1,144 @@
+// What can be skipped of a mask, given what there is in blocks of 64 rows and 64 keys.
+#pragma once
+
+#include "common/mask.cuh"
+#include "problem.h"
+
+namespace jaxflash {
+
+inline constexpr int kMaskIntervalsThreads = 256;
+static_assert(kRangeBlock == 64, "bits of two words");
+
+// A block: a bit for each of the 64 rows that see something of it, or of its keys that are seen,
+// and whether all of it is visible.
+struct SeenBlock {
+  uint32_t by[2];
+  bool whole;
+};
+
+// The blocks of mask `number` as the rows or keys of its block `own` take part in them.
+template <class Params>
+class MaskBlocks;
+
+template <>
+class MaskBlocks<DenseMaskParams> {
+ public:
+  __device__ __forceinline__ MaskBlocks(const DenseMaskParams& params, int64_t /*number*/,
+                                        bool of_rows, int /*own*/)
+      : blocks_(params.blocks), of_rows_(of_rows) {}
+
+  __device__ __forceinline__ SeenBlock at(int64_t i) const {
+    const MaskBlock block = blocks_[i];
+    return {{of_rows_ ? block.rows[0] : block.keys[0], of_rows_ ? block.rows[1] : block.keys[1]},
+            block.whole != 0};
+  }
+
+ private:
+  const MaskBlock* blocks_;
+  bool of_rows_;
+};
+
+template <>
+class MaskBlocks<MaskBlocksParams> {
+ public:
+  // All lanes.
+  __device__ __forceinline__ MaskBlocks(const MaskBlocksParams& params, int64_t number,
+                                        bool of_rows, int own)
+      : whole_(params.whole), empty_(params.empty) {
+    const int size = of_rows ? params.rows : params.keys;
+    const uint8_t* takes_part = (of_rows ? params.row_sees : params.key_is_seen) + number * size;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int element = own * kRangeBlock + 32 * i + threadIdx.x % 32;
+      by_[i] = __ballot_sync(~0u, element < size && takes_part[element] != 0);
+    }
+  }
+
+  // Those that see something anywhere, which is all that intervals of whole blocks ask for.
+  __device__ __forceinline__ SeenBlock at(int64_t i) const {
+    const uint32_t shows = empty_[i] != 0 ? 0 : ~0u;
+    return {{by_[0] & shows, by_[1] & shows}, whole_[i] != 0};
+  }
+
+ private:
+  const uint8_t* whole_;
+  const uint8_t* empty_;
+  uint32_t by_[2];
+};
+
+// The longest of runs of neighbouring numbers.
+struct LongestRun {
+  Interval longest{0, 0};
+
+  __device__ __forceinline__ void offer(Interval run) {
+    if (run.end - run.begin > longest.end - longest.begin) longest = run;
+  }
+};
+
+// What 64 rows see of the keys, or who sees 64 keys: a warp's work.
+template <class Params>
+__global__ void __launch_bounds__(kMaskIntervalsThreads)
+    mask_intervals_kernel(const __grid_constant__ Params params) {
+  const int lane = threadIdx.x % 32;
+  const int row_blocks = blocks_of(params.rows), key_blocks = blocks_of(params.keys);
+  const int64_t work = (int64_t{blockIdx.x} * kMaskIntervalsThreads + threadIdx.x) / 32;
+  const int64_t number = work / (row_blocks + key_blocks);
+  if (number >= params.count) return;
+  int own = static_cast<int>(work % (row_blocks + key_blocks));
+  const bool of_rows = own < row_blocks;
+  if (!of_rows) own -= row_blocks;
+  const int others = of_rows ? key_blocks : row_blocks;
+  const int own_size = of_rows ? params.rows : params.keys;
+  const int other_size = of_rows ? params.keys : params.rows;
+  const MaskBlocks<Params> blocks(params, number, of_rows, own);
+  const int64_t begin =
+      number * row_blocks * key_blocks + (of_rows ? int64_t{own} * key_blocks : own);
+  const int step = of_rows ? 1 : key_blocks;
+
+  uint32_t seeing[2] = {0, 0};
+  Interval hull{others, 0}, whole{0, 0};
+  LongestRun wholes, gaps;
+  for (int first = 0; first < others; first += 32) {
+    SeenBlock block = {};
+    if (first + lane < others) block = blocks.at(begin + int64_t{first + lane} * step);
+    seeing[0] |= block.by[0];
+    seeing[1] |= block.by[1];
+    uint32_t seen = __ballot_sync(~0u, (block.by[0] | block.by[1]) != 0);
+    for (; seen != 0; seen &= seen - 1) {
+      const int at = first + __ffs(seen) - 1;
+      if (hull.end > 0) gaps.offer({hull.end, at});
+      hull = {min(hull.begin, at), at + 1};
+    }
+    uint32_t all = __ballot_sync(~0u, block.whole);
+    for (; all != 0; all &= all - 1) {
+      const int at = first + __ffs(all) - 1;
+      whole = {whole.end == at ? whole.begin : at, at + 1};
+      wholes.offer(whole);
+    }
+  }
+  seeing[0] = __reduce_or_sync(~0u, seeing[0]);
+  seeing[1] = __reduce_or_sync(~0u, seeing[1]);
+
+  const auto elements = [&](Interval blocks) {
+    return make_int2(blocks.begin * kRangeBlock, min(blocks.end * kRangeBlock, other_size));
+  };
+  int32_t* intervals = of_rows ? params.keys_of_row : params.rows_of_key;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int element = own * kRangeBlock + 32 * i + lane;
+    if (element >= own_size) continue;
+    const bool sees = seeing[i] >> lane & 1;
+    reinterpret_cast<int2*>(intervals)[number * own_size + element] =
+        sees ? elements(hull) : make_int2(0, 0);
+  }
+  if (lane == 0) {
+    // Rows that see nothing are no obstacle to a gap of those beside them.
+    const Interval gap = hull.end > 0 ? gaps.longest : Interval{0, others};
+    int2* inside = reinterpret_cast<int2*>(of_rows ? params.keys_inside : params.rows_inside);
+    inside += (number * (of_rows ? row_blocks : key_blocks) + own) * 2;
+    inside[0] = elements(wholes.longest);
+    inside[1] = elements(gap);
+  }
+}
+
+}  // namespace jaxflash
