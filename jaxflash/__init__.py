@@ -47,6 +47,7 @@ EXPORT_CHECKS: tuple[_DisabledSafetyCheck, ...] = (
     _DisabledSafetyCheck.custom_call(_ffi.TANGENT_TARGET),
     _DisabledSafetyCheck.custom_call(_ffi.PAGED_TARGET),
     _DisabledSafetyCheck.custom_call(_ffi.DENSE_MASK_TARGET),
+    _DisabledSafetyCheck.custom_call(_ffi.MASK_BLOCKS_TARGET),
     _DisabledSafetyCheck.custom_call(_ffi.SEGMENT_MATCHES_TARGET),
     _DisabledSafetyCheck.custom_call(_ffi.RANGE_SUMMARY_TARGET),
 )

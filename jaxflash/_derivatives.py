@@ -28,6 +28,7 @@ from jaxflash import (
     _plan,
     _platform,
     _primitive,
+    _ranges,
     _sharding,
     _short,
     _support,
@@ -72,7 +73,7 @@ def attention(spec: AttentionSpec, path: Path, operands: Operands):
     # nothing in a compiled program.
     operands = with_scaled_query(jax.tree.map(jnp.copy, operands))
     alike = _sharding.alike(spec, operands)
-    results: Any = _attention(spec, path, _plan.with_plan(spec, alike))
+    results: Any = _attention(spec, path, with_plan(spec, path, alike))
     return _sharding.as_of_query(operands.query, *results)
 
 
@@ -84,6 +85,18 @@ def with_scaled_query(operands):
     dtype = _blockwise.compute_dtype(query)
     query = (query.astype(dtype) * scale.astype(dtype)).astype(query.dtype)
     return operands._replace(query=query, scale=None)
+
+
+def with_plan(spec: AttentionSpec, path: Path, operands: Operands) -> Operands:
+    """The operands with a plan of their predicate, which a kernel makes where kernels use it."""
+    # Of a fallback the passes warn.
+    path = "xla" if isinstance(path, Fallback) else path
+
+    def of_blocks(*blocks, **lengths) -> _ranges.Shown:
+        ways = _kernels.of_blocks, _ranges.of_blocks
+        return on_path(path, *(functools.partial(way, **lengths) for way in ways))(*blocks)
+
+    return _plan.with_plan(spec, operands, of_blocks)
 
 
 _OF_KERNELS = frozenset(("query", "key", "value"))

@@ -25,6 +25,7 @@ BACKWARD_TARGET = "jaxflash_backward_v6"
 TANGENT_TARGET = "jaxflash_tangent_v3"
 PAGED_TARGET = "jaxflash_paged_v4"
 DENSE_MASK_TARGET = "jaxflash_dense_mask_v1"
+MASK_BLOCKS_TARGET = "jaxflash_mask_blocks_v1"
 SEGMENT_MATCHES_TARGET = "jaxflash_segment_matches_v1"
 RANGE_SUMMARY_TARGET = "jaxflash_range_summary_v1"
 _STATE_TYPE = "jaxflash_program_v2"
@@ -64,6 +65,7 @@ def _register() -> None:
         "tangent": TANGENT_TARGET,
         "paged": PAGED_TARGET,
         "dense_mask": DENSE_MASK_TARGET,
+        "mask_blocks": MASK_BLOCKS_TARGET,
         "segment_matches": SEGMENT_MATCHES_TARGET,
         "range_summary": RANGE_SUMMARY_TARGET,
     }
@@ -463,7 +465,9 @@ class BatchCall:
         """The custom call itself."""
         raise NotImplementedError
 
-    def _call(self, target: str, operands, results, workspace, **attributes) -> tuple[Any, ...]:
+    def _call(
+        self, target: str, operands, results, workspace=None, **attributes
+    ) -> tuple[Any, ...]:
         """`results`: shapes behind the leading axes, and dtypes. `workspace`: bytes, of one."""
         like = operands[0]
         rank = like.ndim - len(self.operand_axes[0])
@@ -472,9 +476,19 @@ class BatchCall:
             _result_type(like, (*lead, *own), dtype, [*mesh_axes, *(None for _ in own)])
             for own, dtype in results
         ]
-        types.append(_result_type(like, (math.prod(lead) * workspace,), jnp.uint8, [None]))
-        *found, _ = jax.ffi.ffi_call(target, types)(*operands, **attributes)
-        return tuple(found)
+        if workspace is not None:
+            types.append(_result_type(like, (math.prod(lead) * workspace,), jnp.uint8, [None]))
+        found = jax.ffi.ffi_call(target, types)(*operands, **attributes)
+        return tuple(found[: len(results)])
+
+
+# cuda/problem.h: the arrays of MaskIntervals.
+_INTERVAL_AXES = (("row", "pair"), ("key", "pair"), ("rowblock", "four"), ("keyblock", "four"))
+
+
+def _intervals(rows, keys):
+    shapes = (rows, 2), (keys, 2), (_range_blocks(rows), 4), (_range_blocks(keys), 4)
+    return [(own, jnp.int32) for own in shapes]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -484,26 +498,30 @@ class ReadMask(BatchCall):
 
     packs_keys: bool
     operand_axes = (("row", "key"),)
-    result_axes = (
-        ("wordrow", "wordkey"),
-        ("row", "pair"),
-        ("key", "pair"),
-        ("rowblock", "four"),
-        ("keyblock", "four"),
-    )
+    result_axes = (("wordrow", "wordkey"), *_INTERVAL_AXES)
 
     def call(self, *operands):
         rows, keys = operands[0].shape[-2:]
-        row_blocks, key_blocks = _range_blocks(rows), _range_blocks(keys)
         words = (rows, -(-keys // 32)) if self.packs_keys else (-(-rows // 32), keys)
-        intervals = (rows, 2), (keys, 2), (row_blocks, 4), (key_blocks, 4)
         return self._call(
             DENSE_MASK_TARGET,
             operands,
-            [(words, jnp.uint32), *((own, jnp.int32) for own in intervals)],
-            row_blocks * key_blocks * _MASK_BLOCK_BYTES,
+            [(words, jnp.uint32), *_intervals(rows, keys)],
+            _range_blocks(rows) * _range_blocks(keys) * _MASK_BLOCK_BYTES,
             packs_keys=np.bool_(self.packs_keys),
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadMaskBlocks(BatchCall):
+    """Of what blocks of a mask show intervals: see MaskBlocksParams in cuda/problem.h."""
+
+    operand_axes = (("rowblock", "keyblock"), ("rowblock", "keyblock"), ("row",), ("key",))
+    result_axes = _INTERVAL_AXES
+
+    def call(self, *operands):
+        rows, keys = (x.shape[-1] for x in operands[2:])
+        return self._call(MASK_BLOCKS_TARGET, operands, _intervals(rows, keys))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -132,18 +132,32 @@ def read_mask(mask, pass_: Pass, q_len, kv_len) -> DenseMask:
     """What a pass reads of a mask for calls of such lengths."""
     packed = _dense_mask.packed_axis(mask, pass_)
     read = _partition.over_batch(_ffi.ReadMask(packs_keys=pass_ == "forward"))
-    words, keys_of_row, rows_of_key, keys_inside, rows_inside = read(mask)
+    words, *intervals = read(mask)
+    own_intervals = Shown(*intervals)
     rows, keys = mask.shape[-2:]
-    shown = Shown(
-        _of_all(keys_of_row, rows, q_len, q_len, keys, kv_len),
-        _of_all(rows_of_key, keys, kv_len, kv_len, rows, q_len),
-        _of_all(keys_inside, rows, q_len, -(-q_len // BLOCK), keys, kv_len),
-        _of_all(rows_inside, keys, kv_len, -(-kv_len // BLOCK), rows, q_len),
-    )
+    shown = _of_call(own_intervals, rows, keys, q_len, kv_len)
     own = _dense_mask.own_type(mask, pass_)
     elements = (mask if packed is None else words).reshape(*mask.shape[:-3], *own.shape)
-    is_seen = jnp.any(rows_of_key[..., 1] > 0, axis=-2)
-    return DenseMask(elements, shown, keys_of_row[..., 1] > 0, is_seen)
+    sees = own_intervals.keys_of_row[..., 1] > 0
+    is_seen = jnp.any(own_intervals.rows_of_key[..., 1] > 0, axis=-2)
+    return DenseMask(elements, shown, sees, is_seen)
+
+
+def of_blocks(whole, empty, row_sees, key_is_seen, *, q_len, kv_len) -> Shown:
+    """As `_ranges.of_blocks`."""
+    read = _partition.over_batch(_ffi.ReadMaskBlocks())
+    shown = Shown(*read(whole, empty, row_sees, key_is_seen))
+    return _of_call(shown, row_sees.shape[-1], key_is_seen.shape[-1], q_len, kv_len)
+
+
+def _of_call(shown: Shown, rows, keys, q_len, kv_len) -> Shown:
+    """What a mask of `rows` and `keys`, each of which may be one for all, shows in a call."""
+    return Shown(
+        _of_all(shown.keys_of_row, rows, q_len, q_len, keys, kv_len),
+        _of_all(shown.rows_of_key, keys, kv_len, kv_len, rows, q_len),
+        _of_all(shown.keys_inside, rows, q_len, -(-q_len // BLOCK), keys, kv_len),
+        _of_all(shown.rows_inside, keys, kv_len, -(-kv_len // BLOCK), rows, q_len),
+    )
 
 
 def _of_all(intervals, size, length, count, other_size, other_length):

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import jax.numpy as jnp
 
 from jaxflash import _ranges
 from jaxflash._blockwise import filled, loop
 from jaxflash._dense_mask import DenseMask
-from jaxflash._ranges import BLOCK
+from jaxflash._ranges import BLOCK, Shown
 from jaxflash._spec import PLANNED, AttentionSpec, Operands
 from jaxflash._tile import Block, Tiles, blocks, cut, put
 
@@ -27,16 +28,20 @@ from jaxflash._tile import Block, Tiles, blocks, cut, put
 _BLOCK_ELEMENTS = 1 << 26
 
 
-def with_plan(spec: AttentionSpec, operands: Operands) -> Operands:
+def with_plan(
+    spec: AttentionSpec, operands: Operands, of_blocks: Callable[..., Shown] = _ranges.of_blocks
+) -> Operands:
     """The operands with those of `PLANNED`, of the predicate and of the band of the spec, if there
-    is a predicate and no plan that the caller made: for all passes of the call."""
+    is a predicate and no plan that the caller made: for all passes of the call. `of_blocks`: that
+    of `_ranges`, or another that does the same."""
     has_plan = operands.rows_hull is not None
     if spec.predicate is None or has_plan or 0 in (*operands.query.shape, *operands.key.shape):
         return operands
-    return operands._replace(**dict(zip(PLANNED, _plan(spec, operands), strict=True)))
+    found = _plan(spec, operands, of_blocks)
+    return operands._replace(**dict(zip(PLANNED, found, strict=True)))
 
 
-def _plan(spec: AttentionSpec, operands: Operands):
+def _plan(spec: AttentionSpec, operands: Operands, of_blocks: Callable[..., Shown]) -> Shown:
     *_, q_len, q_heads, _ = operands.query.shape
     kv_len = operands.key.shape[-3]
     # A band of each sequence's own would be a pass for each sequence.
@@ -105,7 +110,7 @@ def _plan(spec: AttentionSpec, operands: Operands):
     found = start(False, q_len), start(False, kv_len), *groups
     row_sees, key_is_seen, *groups = map(by_heads, loop(0, rows.count, of_rows, found))
     whole, empty = (x[..., :q_blocks, :] for x in groups)
-    return _ranges.of_blocks(whole, empty, row_sees, key_is_seen, q_len, kv_len)
+    return of_blocks(whole, empty, row_sees, key_is_seen, q_len=q_len, kv_len=kv_len)
 
 
 def seeing_rows(operands: Operands, mask: DenseMask | None):

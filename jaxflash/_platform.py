@@ -46,8 +46,13 @@ def _platform_primitives():
     return primitives
 
 
+def has_partitioner() -> bool:
+    """Whether programs have the partitioner that custom calls need."""
+    return jax.config.jax_use_shardy_partitioner  # pyright: ignore
+
+
 def _check_on_cuda(ctx, x, *, only_cuda):
-    if not jax.config.jax_use_shardy_partitioner:  # pyright: ignore
+    if not has_partitioner():
         raise NotImplementedError(
             "the CUDA kernels need the Shardy partitioner, which tells them how arrays are split: "
             "leave jax_use_shardy_partitioner at True, or use implementation='xla'"

@@ -125,15 +125,20 @@ def of_dense_mask(operands: Operands) -> tuple[Shown, ...]:
     mask = operands.mask
     if mask is None:
         return ()
+    q_len, kv_len = operands.query.shape[-3], operands.key.shape[-3]
+    return (of_blocks(*in_blocks(mask), q_len=q_len, kv_len=kv_len),)
+
+
+def in_blocks(mask):
+    """What blocks of a dense mask show, the arguments of `of_blocks`."""
     some = whole = mask
     for axis in (-1, -2):
         if mask.shape[axis] != 1:
             some, whole = any_of_groups(some, axis, BLOCK), all_of_groups(whole, axis, BLOCK)
-    lengths = operands.query.shape[-3], operands.key.shape[-3]
-    return (of_blocks(whole, ~some, jnp.any(mask, axis=-1), jnp.any(mask, axis=-2), *lengths),)
+    return whole, ~some, jnp.any(mask, axis=-1), jnp.any(mask, axis=-2)
 
 
-def of_blocks(whole, empty, row_sees, key_is_seen, q_len, kv_len):
+def of_blocks(whole, empty, row_sees, key_is_seen, *, q_len, kv_len) -> Shown:
     """What a mask shows, as intervals.
 
     Args:

@@ -404,14 +404,18 @@ def plan(mask: Mask, shape: tuple[int, ...]) -> Mask:
           mask = masks.plan(prefix_lm, (batch, heads, length, length))
           x, _ = jax.lax.scan(lambda x, weights: (layer(weights, x, mask), None), x, layers)
     """
-    from jaxflash import _api, _plan, _sharding, _spec  # which need this module
+    # Which need this module.
+    from jaxflash import _api, _derivatives, _ffi, _platform, _sharding, _spec
 
     mask, (batch, heads, q_len, kv_len) = _checked(mask, shape)
     query = jax.ShapeDtypeStruct((*batch, q_len, heads, 1), jnp.float32)
     key_heads = 1 if heads == 0 else heads
     key = jax.ShapeDtypeStruct((*batch, kv_len, key_heads, 1), jnp.float32)
     with _sharding.mesh_of(*jax.tree.leaves(mask)):
-        operands = _plan.with_plan(*_api.described(query, key, key, mask=mask))
+        spec, operands = _api.described(query, key, key, mask=mask)
+        # Whatever path the calls will take.
+        by_kernel = _ffi.extension.kernels and _platform.has_partitioner()
+        operands = _derivatives.with_plan(spec, "auto" if by_kernel else "xla", operands)
     given = operands.named()
     found = {name: given[name] for name in _spec.PLANNED if name in given}
     return Planned(mask, found, (*batch, heads))

@@ -422,7 +422,11 @@ def test_sharded(kind, name):
 # ---- What the kernels are told -------------------------------------------------------------------
 
 
-def _described(mask, **options):
+# Where the plan of a function is made.
+_ON_PATHS = pytest.mark.parametrize("path", ["xla", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+def _described(mask, path="xla", **options):
     """(spec, operands) with what every pass of a call shares."""
     shape = options.pop("shape", (_B, _N, 200, 330))
     batch, heads, q_len, kv_len = shape
@@ -431,7 +435,7 @@ def _described(mask, **options):
         for length, n in ((q_len, heads), (kv_len, options.pop("kv_heads", heads // 2)))
     )
     spec, operands = _api.described(query, key, key, mask=mask, **options)
-    return spec, _plan.with_plan(spec, operands)
+    return spec, _derivatives.with_plan(spec, path, operands)
 
 
 def _ranges_of(spec, operands):
@@ -446,17 +450,18 @@ def _intervals_of(visible):
     return np.stack((np.where(end > 0, begin, 0), end), axis=-1)
 
 
+@_ON_PATHS
 @pytest.mark.parametrize("elements", [1 << 22, 5000], ids=["one block", "blocks"])
 @pytest.mark.parametrize(
     "name", [n for n, row in MASK_VALUES.items() if row not in mask_values.NATIVE]
 )
-def test_hulls(name, elements, monkeypatch):
+def test_hulls(name, elements, path, monkeypatch):
     """The first and the last key of each row and row of each key, of each head that has its own,
     and what follows for the ranges of the kernels; the pass widens nothing that does not ask."""
     monkeypatch.setattr(_plan, "_BLOCK_ELEMENTS", elements)
     shape = (_B, _N, 200, 330)
     mask, visible = _value(name, shape)
-    spec, operands = _described(mask, shape=shape)
+    spec, operands = _described(mask, path, shape=shape)
     widest = np.broadcast_shapes(operands.rows_hull.shape[:2], operands.keys_hull.shape[:2])
     asks_for_batch = (visible != visible[:1]).any()
     asks_for_heads = (visible != visible[:, :1]).any()
@@ -498,8 +503,9 @@ def _check_inside(ranges, visible, is_longest: bool = False) -> None:
                 assert max(end - begin, 0) == min(64 * max(lengths), columns.size - begin)
 
 
+@_ON_PATHS
 @pytest.mark.parametrize("shape", [(2, 3, 200, 330), (1, 1, 130, 1), (2, 1, 1, 330), (1, 3, 9, 96)])
-def test_whole_tiles(shape):
+def test_whole_tiles(shape, path):
     """What a dense mask and a function leave untested is visible to all rows of all heads, what
     they skip to none."""
     rng = np.random.default_rng(0)
@@ -514,7 +520,7 @@ def test_whole_tiles(shape):
         (function, of_function),
         (dense & function, dense & of_function),
     ):
-        spec, operands = _described(mask, shape=full, kv_heads=1)
+        spec, operands = _described(mask, path, shape=full, kv_heads=1)
         ranges = _ranges_of(spec, operands)
         assert ranges is not None
         _check_inside(ranges, visible)
@@ -545,11 +551,12 @@ _VISITS = {
 }
 
 
+@_ON_PATHS
 @pytest.mark.parametrize("mask", _VISITS.values(), ids=_VISITS)
-def test_visited_tiles(mask):
+def test_visited_tiles(mask, path):
     length = 640
     visible = np.asarray(masks.as_array(mask, (1, length, length)))[0]
-    spec, operands = _described(mask, shape=(1, 2, length, length))
+    spec, operands = _described(mask, path, shape=(1, 2, length, length))
     ranges = _ranges_of(spec, operands)
     tiles = visible.reshape(length // 64, 64, length // 64, 64).any((1, 3)).sum()
     assert tiles < 100 or tiles == 0
@@ -820,6 +827,91 @@ def test_operands_of_the_custom_calls():
         )
     )
     assert one_pass == 1
+
+
+def _custom_calls(text, target) -> list[str]:
+    return [line for line in text.splitlines() if f"custom_call @{target}(" in line]
+
+
+@_needs_kernels
+@pytest.mark.parametrize("implementation", ["cuda", None])
+def test_plans_are_made_by_a_kernel(implementation):
+    """One for both passes, behind the evaluation and its reductions; elsewhere there is none."""
+    x = jnp.zeros((_B, 200, _N, 64), jnp.bfloat16)
+    lengths = jnp.array([30, 70], jnp.int32)
+
+    def gradient(x, lengths):
+        prefix = masks.function(lambda b, h, q, kv, n: (kv < n[b]) | (q >= kv), lengths)
+
+        def loss(x):
+            out = jaxflash.dot_product_attention(
+                x, x, x, mask=prefix, implementation=implementation
+            )
+            return jnp.sum(out.astype(jnp.float32))
+
+        return jax.grad(loss)(x)
+
+    traced = jax.jit(gradient).trace(x, lengths)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    (call,) = _custom_calls(text, _ffi.MASK_BLOCKS_TARGET)
+    blocks, rows = f"tensor<{_B}x1x4x4xi1>", f"tensor<{_B}x1x200xi1>"
+    assert f"({blocks}, {blocks}, {rows}, {rows})" in call
+    hulls, inside = f"tensor<{_B}x1x200x2xi32>", f"tensor<{_B}x1x4x4xi32>"
+    assert f"({hulls}, {hulls}, {inside}, {inside})" in call
+    ahead = text[: text.index(call)]
+    assert ahead.count("stablehlo.reduce(") == 6
+    for operation in ("reduce_window", "while", "sort", "gather"):
+        assert f"stablehlo.{operation}" not in text
+    if implementation is None:
+        text = traced.lower(lowering_platforms=("cpu",)).as_text()
+        assert _ffi.MASK_BLOCKS_TARGET not in text
+
+
+@_needs_kernels
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_plans_made_by_hand(platform):
+    mask, _ = _value("prefix")
+    traced = jax.jit(lambda mask: masks.plan(mask, _SHAPE)).trace(mask)
+    text = traced.lower(lowering_platforms=(platform,)).as_text()
+    assert len(_custom_calls(text, _ffi.MASK_BLOCKS_TARGET)) == (platform == "cuda")
+
+
+@_needs_kernels
+def test_vmap_of_plans():
+    """What the mask does not ask for is not mapped, and what it does is a leading axis."""
+    x = jnp.zeros((3, _B, 70, _N, 64), jnp.bfloat16)
+    limits = jnp.zeros((3, 5), jnp.int32)
+
+    def attend(x, limits):
+        mask = masks.function(lambda b, h, q, kv, n: (q >= kv) | (kv < n[0]), limits)
+        return jaxflash.dot_product_attention(x, x, x, mask=mask, implementation="cuda")
+
+    for axes, lead in (((0, None), "1x1"), ((0, 0), "3x1x1"), ((None, 0), "3x1x1")):
+        arguments = [a if axis == 0 else a[0] for a, axis in zip((x, limits), axes, strict=True)]
+        traced = jax.jit(jax.vmap(attend, axes)).trace(*arguments)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        (call,) = _custom_calls(text, _ffi.MASK_BLOCKS_TARGET)
+        assert f"tensor<{lead}x70x2xi32>, tensor<{lead}x70x2xi32>" in call
+
+
+@_needs_kernels
+def test_plans_are_made_where_they_lie():
+    """Each device makes those of its batch elements and heads."""
+    mesh = _mesh()
+
+    def placed(shape, dtype, spec):
+        return jax.device_put(jnp.zeros(shape, dtype), NamedSharding(mesh, spec))
+
+    x = placed((4, 70, _N, 16), jnp.float32, P("b", None, "h"))
+    limits = placed((4, _N), jnp.int32, P("b", "h"))
+
+    def attend(x, limits):
+        mask = masks.intervals(0, limits[..., None]) | masks.causal()
+        return jaxflash.dot_product_attention(x, x, x, mask=mask, implementation="cuda")
+
+    text = jax.jit(attend).trace(x, limits).lower(lowering_platforms=("cuda",)).compile().as_text()
+    (call,) = (x for x in text.splitlines() if f'"{_ffi.MASK_BLOCKS_TARGET}"' in x)
+    assert f"s32[2,{_N // 2},70,2]" in call
 
 
 @_needs_kernels

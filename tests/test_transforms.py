@@ -932,6 +932,10 @@ def test_kernels_need_shardy():
     try:
         with pytest.raises(NotImplementedError, match="jax_use_shardy_partitioner"):
             _compiled(lambda *qkv: jnp.sum(attend(*qkv)), "cuda", qkv)
+        # Of which the blockwise path can make use.
+        mask = masks.function(lambda b, h, q, kv: q >= kv)
+        plan = jax.jit(lambda: masks.plan(mask, (1, 1, 8, 8))).trace()
+        plan.lower(lowering_platforms=("cuda",))
     finally:
         jax.config.update("jax_use_shardy_partitioner", shardy)
 
