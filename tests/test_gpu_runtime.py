@@ -400,6 +400,33 @@ def test_handler_refuses(arrays, options, word):
     jax.block_until_ready(jax.jit(_step)(*_qkv()))
 
 
+# Of (2, 70, 130) masks: blocks that are whole, and empty ones; rows and keys; what comes of them.
+_MASK_BLOCKS = ((2, 2, 3), (2, 2, 3), (2, 70), (2, 130))
+_MASK_INTERVALS = ((2, 70, 2), (2, 130, 2), (2, 2, 4), (2, 3, 4))
+
+
+@pytest.mark.parametrize(
+    ("number", "shape"),
+    [
+        (0, (2, 2, 2)), (0, (2, 1, 3)), (0, (1, 2, 3)), (0, (2, 3)), (1, (2, 2, 4)), (2, (2, 129)),
+        (2, ()), (3, (2, 128)), (3, (1, 130)), (3, ()), (4, (2, 69, 2)), (4, (2, 70)),
+        (5, (1, 130, 2)), (6, (2, 1, 4)), (7, (2, 2, 4)),
+    ],
+)  # fmt: skip
+def test_blocks_of_masks_are_checked(number, shape):
+    shapes = [*_MASK_BLOCKS, *_MASK_INTERVALS]
+
+    def call(*shapes):
+        results = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes[4:]]
+        run = jax.jit(jax.ffi.ffi_call(_ffi.MASK_BLOCKS_TARGET, results))
+        return jax.block_until_ready(run(*(np.zeros(shape, bool) for shape in shapes[:4])))
+
+    call(*shapes)
+    shapes[number] = shape
+    with pytest.raises(Exception, match=r"(?s)jaxflash.*mask"):
+        call(*shapes)
+
+
 def _backward_call(arrays, results, workspace=1 << 24, has_dlse=False):
     """The custom call itself: q, k, v, out, dout, lse and maybe dlse to dq, dk, dv."""
     results = [*results, jax.ShapeDtypeStruct((workspace,), jnp.uint8)]
