@@ -433,15 +433,14 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::Tile::kBlocksPerSm)
         });
 
     const int64_t head_index = work.first_head + head;
-    const auto counter = [&] {
-      return workspace.turns_of(params.workspace, head_index) + row_tile;
-    };
-    bool ordered = params.deterministic;
-    if (ordered) {
+    uint32_t* counter = nullptr;  // of turns, where this one has one
+    if (params.deterministic) {
       const DqTurn turn =
           dq_turn_of<kRows, Tile::kKeys>(work.mask, first_row, work.first_key / Tile::kKeys);
-      ordered = turn.exists;
-      if (ordered) wait_for_turn(counter(), turn.after);
+      if (turn.exists) {
+        counter = workspace.turns_of(params.workspace, head_index) + row_tile;
+        wait_for_turn(counter, turn.after);
+      }
     }
     const int row_pieces = static_cast<int>(workspace.dims) / 8;
     float* const dq_gmem = workspace.dq_of(params.workspace, head_index) +
@@ -455,7 +454,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::Tile::kBlocksPerSm)
         DqFragmentOrder::add(dq_gmem + (m * row_pieces + n) * DqFragmentOrder::kPiece, dq[m][n]);
       }
     }
-    if (ordered) end_turn(counter(), work.first_key / Tile::kKeys);
+    if (counter != nullptr) end_turn(counter, work.first_key / Tile::kKeys);
     advance(head, row_tile);
   }
 
