@@ -272,8 +272,11 @@ struct MaskIntervals {
 struct DenseMaskParams : MaskIntervals {
   const uint8_t* mask;  // (count, rows, keys), 0 or 1
   bool packs_keys;
-  // Of 32 neighbours, bits in the order of `word_bit`, those beyond the mask 0: of keys, (count,
-  // rows, ceil(keys / 32)), or of rows, (count, ceil(rows / 32), keys).
+  // Bits beyond the mask are 0. Of rows: (count, ceil(rows / 32), keys), the bits of 32 in the
+  // order of `word_bit`. Of keys: (count, ceil(keys / 128), rows, 4), where word t has of every 16
+  // keys 2 t, 2 t + 1, 2 t + 8 and 2 t + 9: those of thread t of the four that have a row of a
+  // matrix product's fragment. So a thread loads nothing that others need, and a warp, of eight
+  // rows, 128 neighbouring bytes.
   uint32_t* words;
   MaskBlock* blocks;  // workspace, (count, ceil(rows / kRangeBlock), ceil(keys / kRangeBlock))
 };

@@ -1,7 +1,9 @@
 """A dense mask as the kernels read it: words of bits, and what can be skipped.
 
 A kernel of its own packs 32 elements to a word along the axis along which a thread has neighbouring
-ones, and finds in the same pass what blocks of 64 rows and keys show.
+ones, and finds in the same pass what blocks of 64 rows and keys show. In the forward pass four
+threads share a row: of 128 keys each has a word of its own, and the words of the next row follow,
+so that what a warp loads at once are 128 bytes.
 """
 
 from __future__ import annotations
@@ -19,14 +21,15 @@ Pass = Literal["forward", "backward"]
 # Of a mask's axes (h, q, kv): what runs along a fragment's rows in the kernels of a pass.
 _PACKED = {"forward": 2, "backward": 1}
 _BITS = 32
+_SHARERS = 4  # threads that have the keys of a row
 
 
 class DenseMask(NamedTuple):
     """What a pass reads of a mask (*#B, #N, #T, #S).
 
     Attributes:
-        elements: uint32, 32 each along the packed axis, those behind the end False; bool where no
-            axis is packed: (*#B, *those of #N, #T and #S that the mask depends on).
+        elements: (*#B, *those of `own_type`): words along the packed axis, bits behind an end
+            False; bools where no axis is packed.
         shown: what is visible.
         sees: which rows see a key, (*#B, #N, #T).
         is_seen: which keys a row of some head sees, (*#B, #S).
@@ -49,21 +52,44 @@ def packed_axis(mask, pass_: Pass) -> int | None:
     return axis if axis in axes(mask) else None
 
 
+def word_shape(rows, keys, pass_: Pass) -> tuple[Any, ...]:
+    """Of the words that a pass reads of a mask (rows, keys): see DenseMaskParams in
+    cuda/problem.h."""
+    if pass_ == "backward":
+        return -(-rows // _BITS), keys
+    return -(-keys // (_BITS * _SHARERS)), rows, _SHARERS
+
+
+# Which of (h, q, kv) index the axes of such words.
+_WORD_AXES = {"forward": (2, 1, 2), "backward": (1, 2)}
+
+
 def own_type(mask, pass_: Pass) -> jax.ShapeDtypeStruct:
     """That of a pass's elements, without batch axes."""
-    packed = packed_axis(mask, pass_)
-    sizes = {axis: mask.shape[axis - 3] for axis in axes(mask)}
-    if packed is not None:
-        sizes[packed] = -(-sizes[packed] // _BITS)
-    dtype = jnp.bool_ if packed is None else jnp.uint32
-    return jax.ShapeDtypeStruct(tuple(sizes.values()), dtype)
+    own = axes(mask)
+    if packed_axis(mask, pass_) is None:
+        return jax.ShapeDtypeStruct(tuple(mask.shape[axis - 3] for axis in own), jnp.bool_)
+    heads, rows, keys = mask.shape[-3:]
+    words = zip(_WORD_AXES[pass_], word_shape(rows, keys, pass_), strict=True)
+    sizes = (0, heads), *words
+    return jax.ShapeDtypeStruct(tuple(n for axis, n in sizes if axis in own), jnp.uint32)
 
 
-def bit_of(i):
-    """The bit of element i of a word, as a sum: of what depends on a thread, and of a number that
-    the compiler knows. Of 16 columns of a matrix product's fragment a thread holds two pairs."""
+def place_of(mask_axes: tuple[int, ...], packed: int, h, q, kv):
+    """(index, bit) of an element in words packed along an axis: the word of elements of such a
+    type, and the bit as two terms: of what depends on a thread or a tile, and of a number that the
+    compiler knows. Of 16 columns of a matrix product's fragment a thread holds two pairs."""
 
-    def part(shift, mask, factor):
+    def part(i, shift, mask, factor=1):
         return ((i >> np.uint32(shift)) & np.uint32(mask)) * np.uint32(factor)
 
-    return part(4, 1, 16) + part(1, 3, 4), part(3, 1, 2) + part(0, 1, 1)
+    i = (h, q, kv)[packed].astype(jnp.uint32)  # negative ones would cost an instruction
+    known = part(i, 3, 1, 2) + part(i, 0, 1)
+    if packed == _PACKED["forward"]:
+        sharer = (kv >> np.int32(1)) & np.int32(_SHARERS - 1)
+        index = (0, h), (2, i >> np.uint32(7)), (1, q), (2, sharer)
+        bit = part(i, 4, 7, 4)
+    else:
+        index = (0, h), (1, i >> np.uint32(5)), (2, kv)
+        bit = part(i, 4, 1, 16) + part(i, 1, 3, 4)
+    return tuple(i for axis, i in index if axis in mask_axes), (bit, known)

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxflash import _dense_mask, _nvrtc, _ranges, _split
 from jaxflash import _extension as extension
-from jaxflash import _nvrtc, _ranges, _split
 from jaxflash._kernel_program import KernelGradients, KernelProgram
 from jaxflash._spec import AttentionSpec, Operands
 
@@ -24,7 +24,7 @@ FORWARD_TARGET = "jaxflash_forward_v7"
 BACKWARD_TARGET = "jaxflash_backward_v6"
 TANGENT_TARGET = "jaxflash_tangent_v3"
 PAGED_TARGET = "jaxflash_paged_v4"
-DENSE_MASK_TARGET = "jaxflash_dense_mask_v1"
+DENSE_MASK_TARGET = "jaxflash_dense_mask_v2"
 MASK_BLOCKS_TARGET = "jaxflash_mask_blocks_v1"
 SEGMENT_MATCHES_TARGET = "jaxflash_segment_matches_v1"
 RANGE_SUMMARY_TARGET = "jaxflash_range_summary_v1"
@@ -498,11 +498,15 @@ class ReadMask(BatchCall):
 
     packs_keys: bool
     operand_axes = (("row", "key"),)
-    result_axes = (("wordrow", "wordkey"), *_INTERVAL_AXES)
+
+    @property
+    def result_axes(self):
+        words = ("group", "row", "sharer") if self.packs_keys else ("group", "key")
+        return (words, *_INTERVAL_AXES)
 
     def call(self, *operands):
         rows, keys = operands[0].shape[-2:]
-        words = (rows, -(-keys // 32)) if self.packs_keys else (-(-rows // 32), keys)
+        words = _dense_mask.word_shape(rows, keys, "forward" if self.packs_keys else "backward")
         return self._call(
             DENSE_MASK_TARGET,
             operands,

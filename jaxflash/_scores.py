@@ -328,18 +328,14 @@ def trace_predicate(function: Callable, captures: Sequence[Any]) -> tuple[Progra
 
 @functools.lru_cache(maxsize=256)
 def dense_predicate(mask_axes: tuple[int, ...], mask_type, packed: int | None) -> Program:
-    """What a dense mask says, its capture, whose axes are indexed by those of (h, q, kv) that
-    `mask_axes` numbers; that of `packed` is one of words."""
+    """What a dense mask says, its capture, which depends on those of (h, q, kv) that `mask_axes`
+    numbers; along that of `packed` it is in words."""
 
     def visible(b, h, q, kv, mask):
-        index = [h, q, kv]
         if packed is None:
-            return mask[tuple(index[axis] for axis in mask_axes)]
-        i = index[packed].astype(jnp.uint32)  # negative ones would cost an instruction
-        index[packed] = i >> np.uint32(5)
-        word = mask[tuple(index[axis] for axis in mask_axes)]
-        first, further = _dense_mask.bit_of(i)
-        return (((word >> first) >> further) & np.uint32(1)) != np.uint32(0)
+            return mask[tuple((h, q, kv)[axis] for axis in mask_axes)]
+        index, (first, further) = _dense_mask.place_of(mask_axes, packed, h, q, kv)
+        return (((mask[index] >> first) >> further) & np.uint32(1)) != np.uint32(0)
 
     return trace_predicate(visible, (mask_type,))[0]
 

@@ -371,9 +371,11 @@ def packed(mask, pass_):
     axis = _dense_mask.packed_axis(mask, pass_)
     if axis is None:
         return mask
-    bits = np.moveaxis(mask, axis - 3, -1)
-    count = -(-bits.shape[-1] // 32)
-    bits = np.pad(bits, [(0, 0)] * 3 + [(0, 32 * count - bits.shape[-1])])
-    place = np.sum(np.broadcast_arrays(*_dense_mask.bit_of(np.arange(32, dtype=np.uint32))), axis=0)
-    words = bits.reshape(*bits.shape[:-1], count, 32).astype(np.uint64) << place.astype(np.uint64)
-    return np.moveaxis(words.sum(axis=-1), -1, axis - 3).astype(np.uint32)
+    *lead, rows, keys = mask.shape
+    matrix = mask[..., :1, :, :]  # of one head
+    words = np.zeros((*lead, *_dense_mask.own_type(matrix, pass_).shape), np.uint32)
+    q, kv = np.indices((rows, keys))
+    index, bit = _dense_mask.place_of(_dense_mask.axes(matrix), axis, None, q, kv)
+    for number in np.ndindex(*lead):
+        np.bitwise_or.at(words[number], index, mask[number].astype(np.uint32) << sum(bit))
+    return words

@@ -948,7 +948,7 @@ def test_arrays_are_read_where_they_lie(shape, spec, part):
     )
     text = traced.lower(lowering_platforms=("cuda",)).compile().as_text()
     (call,) = (x for x in text.splitlines() if "custom-call(" in x and _ffi.DENSE_MASK_TARGET in x)
-    words = part.rsplit(",", 1)[0] + ",3"
+    words = part.rsplit(",", 2)[0] + ",1,64,4"
     assert f"u32[{words}]" in call
     assert re.search(r"= pred\S* all-gather", text) is None
 

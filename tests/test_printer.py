@@ -85,11 +85,12 @@ void evaluate(int64_t points, const jaxflash::Captures& captures, jaxflash::Prob
       const bool visible = P::visible(head, row, column, q[i], kv[i], distance[i]);
       if (!visible) alone[i] = logit[i] = added[i] = started[i] = -INFINITY;
       if constexpr (P::kHasWords) {
-        // Of a thread, of an element, of half a tile.
-        const uint32_t bit = P::bit(kv[i] & 6) + P::bit(kv[i] & 9) + (kv[i] & 16);
-        const int last = P::words_end(head) - 1;
-        const uint32_t word = P::words(head, row)[kv[i] / 32 < last ? kv[i] / 32 : last];
-        bool shown = (word >> bit & 1) != 0;
+        // Of an element, of where a tile begins.
+        const uint32_t bit = P::bit(kv[i] % 16) + kv[i] % 128 / 16 * 4;
+        if (bit != P::bit(kv[i]) || kv[i] / 128 >= P::word_groups(head)) alone[i] = NAN;
+        const int rows = P::word_rows(head), of_row = q[i] < rows ? q[i] : rows - 1;
+        const int word = (kv[i] / 128 * rows + of_row) * 4 + kv[i] / 2 % 4;
+        bool shown = (P::words(head)[word] >> bit & 1) != 0;
         if constexpr (!P::kAllInWords) {
           shown = shown && P::visible_beside(head, row, column, q[i], kv[i], distance[i]);
         }
@@ -288,7 +289,7 @@ def test_printed_masks(tmp_path):
 
 @pytest.mark.parametrize("beside", [None, lambda b, h, q, kv: (q + kv) % 3 != h])
 @pytest.mark.parametrize("axes", [(0, 1, 2), (1, 2), (0, 2), (2,), (0, 1)])
-@pytest.mark.parametrize("kv_len", [30, 70])
+@pytest.mark.parametrize("kv_len", [30, 300])
 def test_masks_in_words(kv_len, axes, beside, tmp_path):
     """A part of a mask array lies in words of keys, if it has keys, and what there is beside it in
     another part."""

@@ -9,7 +9,7 @@ inline constexpr int kDenseMaskThreads = 256;
 inline constexpr int kDenseMaskBlocks = 4;  // of kRangeBlock keys, side by side: a block's work
 
 // The bit of element i of a word: a thread of a matrix product's fragment holds two pairs of 16
-// columns, whose bits then are neighbours. `bit_of` in _dense_mask.py.
+// columns, whose bits then are neighbours. `place_of` in _dense_mask.py.
 __device__ __forceinline__ int word_bit(int i) {
   return (i >> 4 & 1) * 16 + (i >> 1 & 3) * 4 + (i >> 3 & 1) * 2 + (i & 1);
 }
@@ -111,7 +111,36 @@ class MaskWords {
     }
   }
 
+  // To the words of a mask, see DenseMaskParams.
+  __device__ __forceinline__ void write(const DenseMaskParams& params, int64_t number,
+                                        int first_row, int first_key) {
+    const int num_words = kPacksKeys ? (params.keys + 127) / 128 : (params.rows + 31) / 32;
+    const int64_t num_lines = kPacksKeys ? int64_t{params.rows} * 4 : params.keys;
+    uint32_t* target = params.words + number * num_words * num_lines;
+#pragma unroll
+    for (int i = threadIdx.x; i < kWords; i += kDenseMaskThreads) {
+      constexpr int kAcross = kPacksKeys ? kRows * 4 : kKeys;
+      const int line = i % kAcross, word = i / kAcross;
+      const int64_t at_line = line + (kPacksKeys ? int64_t{first_row} * 4 : first_key);
+      const int at_word = word + (kPacksKeys ? first_key / 128 : first_row / 32);
+      if (at_line < num_lines && at_word < num_words) {
+        target[at_word * num_lines + at_line] =
+            kPacksKeys ? of_thread(line / 4, word, line % 4) : words_[i];
+      }
+    }
+  }
+
  private:
+  // What one of the four threads that have a row needs of 128 keys: of half words four bits each.
+  __device__ __forceinline__ uint32_t of_thread(int row, int group, int thread) {
+    uint32_t bits = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t halves = at(row, 4 * group + i) >> 4 * thread;
+      bits |= ((halves & 0xf) | (halves >> 12 & 0xf0)) << 8 * i;
+    }
+    return bits;
+  }
   // The bits of four neighbours.
   __device__ __forceinline__ static uint32_t four(uint32_t bools) {
     // Bytes 0 to 3 to bits 24, 25, 28 and 29, and no two parts to one bit.
@@ -121,7 +150,7 @@ class MaskWords {
     reinterpret_cast<uint16_t*>(&at(line, half / 2))[half % 2] = static_cast<uint16_t>(bits);
   }
 
-  uint32_t words_[kWords];
+  alignas(16) uint32_t words_[kWords];  // of_thread() loads four
 };
 
 // What there is in a block of 64 rows and 64 keys, by a warp.
@@ -178,21 +207,7 @@ __global__ void __launch_bounds__(kDenseMaskThreads)
   words.pack(params, params.mask + number * params.rows * params.keys, first_row, first_key);
   __syncthreads();
 
-  const int num_lines = kPacksKeys ? params.rows : params.keys;
-  const int num_words = ((kPacksKeys ? params.keys : params.rows) + 31) / 32;
-  uint32_t* target = params.words + number * num_lines * num_words;
-#pragma unroll
-  for (int i = threadIdx.x; i < Words::kWords; i += kDenseMaskThreads) {
-    const int line = kPacksKeys ? i / Words::kWordsOfLine : i % Words::kLines;
-    const int word = kPacksKeys ? i % Words::kWordsOfLine : i / Words::kLines;
-    const int at_line = line + (kPacksKeys ? first_row : first_key);
-    const int at_word = word + (kPacksKeys ? first_key : first_row) / 32;
-    if (at_line < num_lines && at_word < num_words) {
-      const int64_t at = kPacksKeys ? int64_t{at_line} * num_words + at_word
-                                    : int64_t{at_word} * num_lines + at_line;
-      target[at] = words.at(line, word);
-    }
-  }
+  words.write(params, number, first_row, first_key);
 
   const int of_warp = threadIdx.x / 32;
   if (of_warp >= kDenseMaskBlocks || key_block + of_warp >= key_blocks) return;

@@ -14,12 +14,13 @@
 //   bool visible(head, row, column, q, kv, distance)   with kMasks: what is not; asked of tiles
 //                                                  that are not known to be visible as a whole
 //   bool kHasWords                                 a part of that, where threads have neighbouring
-//                                                  keys of a row, is in words of 32 keys each:
-//   const uint32_t* words(head, row)               a row's
-//   int words_end(head)                            as many
-//   uint32_t bit(kv)                               in which a key has this bit, the same for all
-//                                                  multiples of 32, 16 more for those of 16, and
-//                                                  the sum of what kv & 6 and all else make of it
+//                                                  keys of a row, is in words:
+//   const uint32_t* words(head)                    (word_groups, word_rows, 4), of 128 keys each
+//   int word_groups(head), word_rows(head)         group, and of one row those of all: number
+//                                                  kv / 2 % 4 of the four has the key's bit,
+//   uint32_t bit(kv)                               the same for all multiples of 128, and the sum
+//                                                  of what kv % 16 and all else make of it, 4 for
+//                                                  each 16 keys
 //   bool kAllInWords                               there is no other part:
 //   bool visible_beside(head, row, column, q, kv, distance)   which this is
 //   bool kDrops                                    the weights stage: probabilities are dropped

@@ -49,8 +49,8 @@ ffi::Error dense_mask(CUstream_st* stream, bool packs_keys, ffi::Buffer<ffi::PRE
       error.failure()) {
     return error;
   }
-  const std::vector<int64_t> packed =
-      packs_keys ? std::vector{rows, (keys + 31) / 32} : std::vector{(rows + 31) / 32, keys};
+  const std::vector<int64_t> packed = packs_keys ? std::vector<int64_t>{(keys + 127) / 128, rows, 4}
+                                                 : std::vector<int64_t>{(rows + 31) / 32, keys};
   if (!lead.has_shape(words->dimensions(), packed)) {
     return invalid("the words of a mask have its leading axes");
   }

@@ -23,9 +23,10 @@ struct ShownWords {};
 template <int kKeys>
 struct ShownWords<true, kKeys> {
   static_assert(kKeys % 16 == 0);
-  // Tiles that are no multiple of 32 keys may begin in the middle of a word.
-  static constexpr bool kAligned = kKeys % 32 == 0;
-  static constexpr int kCount = (kKeys + (kAligned ? 0 : 16) + 31) / 32;
+  // Tiles that are no multiple of 128 keys may begin in the middle of a word.
+  static constexpr bool kAligned = kKeys % 128 == 0;
+  static constexpr int kLastBegin = kAligned ? 0 : 128 - (kKeys & -kKeys);
+  static constexpr int kCount = (kLastBegin + kKeys + 127) / 128;
   uint32_t words[2][kCount];
 };
 template <bool kHasBits, int kKeys>
@@ -260,13 +261,18 @@ class ProgramScores {
   __device__ __forceinline__ void look(sm90::Shown<Program::kHasWords, kHasBits, kKeys>& shown,
                                        const Mask& mask, int tile_key, int column) {
     if constexpr (Program::kHasWords) {
-      const int last = Program::words_end(head_of(0)) - 1;
+      const uint32_t group = tile_key >> 7, rows = Program::word_rows(head_of(0));
+      const int end = min(tile_key + kKeys, 128 * Program::word_groups(head_of(0)));
 #pragma unroll
-      for (int i = 0; i < shown.kCount; ++i) {
-        const int word = min(tile_key / 32 + i, last);
+      for (int r = 0; r < 2; ++r) {
+        using OfRow = uint32_t[4];
+        const auto* first = reinterpret_cast<const OfRow*>(Program::words(head_of(r)) + column / 2);
+        const OfRow* own =
+            first + uint64_t{group} * rows + min(static_cast<uint32_t>(row_[r]), rows - 1);
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          load_word_here(Program::words(head_of(r), rows_[r]) + word, shown.words[r][i]);
+        for (int i = 0; i < shown.kCount; ++i, own += rows) {
+          if (i != 0 && (tile_key & -128) + 128 * i >= end) break;  // of the tile or the mask
+          load_word_here(*own, shown.words[r][i]);
         }
       }
     }
@@ -299,8 +305,8 @@ class ProgramScores {
       // The thread's bits to places that the compiler knows.
       using Words = ShownWords<true, 2 * kElements>;
       constexpr bool kAligned = Words::kAligned;
-      const uint32_t shift = Program::bit(key_ & 6) + (kAligned ? 0 : key_ & 16);
-      constexpr int kUsed = (2 * kElements + 31) / 32;
+      const uint32_t shift = Program::bit(kAligned ? 0 : key_ & 112);
+      constexpr int kUsed = (2 * kElements + 127) / 128;
       uint32_t own[2][kUsed];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -312,8 +318,8 @@ class ProgramScores {
       }
       for_each_of_rows<kElements>([&](int r, int i) {
         const int column = Fragment::column_of(i);
-        const uint32_t bit = 1u << Program::bit(column % 32);
-        s[i] = (own[r][column / 32] & bit) != 0 ? s[i] : -INFINITY;
+        const uint32_t bit = 1u << Program::bit(column % 128);
+        s[i] = (own[r][column / 128] & bit) != 0 ? s[i] : -INFINITY;
       });
     }
     if constexpr (kHasBits) {

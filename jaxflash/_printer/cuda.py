@@ -19,7 +19,7 @@ from jaxflash._printer.gradients import (
     key_axes,
     key_weight,
 )
-from jaxflash._printer.graph import Graph, Node, depends_on_difference
+from jaxflash._printer.graph import ROW, Graph, Node, depends_on_difference
 from jaxflash._printer.starts import Start, start_of
 from jaxflash._printer.writer import Roots, Words, Writer
 from jaxflash._scores import Program
@@ -327,4 +327,5 @@ def _words(graph: Graph, predicates: Sequence[Program], captures: int) -> Words:
     load, bit = shifted.args
     assert (load.op, load.dtype) == ("load", "uint32")
     beside, _ = _visible(graph, others, captures + len(first.capture_types))
-    return Words(load, graph.integer("add", bit, further), beside)
+    of_rows = load.args[-2].deps == ROW
+    return Words(load, of_rows, graph.integer("add", bit, further), beside)

@@ -61,8 +61,9 @@ _SIGNATURES = {
     "neighbours_end": "int neighbours_end(const Head& head)",
     "visible": "bool visible(const Head& head, const Row& row, const Column& column, int q, int kv,"
     " float distance)",
-    "words": "const uint32_t* words(const Head& head, const Row& row)",
-    "words_end": "int words_end(const Head& head)",
+    "words": "const uint32_t* words(const Head& head)",
+    "word_rows": "int word_rows(const Head& head)",
+    "word_groups": "int word_groups(const Head& head)",
     "bit": "uint32_t bit(int kv)",
     "diagonal": "Diagonal diagonal(const Head& head, int difference)",
     "inside": "bool inside(const Head& head, int least, int most)",
@@ -89,20 +90,22 @@ _SIGNATURES = {
 # Of functions whose loads along diagonals are inside their array.
 _INSIDE = "const Diagonal& diagonal, int step)"
 
-_WORDS = ("words", "words_end", "bit", "visible_beside")
+_WORDS = ("words", "word_rows", "word_groups", "bit", "visible_beside")
 
 
 @dataclasses.dataclass(frozen=True)
 class Words:
-    """What of visibility lies in words of 32 keys each.
+    """What of visibility lies in words of keys.
 
     Attributes:
         load: of a key's word.
-        bit: its bit there, which depends on the key alone.
+        of_rows: whether its index has the row, behind the number of 128 keys.
+        bit: a key's bit, which depends on the key alone.
         beside: what has to hold, too, if anything has.
     """
 
     load: Node
+    of_rows: bool
     bit: Node
     beside: Node | None
 
@@ -174,14 +177,16 @@ class Writer:
         self._words = None
         if roots.words is not None:
             x = roots.words.load
-            address, index = lowering.address(x, paired=False)
-            if x.args[-1].op == "constant":  # A row has one word, and the index is that of the row.
-                address = graph.node("shift", (address, index), address.dtype)
-            end = lowering.extent(x.value[0], len(x.args) - 1)
+            address, _ = lowering.address(x, paired=False)
+            rows, groups = graph.constant(1, "int32"), lowering.extent(x.value[0], len(x.args) - 2)
+            if roots.words.of_rows:
+                rows, groups = groups, lowering.extent(x.value[0], len(x.args) - 3)
+                address = address.args[0]  # without the row, which is the last shift
             bit, beside = lowering.lowered(roots.words.bit), roots.words.beside
             self._words = (
                 address,
-                end,
+                rows,
+                groups,
                 bit,
                 *(() if beside is None else (lowering.lowered(beside),)),
             )
@@ -189,7 +194,7 @@ class Writer:
         seen: set[Node] = set()
         places = {self._sink: "end"}
         if self._words is not None:
-            places[self._words[2]] = "column"
+            places[self._words[3]] = "column"
         for root in (
             self._logit, self._slope, self._addend, self._visible, self._sink,
             self._capture_tangent, *(() if self._start is None else self._start[:3]),
