@@ -29,22 +29,25 @@ struct ShownWords<true, kKeys> {
   static constexpr int kCount = (kLastBegin + kKeys + 127) / 128;
   uint32_t words[2][kCount];
 };
+// Bits become predicates seven at a time (R2P), the lower ones of a byte; alone does the first one
+// of a word. So these are left out, by moving bits so far, as long as there is room: of 80 keys 6
+// such instructions and 40 selections are behind the wait for products. Side by side, in the order
+// of elements, bits took 14 for two each, and 20 tests.
+inline constexpr int kSpreadBits = 27;
+__device__ __forceinline__ constexpr int spread(int bit) { return 1 + (bit + 1) / 7; }
+
 template <bool kHasBits, int kKeys>
 struct ShownBits {};
 template <int kKeys>
 struct ShownBits<true, kKeys> {
   static_assert(kKeys <= 128);
-  // Bits become predicates seven at a time (R2P), the lower ones of a byte; alone does the first
-  // one of a word. So these are left out where there is room: of 80 keys 6 such instructions and 40
-  // selections are behind the wait for products. Side by side, in the order of elements, bits took
-  // 14 for two each, and 20 tests.
-  static constexpr bool kSpreads = kKeys / 4 <= 27;
+  static constexpr bool kSpreads = kKeys / 4 <= kSpreadBits;
   uint32_t bits[2] = {};  // of the thread's rows
 
   // Of element i, among those of its row.
   __device__ __forceinline__ static constexpr uint32_t bit_of(int i) {
     const int number = i / 4 * 2 + i % 2;
-    return 1u << (kSpreads ? number + 1 + (number + 1) / 7 : number);
+    return 1u << (kSpreads ? number + spread(number) : number);
   }
 };
 template <bool kHasWords, bool kHasBits, int kKeys>
@@ -306,20 +309,26 @@ class ProgramScores {
       using Words = ShownWords<true, 2 * kElements>;
       constexpr bool kAligned = Words::kAligned;
       const uint32_t shift = Program::bit(kAligned ? 0 : key_ & 112);
-      constexpr int kUsed = (2 * kElements + 127) / 128;
-      uint32_t own[2][kUsed];
+      constexpr int kUsed = (2 * kElements + 127) / 128, kMoves = spread(kSpreadBits - 1);
+      uint32_t own[2][kUsed][kMoves + 1];  // moved so far
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
 #pragma unroll
         for (int i = 0; i < kUsed; ++i) {
           const bool alone = kAligned || i + 1 == Words::kCount;
-          own[r][i] = __funnelshift_r(shown.words[r][i], alone ? 0 : shown.words[r][i + 1], shift);
+          const uint32_t next = alone ? 0 : shown.words[r][i + 1];
+          own[r][i][0] = __funnelshift_r(shown.words[r][i], next, shift);
+#pragma unroll
+          for (int move = 1; move <= kMoves; ++move) {
+            own[r][i][move] = move_here(own[r][i][0], move);
+          }
         }
       }
       for_each_of_rows<kElements>([&](int r, int i) {
         const int column = Fragment::column_of(i);
-        const uint32_t bit = 1u << Program::bit(column % 128);
-        s[i] = (own[r][column / 128] & bit) != 0 ? s[i] : -INFINITY;
+        const int bit = Program::bit(column % 128);
+        const int move = bit < kSpreadBits ? spread(bit) : 0;
+        s[i] = (own[r][column / 128][move] & 1u << (bit + move)) != 0 ? s[i] : -INFINITY;
       });
     }
     if constexpr (kHasBits) {
@@ -397,6 +406,11 @@ class ProgramScores {
 
   __device__ __forceinline__ const typename Program::Head& head_of(int r) const {
     return heads_[kManyHeads ? r : 0];
+  }
+  // Bits to higher places, where the compiler would move the test of a bit to lower ones.
+  __device__ __forceinline__ static uint32_t move_here(uint32_t bits, int count) {
+    asm("shl.b32 %0, %0, %1;" : "+r"(bits) : "r"(count));
+    return bits;
   }
   // All elements i of one row after those of the other.
   template <int kElements, class Of>
