@@ -6,11 +6,22 @@
 namespace jaxflash {
 
 // When a key tile may add to a tile of rows. The tiles of a head are numbered in the order in which
-// they add, and a counter holds the number of the last that has, plus 1; it is 0 at first.
+// they add, and a counter holds the number of the last that has, plus 1; it is 0 at first. A tile
+// of which the rows see nothing has no turn: its block may work on the rows nevertheless, because
+// what it works on is an interval, but all that it adds is 0, and it leaves the counter alone.
 struct DqTurn {
-  bool exists;     // false: what is added is 0, at any time, and the counter is left alone
+  bool exists;
   uint32_t after;  // what the counter has to be
 };
+
+__device__ __forceinline__ DqTurn turn_after(int tile) {
+  return {true, static_cast<uint32_t>(tile + 1)};
+}
+
+// Where neighbours from `first` on add to the rows.
+__device__ __forceinline__ DqTurn neighbours_turn(int first, int tile) {
+  return turn_after(tile == first ? -1 : tile - 1);
+}
 
 // The last of the tiles first ... end - 1 for which `works(tile)`, or -1. The whole warp.
 template <class Works>
@@ -22,19 +33,6 @@ __device__ __forceinline__ int last_that_works(int first, int end, const Works& 
     if (found != 0) return end - __ffs(found);
   }
   return -1;
-}
-
-// `seen`: the tiles that some of the rows see something of. `works(tile)`: whether a tile's block
-// works on the rows; a tile of which they see nothing may, too, because what it works on is an
-// interval. With kFindsTurns the whole warp.
-template <bool kFindsTurns, class Works>
-__device__ __forceinline__ DqTurn dq_turn(Interval seen, int tile, const Works& works) {
-  if constexpr (!kFindsTurns) {  // all of them work on the rows
-    return {true, static_cast<uint32_t>(tile == seen.begin ? 0 : tile)};
-  } else {
-    if (tile < seen.begin || tile >= seen.end) return {false, 0};
-    return {true, static_cast<uint32_t>(last_that_works(seen.begin, tile, works) + 1)};
-  }
 }
 
 }  // namespace jaxflash

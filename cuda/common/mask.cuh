@@ -52,7 +52,7 @@ class BandMask {
   static constexpr bool kVaries = false;
   // Whether nobody may see what lies between two parts that are seen.
   static constexpr bool kHasGaps = false;
-  // Whether key tiles that work on a row tile need not be neighbours, see dq_turn().
+  // Whether key tiles that work on a row tile need not be neighbours, see DqTurn.
   static constexpr bool kFindsTurns = false;
   using Hidden = NoneHidden;
 

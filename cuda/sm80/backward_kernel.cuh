@@ -181,11 +181,16 @@ __device__ __forceinline__ void differentiate(float (&s)[kKeyTiles][kBlocks][4],
 template <int kRows, int kKeys, class Mask>
 __device__ __forceinline__ DqTurn dq_turn_of(const Mask& mask, int row, int tile) {
   const Interval keys = mask.keys({row, row + kRows});
-  return dq_turn<Mask::kFindsTurns>(
-      {keys.begin / kKeys, (keys.end - 1) / kKeys + 1}, tile, [&](int other) {
-        const Interval rows = mask.rows({other * kKeys, (other + 1) * kKeys});
-        return rows.begin < rows.end && row + kRows > rows.begin && row < rows.end;
-      });
+  const int first = keys.begin / kKeys;
+  if constexpr (!Mask::kFindsTurns) {
+    return neighbours_turn(first, tile);
+  } else {
+    if (tile < first || tile * kKeys >= keys.end) return {false, 0};
+    return turn_after(last_that_works(first, tile, [&](int other) {
+      const Interval rows = mask.rows({other * kKeys, (other + 1) * kKeys});
+      return rows.begin < rows.end && row + kRows > rows.begin && row < rows.end;
+    }));
+  }
 }
 
 template <class Traits, class AnyMask, class Scores>

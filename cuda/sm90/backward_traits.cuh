@@ -259,20 +259,46 @@ struct DqOrder {
   }
 };
 
-// The turn of a block at the rows from `row` on. Rows are walked upwards; where the mask lets rows
-// see the keys up to a limit, the order is descending, so that a block's first rows are those that
-// no earlier block has to visit for long. The whole warp.
+// The turns of a block to add to dq. Rows are walked upwards; where the mask lets rows see the keys
+// up to a limit, the order is descending, so that a block's first rows are those that no earlier
+// block has to visit for long. The whole warp.
 template <int kRows, int kKeys, class Mask>
-__device__ __forceinline__ DqTurn dq_turn_of(const KeyTileOrder& order,
-                                             const KeyBlock<kRows, kKeys, Mask>& block, int row) {
-  const bool descending = order.descending;
-  const auto rank = [&](int tile) { return order.rank(tile); };  // and back
-  const Interval keys = block.mask.keys({row, row + kRows});
-  const int first_seen = keys.begin / kKeys, last_seen = (keys.end - 1) / kKeys;
-  return dq_turn<Mask::kFindsTurns>(
-      {rank(descending ? last_seen : first_seen), rank(descending ? first_seen : last_seen) + 1},
-      rank(block.index), [&](int other) { return block.is_shared_with(rank(other), row); });
-}
+class DqTurns {
+  using Block = KeyBlock<kRows, kKeys, Mask>;
+
+ public:
+  __device__ __forceinline__ DqTurns(const KeyTileOrder& order, const Block& block) {
+    if constexpr (Mask::kFindsTurns) {
+      const int tile = order.rank(block.index) - 1 - static_cast<int>(threadIdx.x % 32);
+      if (tile >= 0) near_ = block.visited_by(order.rank(tile));
+    }
+  }
+
+  // At the rows from `row` on.
+  __device__ __forceinline__ DqTurn at(const KeyTileOrder& order, const Block& block,
+                                       int row) const {
+    const Interval keys = block.mask.keys({row, row + kRows});
+    const int first = order.rank((order.descending ? keys.end - 1 : keys.begin) / kKeys);
+    const int last = order.rank((order.descending ? keys.begin : keys.end - 1) / kKeys);
+    const int tile = order.rank(block.index);
+    if constexpr (!Mask::kFindsTurns) {
+      return neighbours_turn(first, tile);
+    } else {
+      if (tile < first || tile > last) return {false, 0};
+      const int lane = threadIdx.x % 32;
+      const uint32_t near = __ballot_sync(~0u, tile - 1 - lane >= first && near_.holds(row));
+      if (near != 0) return turn_after(tile - __ffs(near));
+      return turn_after(last_that_works(first, tile - 32, [&](int other) {
+        return block.visited_by(order.rank(other)).holds(row);
+      }));
+    }
+  }
+
+ private:
+  // With kFindsTurns: where a lane's of the 32 tiles before this one works, which is asked for at
+  // every step (looked up there, it took 2500 clocks).
+  typename Block::Visited near_ = {};
+};
 
 // The counter of turns of a tile of rows. Those of the parts of dq that have their own follow.
 template <int kRows, int kKeys, class Mask>

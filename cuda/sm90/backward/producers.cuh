@@ -11,6 +11,7 @@ struct BackwardProducers {
   using Tile = typename Traits::Tile;
   using SharedMemory = typename Traits::SharedMemory;
   using Block = KeyBlock<Traits::kRows, Traits::kTileKeys, Mask>;
+  using Turns = DqTurns<Traits::kRows, Traits::kTileKeys, Mask>;
   using Reader = TicketReader<Traits::kBlocks>;
   using Hidden = typename Mask::Hidden;
   static constexpr int kRows = Traits::kRows;
@@ -398,10 +399,10 @@ struct BackwardProducers {
   }
 
   // Ordered adds: the lanes that add wait for the turn, if there is one, and the warp ends it.
-  __device__ __forceinline__ static bool wait_for_turn(const BackwardArgs& args, const Block& block,
-                                                       int row, const uint32_t* counter,
-                                                       bool adds) {
-    const DqTurn turn = dq_turn_of(args.order, block, row);
+  __device__ __forceinline__ static bool wait_for_turn(const BackwardArgs& args, const Turns& turns,
+                                                       const Block& block, int row,
+                                                       const uint32_t* counter, bool adds) {
+    const DqTurn turn = turns.at(args.order, block, row);
     if (adds && turn.exists) {
       while (load_acquire(counter) != turn.after) {
       }
@@ -432,6 +433,7 @@ struct BackwardProducers {
       const uint32_t position = reader.next(smem.tickets);
       if (position >= args.order.tiles()) break;
       const Block block(args.problem, args.order.at(position));
+      const Turns turns(args.order, block);
       int row = block.first_row;
       int head = block.first_head();
 #pragma unroll 1
@@ -439,7 +441,8 @@ struct BackwardProducers {
         const int64_t head_index = int64_t{block.batch} * args.problem.q_heads + head;
         uint32_t* const counter = dq_counter(args, block, row, head) + part;
         // The turn first: it usually comes while the consumers are still at it.
-        const bool ordered = args.ordered() && wait_for_turn(args, block, row, counter, lane < 4);
+        const bool ordered =
+            args.ordered() && wait_for_turn(args, turns, block, row, counter, lane < 4);
         if constexpr (Score::kStoresGradient) {
           if (lane == kStoringLane) gradient.prepare(args, block, row, head);
         }
@@ -489,13 +492,15 @@ struct BackwardProducers {
       const uint32_t position = reader.next(smem.tickets);
       if (position >= args.order.tiles()) break;
       const Block block(args.problem, args.order.at(position));
+      const Turns turns(args.order, block);
       int row = block.first_row;
       int head = block.first_head();
 #pragma unroll 1
       for (int step = block.steps(); step > 0; --step, odd ^= 1) {
         const int64_t head_index = int64_t{block.batch} * args.problem.q_heads + head;
         uint32_t* const counter = dq_counter(args, block, row, head) + cluster_rank();
-        const bool ordered = args.deterministic && wait_for_turn(args, block, row, counter, adds);
+        const bool ordered =
+            args.deterministic && wait_for_turn(args, turns, block, row, counter, adds);
         __syncwarp();
         named_barrier_sync(kDqFull, Traits::kConsumerThreads + 32);
         if (adds) {

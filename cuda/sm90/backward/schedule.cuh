@@ -105,13 +105,22 @@ struct KeyBlock {
     ++head;
   }
 
-  // Whether the block of another tile of the same head works on the rows from `row` on.
-  __device__ __forceinline__ bool is_shared_with(int other_index, int row) const {
-    const KeyBlock other(mask, {batch, kv_head, group, other_index});
-    if constexpr (Mask::kHasGaps) {
-      if (row >= other.gap.begin && row < other.gap.end) return false;
+  // The tiles of rows that a block works on, by their first rows.
+  struct Visited {
+    Interval rows;
+    Interval gap;  // between them; with kHasGaps
+
+    __device__ __forceinline__ bool holds(int row) const {
+      if constexpr (Mask::kHasGaps) {
+        if (row >= gap.begin && row < gap.end) return false;
+      }
+      return row >= rows.begin && row < rows.end;
     }
-    return row >= other.first_row && row < other.rows.end;
+  };
+  // Those of another tile of the same head.
+  __device__ __forceinline__ Visited visited_by(int other_index) const {
+    const KeyBlock other(mask, {batch, kv_head, group, other_index});
+    return {{other.first_row, other.rows.end}, other.gap};
   }
 
   int index;
