@@ -619,10 +619,11 @@ PACKED = tuple(
         **{
             f"tiles-packed-{name}": dict(q_len=490, dtype="bfloat16", gpu_only=True) | fields
             for name, fields in {
-                "64": dict(packed=(_LONG_SEQUENCES,), head_dim=64, q_heads=4, kv_heads=2),
+                "64": dict(packed=(_LONG_SEQUENCES,), head_dim=64, q_heads=4, kv_heads=2,
+                           poison=True),
                 "causal-128": dict(packed=(_LONG_SEQUENCES,), head_dim=128, is_causal=True),
                 "keys-128": dict(packed=(_LONG_SEQUENCES, _LONG_SEQUENCES[::-1]), head_dim=128,
-                                 is_causal=True, causal_alignment="bottom_right", poison=True),
+                                 is_causal=True, causal_alignment="bottom_right"),
                 "256": dict(packed=(_LONG_SEQUENCES,), head_dim=256, local_window_size=(70, 20)),
                 "float32": dict(packed=(_LONG_SEQUENCES, _LONG_SEQUENCES[::-1]), head_dim=40,
                                 dtype="float32"),

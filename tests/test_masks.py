@@ -812,7 +812,7 @@ def test_operands_of_the_custom_calls():
     traced = jax.jit(jax.grad(loss)).trace(x, table, ids, jnp.ones((1, 1, 1, 64), bool), sink)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     masks_of = {
-        "forward": "tensor<1x2xui32>",  # a bit for each key
+        "forward": "tensor<1x1x4xui32>",  # a bit for each key, of 128
         "backward": "tensor<1x64xi1>",
     }
     hulls = f"tensor<{_B}x64x2xi32>, tensor<{_B}x64x2xi32>, "
