@@ -75,6 +75,18 @@ struct LongestRun {
   }
 };
 
+// Calls of(begin, end) for each run of ones among the bits, from the lowest on.
+template <class Of>
+__device__ __forceinline__ void for_each_run(uint32_t bits, const Of& of) {
+  while (bits != 0) {
+    const int begin = __ffs(bits) - 1;
+    const uint32_t zeros = ~bits >> begin;  // none above the 32 bits
+    const int end = zeros == 0 ? 32 : begin + __ffs(zeros) - 1;
+    of(begin, end);
+    bits = end == 32 ? 0 : bits >> end << end;
+  }
+}
+
 // What 64 rows see of the keys, or who sees 64 keys: a warp's work.
 template <class Params>
 __global__ void __launch_bounds__(kMaskIntervalsThreads)
@@ -103,18 +115,14 @@ __global__ void __launch_bounds__(kMaskIntervalsThreads)
     if (first + lane < others) block = blocks.at(begin + int64_t{first + lane} * step);
     seeing[0] |= block.by[0];
     seeing[1] |= block.by[1];
-    uint32_t seen = __ballot_sync(~0u, (block.by[0] | block.by[1]) != 0);
-    for (; seen != 0; seen &= seen - 1) {
-      const int at = first + __ffs(seen) - 1;
-      if (hull.end > 0) gaps.offer({hull.end, at});
-      hull = {min(hull.begin, at), at + 1};
-    }
-    uint32_t all = __ballot_sync(~0u, block.whole);
-    for (; all != 0; all &= all - 1) {
-      const int at = first + __ffs(all) - 1;
-      whole = {whole.end == at ? whole.begin : at, at + 1};
+    for_each_run(__ballot_sync(~0u, (block.by[0] | block.by[1]) != 0), [&](int begin, int end) {
+      if (hull.end > 0) gaps.offer({hull.end, first + begin});
+      hull = {min(hull.begin, first + begin), first + end};
+    });
+    for_each_run(__ballot_sync(~0u, block.whole), [&](int begin, int end) {
+      whole = {whole.end == first + begin ? whole.begin : first + begin, first + end};
       wholes.offer(whole);
-    }
+    });
   }
   seeing[0] = __reduce_or_sync(~0u, seeing[0]);
   seeing[1] = __reduce_or_sync(~0u, seeing[1]);
