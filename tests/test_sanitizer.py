@@ -49,7 +49,7 @@ _NOT_RACES = (
 _OPTIONS = {
     "synccheck": (
         "--gradients-up-to", "64", "--forward-only", "mask-value-causal-window",
-        "--forward-only", "capture-bias-64",
+        "--forward-only", "capture-bias-64", "--forward-only", "packed-keys-relative",
     ),
 }  # fmt: skip
 
