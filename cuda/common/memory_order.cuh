@@ -29,9 +29,9 @@ struct WholeBlock {
   __device__ __forceinline__ static void sync() { __syncthreads(); }
 };
 
-// What a block adds between wait_for_turn and end_turn follows what was added up to end_turn(turn -
-// 1) and precedes what waits for turn + 1. Both are barriers of the team: threads of a block,
-// thread 0 among them.
+// What a block adds between wait_for_turn and end_turn follows what was added before the counter
+// had the number that it waits for, and precedes what waits for the number behind its turn. Both
+// are barriers of the team: threads of a block, thread 0 among them.
 template <class Team = WholeBlock>
 __device__ __forceinline__ void wait_for_turn(const uint32_t* counter, uint32_t turn) {
   if (threadIdx.x == 0) {
