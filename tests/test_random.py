@@ -83,6 +83,47 @@ def all_cases(draw) -> AttentionCase:
     )
 
 
+_SEQUENCES = st.lists(st.sampled_from([0, 1, 2, 5, 15, 16, 17, 33, 64, 65, 80]), max_size=4)
+
+
+@st.composite
+def packed_cases(draw) -> AttentionCase:
+    """Calls of `varlen_attention`, of one set of boundaries or two, some with tokens behind the
+    last sequence."""
+    plain = draw(plain_cases())
+    lengths = (*draw(_SEQUENCES), draw(st.sampled_from([1, 7, 64])))
+    packed = (lengths,)
+    if draw(st.booleans()):
+        other = st.lists(st.sampled_from(lengths), min_size=len(lengths), max_size=len(lengths))
+        packed = (lengths, tuple(draw(other)))
+    padding = st.sampled_from([0, 0, 3])
+    return dataclasses.replace(
+        plain,
+        batch=(),
+        query_lengths=None,
+        kv_lengths=None,
+        packed=packed,
+        q_len=sum(packed[0]) + draw(padding),
+        kv_len=max(sum(packed[-1]) + draw(padding), 1),
+        logits_soft_cap=draw(st.sampled_from([None, 2.0])),
+        sink=draw(st.booleans()),
+        alibi=draw(st.sampled_from([None, "N"])),
+        score_mod=draw(st.sampled_from([None, "relative-table", "rows-of-heads", "dense-bias"])),
+    )
+
+
+@given(packed_cases())
+def test_packed_xla(case):
+    check_attention(case, "xla")
+
+
+@pytest.mark.gpu
+@settings(max_examples=10)
+@given(packed_cases())
+def test_packed_cuda(case):
+    check_attention(case, "cuda")
+
+
 @given(all_cases())
 def test_xla(case):
     check_attention(case, "xla")
