@@ -824,10 +824,11 @@ def test_lowering_for_cuda_without_a_gpu():
 
 def test_lowering_for_cuda_of_what_the_kernels_lack():
     qkv = _qkv(B, dtype=jnp.bfloat16)
-    ids = np.ones((B, T), np.int32), np.ones((B, S), np.int32)
-    attend = functools.partial(
-        jaxflash.dot_product_attention, segment_ids=ids, deterministic_backward=True
-    )
+
+    def score_mod(score, b, h, q, kv):
+        return jax.lax.fori_loop(0, h, lambda i, x: 0.5 * x, score)
+
+    attend = functools.partial(jaxflash.dot_product_attention, score_mod=score_mod)
     assert "custom_call @jaxflash" not in _lowered(attend, "cuda", *qkv)
 
 
