@@ -295,8 +295,8 @@ class DqTurns {
   }
 
  private:
-  // With kFindsTurns: where a lane's of the 32 tiles before this one works, which is asked for at
-  // every step (looked up there, it took 2500 clocks).
+  // With kFindsTurns: where a lane's of the 32 tiles before this one works. Looked up at every
+  // step, the backward pass of a causal mask array took a quarter longer.
   typename Block::Visited near_ = {};
 };
 
