@@ -80,32 +80,24 @@ def _plan(spec: AttentionSpec, operands: Operands, of_blocks: Callable[..., Show
     def of_rows(i, found):
         row_sees, key_is_seen, whole, empty = found
         block = rows[i]
-        sees = visible(block)
-        some = _ranges.any_of_groups(sees, -1, BLOCK)
-        all_ = _ranges.all_of_groups(sees, -1, BLOCK)
+        first = block.start % BLOCK if rows.ragged else None
+        of_block = _ranges.blocks_of_rows(visible(block), first)
 
-        def for_all(array, x):
-            """`array` and whether `x` holds for all of each 64 rows."""
-            if rows.ragged:
-                # From a multiple of 64 rows on: of the first group the block may lack some.
-                padding = (*((0, 0),) * len(lead), (0, BLOCK), (0, 0))
-                x = jnp.pad(x, padding, constant_values=True)
-                x = jnp.roll(x, block.start % BLOCK, axis=-2)
-            x = _ranges.all_of_groups(x, -2, BLOCK)
+        def met(array, x):
             groups = Block(block.start // BLOCK, block.start // BLOCK, x.shape[-2])
             return put(array, groups, -2, cut(array, groups, -2) & x)
 
         return (
-            put(row_sees, block, -1, jnp.any(some, axis=-1)),
-            key_is_seen | jnp.any(sees, axis=-2),
-            for_all(whole, all_),
-            for_all(empty, ~some),
+            put(row_sees, block, -1, of_block.row_sees),
+            key_is_seen | of_block.key_is_seen,
+            met(whole, of_block.whole),
+            met(empty, of_block.empty),
         )
 
     def start(value, *shape):
         return filled(value, of_row, (*lead, *shape), jnp.bool_)
 
-    # One group more than there are, for the pad.
+    # One group more than there are, of the rows that follow a ragged block.
     groups = (start(True, q_blocks + 1, kv_blocks),) * 2
     found = start(False, q_len), start(False, kv_len), *groups
     row_sees, key_is_seen, *groups = map(by_heads, loop(0, rows.count, of_rows, found))
