@@ -102,13 +102,16 @@ JAXFLASH_API jaxflash::Status jaxflash_capture_gradients(
 // Before a call whose score program reads a dense mask.
 JAXFLASH_API jaxflash::Status jaxflash_dense_mask(const jaxflash::DenseMaskParams* params,
                                                   CUstream_st* stream);
-// Before a call with ranges: of masks that are no arrays, of segments, and of all.
+// Before a call with ranges: of masks that are no arrays, of segments, of all, and both for
+// segments alone.
 JAXFLASH_API jaxflash::Status jaxflash_mask_blocks(const jaxflash::MaskBlocksParams* params,
                                                    CUstream_st* stream);
 JAXFLASH_API jaxflash::Status jaxflash_segment_matches(const jaxflash::SegmentMatchesParams* params,
                                                        CUstream_st* stream);
 JAXFLASH_API jaxflash::Status jaxflash_range_summary(const jaxflash::RangeSummaryParams* params,
                                                      CUstream_st* stream);
+JAXFLASH_API jaxflash::Status jaxflash_segment_ranges(const jaxflash::SegmentRangesParams* params,
+                                                      CUstream_st* stream);
 
 // The variant that such a call would run on the current GPU, or nullptr where it would fail.
 JAXFLASH_API const jaxflash::Variant* jaxflash_forward_variant(

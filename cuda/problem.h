@@ -293,7 +293,7 @@ struct MaskBlocksParams : MaskIntervals {
 
 // Elements of a segment that have some remainder, see SegmentMatchesParams. All start at their
 // largest value.
-struct alignas(32) SegmentBucket {
+struct SegmentBucket {
   uint32_t first;  // of the elements
   uint32_t inverted_last;
   uint32_t low;  // of the ids, which count from the smallest one
@@ -301,9 +301,11 @@ struct alignas(32) SegmentBucket {
   uint32_t less_than_number;  // one less than there are elements
 };
 
+JAXFLASH_HOST_DEVICE inline int64_t segment_buckets(int64_t elements) { return 2 * elements; }
+
 // Intervals of equal ids: of each row one of keys that holds all of its segment, and of each key
-// one of rows. It is the smallest one if no two ids are a multiple of twice the number of keys
-// (rows) apart. (0, 0) where there are none.
+// one of rows. It is the smallest one if no two ids are a multiple of the number of buckets for
+// keys (rows) apart. (0, 0) where there are none.
 struct SegmentMatchesParams {
   int64_t count;  // of sequences
   int32_t rows;
@@ -314,7 +316,7 @@ struct SegmentMatchesParams {
   int32_t* rows_of_key;   // (count, keys, 2)
   uint8_t* keys_solid;    // (count, rows), whether all that lies in an interval is of the segment
   uint8_t* rows_solid;    // (count, keys)
-  // Workspace, by the remainder of the ids: (count, 2 * keys of keys, then 2 * rows of rows).
+  // Workspace, by the remainder of the ids: (count, segment_buckets(keys), then of rows).
   SegmentBucket* buckets;
 };
 
@@ -336,6 +338,12 @@ struct RangeSummaryParams {
   int32_t* hulls;
   // Workspace, (count, blocks of rows, then of keys): a bit for each element without an interval.
   uint64_t* hidden;
+};
+
+// All of these for calls with segments alone: the summary is of the matches.
+struct SegmentRangesParams {
+  SegmentMatchesParams matches;
+  RangeSummaryParams summary;
 };
 
 }  // namespace jaxflash

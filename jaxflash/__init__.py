@@ -41,15 +41,8 @@ __all__ = [
 __version__ = "0.1.0"
 
 # What `jax.export.export(..., disabled_checks=jaxflash.EXPORT_CHECKS)` must be told.
-EXPORT_CHECKS: tuple[_DisabledSafetyCheck, ...] = (
-    _DisabledSafetyCheck.custom_call(_ffi.FORWARD_TARGET),
-    _DisabledSafetyCheck.custom_call(_ffi.BACKWARD_TARGET),
-    _DisabledSafetyCheck.custom_call(_ffi.TANGENT_TARGET),
-    _DisabledSafetyCheck.custom_call(_ffi.PAGED_TARGET),
-    _DisabledSafetyCheck.custom_call(_ffi.DENSE_MASK_TARGET),
-    _DisabledSafetyCheck.custom_call(_ffi.MASK_BLOCKS_TARGET),
-    _DisabledSafetyCheck.custom_call(_ffi.SEGMENT_MATCHES_TARGET),
-    _DisabledSafetyCheck.custom_call(_ffi.RANGE_SUMMARY_TARGET),
+EXPORT_CHECKS: tuple[_DisabledSafetyCheck, ...] = tuple(
+    map(_DisabledSafetyCheck.custom_call, _ffi.TARGETS.values())
 )
 
 

@@ -28,6 +28,19 @@ DENSE_MASK_TARGET = "jaxflash_dense_mask_v2"
 MASK_BLOCKS_TARGET = "jaxflash_mask_blocks_v1"
 SEGMENT_MATCHES_TARGET = "jaxflash_segment_matches_v1"
 RANGE_SUMMARY_TARGET = "jaxflash_range_summary_v1"
+SEGMENT_RANGES_TARGET = "jaxflash_segment_ranges_v1"
+# By the names of their handlers.
+TARGETS = {
+    "forward": FORWARD_TARGET,
+    "backward": BACKWARD_TARGET,
+    "tangent": TANGENT_TARGET,
+    "paged": PAGED_TARGET,
+    "dense_mask": DENSE_MASK_TARGET,
+    "mask_blocks": MASK_BLOCKS_TARGET,
+    "segment_matches": SEGMENT_MATCHES_TARGET,
+    "range_summary": RANGE_SUMMARY_TARGET,
+    "segment_ranges": SEGMENT_RANGES_TARGET,
+}
 _STATE_TYPE = "jaxflash_program_v2"
 
 # cuda/problem.h: kUnlimited.
@@ -36,8 +49,8 @@ _UNLIMITED = 1 << 30
 _WORKSPACE_ROWS = 128
 # cuda/problem.h: bytes of MaskBlock.
 _MASK_BLOCK_BYTES = 24
-# cuda/problem.h: bytes of SegmentBucket.
-_SEGMENT_BUCKET_BYTES = 32
+# cuda/problem.h: bytes of SegmentBucket, two for each row and key.
+_SEGMENT_BYTES = 2 * 20
 # Of RangeSummaryParams::hidden, for each block.
 _HIDDEN_BYTES = 8
 
@@ -59,17 +72,7 @@ def _register() -> None:
         type_id, type_info = extension.program_state_type()
         state: Any = {"type_id": type_id, "type_info": type_info}
         jax.ffi.register_ffi_type(_STATE_TYPE, state, platform="CUDA")
-    targets = {
-        "forward": FORWARD_TARGET,
-        "backward": BACKWARD_TARGET,
-        "tangent": TANGENT_TARGET,
-        "paged": PAGED_TARGET,
-        "dense_mask": DENSE_MASK_TARGET,
-        "mask_blocks": MASK_BLOCKS_TARGET,
-        "segment_matches": SEGMENT_MATCHES_TARGET,
-        "range_summary": RANGE_SUMMARY_TARGET,
-    }
-    for name, target in targets.items():
+    for name, target in TARGETS.items():
         # On other platforms the target exists to say that it needs CUDA.
         jax.ffi.register_ffi_target(target, extension.wrong_platform_handler(), platform="cpu")
         if handlers:
@@ -546,7 +549,7 @@ class MatchSegments(BatchCall):
                 ((rows,), jnp.bool_),
                 ((keys,), jnp.bool_),
             ],
-            2 * (rows + keys) * _SEGMENT_BUCKET_BYTES,
+            (rows + keys) * _SEGMENT_BYTES,
         )
 
 
@@ -570,11 +573,39 @@ class SummariseRanges(BatchCall):
         return self._call(
             RANGE_SUMMARY_TARGET,
             operands,
-            [(own, jnp.int32) for own in ((row_blocks, 6), (key_blocks, 6), (6,))],
-            (row_blocks + key_blocks) * _HIDDEN_BYTES,
+            _summaries(rows, keys),
+            _hidden_bytes(rows, keys),
             has_solid=np.bool_(self.has_solid),
             has_inside=np.bool_(self.has_inside),
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class SegmentRanges(BatchCall):
+    """Intervals and summaries of ids (*B, T) and (*B, S), int32: `MatchSegments` and
+    `SummariseRanges` at once."""
+
+    operand_axes = (("row",), ("key",))
+    result_axes = (("row", "pair"), ("key", "pair"), *SummariseRanges.result_axes)
+
+    def call(self, *operands):
+        rows, keys = (x.shape[-1] for x in operands)
+        return self._call(
+            SEGMENT_RANGES_TARGET,
+            operands,
+            [((rows, 2), jnp.int32), ((keys, 2), jnp.int32), *_summaries(rows, keys)],
+            # Buckets, what is hidden, and a byte for whether an interval is solid.
+            (rows + keys) * (_SEGMENT_BYTES + 1) + _hidden_bytes(rows, keys),
+        )
+
+
+def _summaries(rows, keys):
+    shapes = (_range_blocks(rows), 6), (_range_blocks(keys), 6), (6,)
+    return [(own, jnp.int32) for own in shapes]
+
+
+def _hidden_bytes(rows, keys):
+    return (_range_blocks(rows) + _range_blocks(keys)) * _HIDDEN_BYTES
 
 
 def _range_blocks(length):

@@ -179,7 +179,8 @@ def _read(operands: Operands, pass_: Pass) -> DenseMask | None:
 
 def _ranges_of(spec: AttentionSpec, operands: Operands, mask: DenseMask | None):
     shown = () if mask is None else (mask.shown,)
-    return _ranges.of_call(spec, operands, *shown, steps=_ranges.Steps(_matched, _summarised))
+    steps = _ranges.Steps(_matched, _summarised, _of_segments)
+    return _ranges.of_call(spec, operands, *shown, steps=steps)
 
 
 def _matched(query_ids, key_ids) -> _ranges.Intervals:
@@ -191,6 +192,10 @@ def _summarised(intervals: _ranges.Intervals):
         has_solid=intervals.keys_solid is not None, has_inside=intervals.keys_inside is not None
     )
     return _partition.over_batch(kernel)(*_given(*intervals))
+
+
+def _of_segments(query_ids, key_ids) -> tuple[Any, ...]:
+    return _partition.over_batch(_ffi.SegmentRanges())(query_ids, key_ids)
 
 
 def _without_unseen(operands: Operands, mask: DenseMask | None) -> Operands:

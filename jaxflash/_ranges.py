@@ -42,6 +42,8 @@ class Steps(NamedTuple):
 
     matched: Callable[[Any, Any], Intervals]
     summarised: Callable[[Intervals], tuple[Any, Any, Any]]
+    # Of ids all of `Ranges` before them.
+    of_segments: Callable[[Any, Any], tuple[Any, ...]]
 
 
 class Ranges(NamedTuple):
@@ -67,7 +69,7 @@ def of_call(
     """Those of a call's segments or packed sequences, of what its predicate shows and what other
     masks do; or None. In packed ones the band of the spec (causal, window) is part of the
     intervals. `steps`: those of this module, or others that do the same."""
-    steps = Steps(matched, summarised) if steps is None else steps
+    steps = Steps(matched, summarised, of_segments) if steps is None else steps
     if 0 in (*operands.query.shape, *operands.key.shape):
         return None  # nothing to see
     shown = _of_batch(operands, _of_predicate(operands) + masks)
@@ -79,14 +81,15 @@ def of_call(
     elif operands.query_boundaries is None:
         if ids[0].dtype != jnp.int32:
             ids = _over_batch(_as_ranks, operands)(*ids)
+        if shown is None:
+            return Ranges(*steps.of_segments(*ids), *ids)
         intervals = steps.matched(*ids)
-        if shown is not None:
-            intervals = intervals._replace(
-                keys_of_row=_met(intervals.keys_of_row, shown.keys_of_row),
-                rows_of_key=_met(intervals.rows_of_key, shown.rows_of_key),
-                keys_inside=shown.keys_inside,
-                rows_inside=shown.rows_inside,
-            )
+        intervals = intervals._replace(
+            keys_of_row=_met(intervals.keys_of_row, shown.keys_of_row),
+            rows_of_key=_met(intervals.rows_of_key, shown.rows_of_key),
+            keys_inside=shown.keys_inside,
+            rows_inside=shown.rows_inside,
+        )
     else:
         intervals = _over_batch(functools.partial(_of_packed, spec), operands)(
             *ids,
@@ -432,6 +435,12 @@ def summarised(intervals: Intervals) -> tuple[Any, Any, Any]:
     for _ in range(intervals.keys_of_row.ndim - 2):
         for_one = jax.vmap(for_one)
     return for_one(intervals)
+
+
+def of_segments(query_ids, key_ids) -> tuple[Any, ...]:
+    """Intervals and summaries of segments, ids (*B, T) and (*B, S) of int32."""
+    intervals = matched(query_ids, key_ids)
+    return intervals.keys_of_row, intervals.rows_of_key, *summarised(intervals)
 
 
 def _hidden(intervals, begin: Any = 0, end: Any = _FAR):

@@ -994,13 +994,12 @@ def test_ranges_are_summarised_on_the_gpu(lengths, lead, has_inside, has_solid):
 _LARGEST = 2**31 - 1
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["documents", "unsorted", "far apart", "extreme", "one"])
-@pytest.mark.parametrize("lead", [(), (3,), (2, 5)], ids=str)
-@pytest.mark.parametrize("lengths", [(1, 64), (200, 331), (4096, 50)], ids=str)
-def test_segments_are_matched_on_the_gpu(lengths, lead, kind):
+_KINDS_OF_IDS = ["documents", "unsorted", "far apart", "extreme", "one"]
+
+
+def _random_ids(kind, lead, lengths):
+    """Of queries and of keys."""
     rng = np.random.default_rng(5)
-    ids = []
     for n in lengths:
         of_kind = {
             "documents": np.sort(rng.integers(-1, 6, (*lead, n))),
@@ -1010,7 +1009,15 @@ def test_segments_are_matched_on_the_gpu(lengths, lead, kind):
             "extreme": rng.choice([-_LARGEST - 1, -1, 0, _LARGEST - 1, _LARGEST], (*lead, n)),
             "one": np.full((*lead, n), 7),
         }
-        ids.append(of_kind[kind].astype(np.int32))
+        yield of_kind[kind].astype(np.int32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", _KINDS_OF_IDS)
+@pytest.mark.parametrize("lead", [(), (3,), (2, 5)], ids=str)
+@pytest.mark.parametrize("lengths", [(1, 64), (200, 331), (4096, 50)], ids=str)
+def test_segments_are_matched_on_the_gpu(lengths, lead, kind):
+    ids = list(_random_ids(kind, lead, lengths))
     actual, expected = (jax.jit(f)(*ids) for f in (_kernels._matched, _ranges.matched))
     for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(x, y)
@@ -1025,6 +1032,22 @@ def test_segments_are_matched_on_the_gpu(lengths, lead, kind):
         inside = (number >= begin) & (number < end)
         assert not (equal & ~inside).any()
         assert not (inside & ~equal & np.asarray(solid)[..., None]).any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", _KINDS_OF_IDS)
+@pytest.mark.parametrize("lead", [(), (2, 3)], ids=str)
+@pytest.mark.parametrize(
+    # One block, several, as many as a cluster has, and more than they have shared memory for.
+    "lengths",
+    [(1, 64), (200, 331), (4096, 50), (4096, 4096), (3000, 20_000), (50_000, 700)],
+    ids=str,
+)
+def test_ranges_of_segments_on_the_gpu(lengths, lead, kind):
+    ids = list(_random_ids(kind, lead, lengths))
+    results = [jax.jit(f)(*ids) for f in (_kernels._of_segments, _ranges.of_segments)]
+    for actual, expected in zip(*results, strict=True):
+        np.testing.assert_array_equal(actual, expected)
 
 
 @pytest.mark.parametrize("of", [masks.plan, masks.as_array])
@@ -1045,7 +1068,7 @@ def test_shapes_of_numpy():
 
 
 @_needs_kernels
-@pytest.mark.parametrize("name", ["segments", "array"])
+@pytest.mark.parametrize("name", ["segments", "array", "segments and array"])
 def test_ranges_are_made_where_they_lie(name):
     """Each device makes those of its sequences, and nothing is gathered for that."""
     mesh = _mesh()
@@ -1059,17 +1082,19 @@ def test_ranges_are_made_where_they_lie(name):
     attend = functools.partial(jaxflash.dot_product_attention, implementation="cuda")
 
     def on_kernels(q, ids, array):
-        mask = masks.segments(ids) if name == "segments" else array
-        return attend(q, q, q, mask=mask)
+        ids = ids if "segments" in name else None
+        return attend(q, q, q, mask=array if "array" in name else None, segment_ids=ids)
 
     text = jax.jit(on_kernels).trace(query, ids, array).lower(lowering_platforms=("cuda",))
     text = text.compile().as_text()
-    (call,) = (x for x in text.splitlines() if f'"{_ffi.RANGE_SUMMARY_TARGET}"' in x)
-    assert "s32[2,1,6]" in call
-    assert "s32[2,6]" in call
-    if name == "segments":
-        (call,) = (x for x in text.splitlines() if f'"{_ffi.SEGMENT_MATCHES_TARGET}"' in x)
+    both = name == "segments and array"
+    summary = _ffi.SEGMENT_RANGES_TARGET if name == "segments" else _ffi.RANGE_SUMMARY_TARGET
+    for target in (summary, _ffi.SEGMENT_MATCHES_TARGET) if both else (summary,):
+        (call,) = (x for x in text.splitlines() if f'"{target}"' in x)
         assert "s32[2,64,2]" in call
+        if target == summary:
+            assert "s32[2,1,6]" in call
+            assert "s32[2,6]" in call
     assert "all-gather" not in text
 
 

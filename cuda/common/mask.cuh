@@ -12,6 +12,15 @@ struct Interval {
   int end;  // exclusive; end <= begin is empty
 };
 
+// Of an array of pairs.
+__device__ __forceinline__ Interval interval_at(const int32_t* intervals, int64_t i) {
+  const int2 interval = __ldg(reinterpret_cast<const int2*>(intervals) + i);
+  return {interval.x, interval.y};
+}
+__device__ __forceinline__ void store_interval(int32_t* intervals, int64_t i, Interval interval) {
+  reinterpret_cast<int2*>(intervals)[i] = make_int2(interval.begin, interval.end);
+}
+
 // What is left of an interval whose ends may lie in a gap.
 __device__ __forceinline__ Interval outside(Interval interval, Interval gap) {
   if (interval.begin >= gap.begin && interval.begin < gap.end) interval.begin = gap.end;

@@ -10,41 +10,51 @@ namespace jaxflash {
 inline constexpr int kRangeSummaryThreads = 256;
 static_assert(kRangeBlock == 64, "two elements a lane, and bits of a word");
 
-__device__ __forceinline__ Interval interval_at(const int32_t* intervals, int64_t i) {
-  const int2 interval = __ldg(reinterpret_cast<const int2*>(intervals) + i);
-  return {interval.x, interval.y};
-}
-__device__ __forceinline__ void store_interval(int32_t* intervals, int64_t i, Interval interval) {
-  reinterpret_cast<int2*>(intervals)[i] = make_int2(interval.begin, interval.end);
-}
-
-// One warp's blocks.
+// What a warp finds of a block, two elements a lane.
 struct RangeBlock {
   Interval hull{kMaxLength, 0};
   Interval common{0, kMaxLength};
   uint64_t hidden = 0;
 
-  // All lanes. Intervals of `size` elements, of which this is block `own`.
-  __device__ __forceinline__ RangeBlock(const int32_t* intervals, const uint8_t* solid, int own,
-                                        int size) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int element = own * kRangeBlock + 32 * i + threadIdx.x % 32;
-      const bool exists = element < size;
-      const Interval interval = exists ? interval_at(intervals, element) : Interval{0, 0};
-      const bool empty = interval.begin >= interval.end;
-      if (!empty) {
-        hull = {min(hull.begin, interval.begin), max(hull.end, interval.end)};
-      }
-      if (exists) {
-        const bool shares = !empty && (solid == nullptr || solid[element] != 0);
-        common = shares ? Interval{max(common.begin, interval.begin), min(common.end, interval.end)}
-                        : Interval{kMaxLength, 0};
-      }
-      hidden |= uint64_t{__ballot_sync(~0u, exists && empty)} << 32 * i;
+  // The number of this lane's element `i`.
+  __device__ __forceinline__ static int element(int own, int i) {
+    return own * kRangeBlock + 32 * i + threadIdx.x % 32;
+  }
+
+  // All lanes. `solid`: all that lies in the interval is seen.
+  __device__ __forceinline__ void take(int i, bool exists, Interval interval, bool solid) {
+    const bool empty = interval.begin >= interval.end;
+    if (exists && !empty) {
+      hull = {min(hull.begin, interval.begin), max(hull.end, interval.end)};
     }
+    if (exists) {
+      common = !empty && solid ? Interval{max(common.begin, interval.begin),
+                                          min(common.end, interval.end)}
+                               : Interval{kMaxLength, 0};
+    }
+    hidden |= uint64_t{__ballot_sync(~0u, exists && empty)} << 32 * i;
+  }
+
+  __device__ __forceinline__ void reduce() {
     hull = {__reduce_min_sync(~0u, hull.begin), __reduce_max_sync(~0u, hull.end)};
     common = {__reduce_max_sync(~0u, common.begin), __reduce_min_sync(~0u, common.end)};
+  }
+
+  // One lane, of block `own` of a sequence's rows or keys.
+  __device__ __forceinline__ void store(const RangeSummaryParams& params, int64_t number,
+                                        bool of_rows, int own) const {
+    const int64_t at = number * blocks_of(of_rows ? params.rows : params.keys) + own;
+    const int32_t* inside = of_rows ? params.keys_inside : params.rows_inside;
+    Interval seen = common, gap = {hull.end, hull.end};
+    if (inside != nullptr) {
+      const Interval whole = interval_at(inside, 2 * at);
+      seen = {max(seen.begin, whole.begin), min(seen.end, whole.end)};
+      gap = interval_at(inside, 2 * at + 1);
+    }
+    int32_t* summary = of_rows ? params.row_blocks : params.key_blocks;
+    store_interval(summary, 3 * at, hull);
+    store_interval(summary, 3 * at + 1, seen.begin < seen.end ? seen : Interval{0, 0});
+    store_interval(summary, 3 * at + 2, gap);
   }
 };
 
@@ -61,23 +71,28 @@ __global__ void __launch_bounds__(kRangeSummaryThreads)
   const int size = of_rows ? params.rows : params.keys;
   const int32_t* intervals = of_rows ? params.keys_of_row : params.rows_of_key;
   const uint8_t* solid = of_rows ? params.keys_solid : params.rows_solid;
-  const RangeBlock block(intervals + 2 * number * size,
-                         solid == nullptr ? nullptr : solid + number * size, own, size);
-  if (threadIdx.x % 32 != 0) return;
-
-  const int64_t at = number * (of_rows ? row_blocks : key_blocks) + own;
-  const int32_t* inside = of_rows ? params.keys_inside : params.rows_inside;
-  Interval common = block.common, gap = {block.hull.end, block.hull.end};
-  if (inside != nullptr) {
-    const Interval whole = interval_at(inside, 2 * at);
-    common = {max(common.begin, whole.begin), min(common.end, whole.end)};
-    gap = interval_at(inside, 2 * at + 1);
+  RangeBlock block;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int element = RangeBlock::element(own, i);
+    const bool exists = element < size;
+    const int64_t at = number * size + element;
+    block.take(i, exists, exists ? interval_at(intervals, at) : Interval{0, 0},
+               solid == nullptr || (exists && solid[at] != 0));
   }
-  int32_t* summary = of_rows ? params.row_blocks : params.key_blocks;
-  store_interval(summary, 3 * at, block.hull);
-  store_interval(summary, 3 * at + 1, common.begin < common.end ? common : Interval{0, 0});
-  store_interval(summary, 3 * at + 2, gap);
+  block.reduce();
+  if (threadIdx.x % 32 != 0) return;
+  block.store(params, number, of_rows, own);
   params.hidden[work] = block.hidden;
+}
+
+// One thread: those of a sequence.
+__device__ __forceinline__ void store_hulls(const RangeSummaryParams& params, int64_t number,
+                                            Interval seen, Interval hidden_keys,
+                                            Interval hidden_rows) {
+  store_interval(params.hulls, 3 * number, seen);
+  store_interval(params.hulls, 3 * number + 1, hidden_keys);
+  store_interval(params.hulls, 3 * number + 2, hidden_rows);
 }
 
 // Over a block of threads: every thread gets the result.
@@ -129,10 +144,7 @@ __global__ void __launch_bounds__(kRangeSummaryThreads)
     keys = hull_of_hidden(hidden + row_blocks, key_blocks, hull);
     rows = hull_of_hidden(hidden, row_blocks, {0, params.rows});
   }
-  if (threadIdx.x != 0) return;
-  store_interval(params.hulls, 3 * number, hull);
-  store_interval(params.hulls, 3 * number + 1, keys);
-  store_interval(params.hulls, 3 * number + 2, rows);
+  if (threadIdx.x == 0) store_hulls(params, number, hull, keys, rows);
 }
 
 }  // namespace jaxflash

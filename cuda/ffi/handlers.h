@@ -24,6 +24,7 @@ XLA_FFI_Handler* dense_mask_handler();
 XLA_FFI_Handler* mask_blocks_handler();
 XLA_FFI_Handler* segment_matches_handler();
 XLA_FFI_Handler* range_summary_handler();
+XLA_FFI_Handler* segment_ranges_handler();
 
 // Of the state that instantiation makes, for `jax.ffi.register_ffi_type`.
 struct StateType {

@@ -150,6 +150,7 @@ void define_handlers(nb::module_& m) {
         handlers["mask_blocks"] = alone(mask_blocks_handler());
         handlers["segment_matches"] = alone(segment_matches_handler());
         handlers["range_summary"] = alone(range_summary_handler());
+        handlers["segment_ranges"] = alone(segment_ranges_handler());
         return handlers;
       },
       "Handlers for the CUDA platform, by custom call and stage.");

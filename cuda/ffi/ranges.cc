@@ -1,4 +1,4 @@
-// The custom calls that make the ranges of a call: intervals of segments, and summaries.
+// The custom calls that make the ranges of a call: intervals of segments, summaries, and both.
 
 #include <algorithm>
 #include <cstdint>
@@ -21,6 +21,33 @@ std::optional<ffi::Buffer<kType>> operand(const ffi::RemainingArgs& operands, si
   return *buffer;
 }
 
+size_t bucket_bytes(const SegmentMatchesParams& params) {
+  return params.count * segment_buckets(int64_t{params.rows} + params.keys) * sizeof(SegmentBucket);
+}
+
+// Of ids (*B, T) and (*B, S), and the intervals made of them.
+ffi::Error describe_segments(ffi::Buffer<ffi::S32> q_ids, ffi::Buffer<ffi::S32> kv_ids,
+                             ffi::Buffer<ffi::S32> keys_of_row, ffi::Buffer<ffi::S32> rows_of_key,
+                             SegmentMatchesParams* params) {
+  const auto row_dims = q_ids.dimensions(), key_dims = kv_ids.dimensions();
+  if (row_dims.size() < 1 || key_dims.size() < 1) return invalid("ids are in arrays");
+  const int64_t rows = row_dims.back(), keys = key_dims.back();
+  if (std::max(rows, keys) > kMaxLength) return invalid("there are at most 2^30 rows and keys");
+  const Lead lead(row_dims, 1);
+  if (!lead.has_shape(key_dims, {keys}) || !lead.has_shape(keys_of_row.dimensions(), {rows, 2}) ||
+      !lead.has_shape(rows_of_key.dimensions(), {keys, 2})) {
+    return invalid("ids and their intervals have the same leading axes");
+  }
+  params->count = lead.count();
+  params->rows = static_cast<int32_t>(rows);
+  params->keys = static_cast<int32_t>(keys);
+  params->q_ids = q_ids.typed_data();
+  params->kv_ids = kv_ids.typed_data();
+  params->keys_of_row = keys_of_row.typed_data();
+  params->rows_of_key = rows_of_key.typed_data();
+  return ffi::Error::Success();
+}
+
 ffi::Error segment_matches(CUstream_st* stream, ffi::Buffer<ffi::S32> q_ids,
                            ffi::Buffer<ffi::S32> kv_ids,
                            ffi::Result<ffi::Buffer<ffi::S32>> keys_of_row,
@@ -28,32 +55,43 @@ ffi::Error segment_matches(CUstream_st* stream, ffi::Buffer<ffi::S32> q_ids,
                            ffi::Result<ffi::Buffer<ffi::PRED>> keys_solid,
                            ffi::Result<ffi::Buffer<ffi::PRED>> rows_solid,
                            ffi::Result<ffi::Buffer<ffi::U8>> workspace) {
-  const auto row_dims = q_ids.dimensions(), key_dims = kv_ids.dimensions();
-  if (row_dims.size() < 1 || key_dims.size() < 1) return invalid("ids are in arrays");
-  const int64_t rows = row_dims.back(), keys = key_dims.back();
-  if (std::max(rows, keys) > kMaxLength) return invalid("there are at most 2^30 rows and keys");
-  const Lead lead(row_dims, 1);
-  if (!lead.has_shape(key_dims, {keys}) || !lead.has_shape(keys_of_row->dimensions(), {rows, 2}) ||
-      !lead.has_shape(rows_of_key->dimensions(), {keys, 2}) ||
-      !lead.has_shape(keys_solid->dimensions(), {rows}) ||
-      !lead.has_shape(rows_solid->dimensions(), {keys})) {
-    return invalid("ids and their intervals have the same leading axes");
-  }
   SegmentMatchesParams params = {};
-  params.count = lead.count();
-  params.rows = static_cast<int32_t>(rows);
-  params.keys = static_cast<int32_t>(keys);
-  params.q_ids = q_ids.typed_data();
-  params.kv_ids = kv_ids.typed_data();
-  params.keys_of_row = keys_of_row->typed_data();
-  params.rows_of_key = rows_of_key->typed_data();
+  if (auto error = describe_segments(q_ids, kv_ids, *keys_of_row, *rows_of_key, &params);
+      error.failure()) {
+    return error;
+  }
+  const Lead lead(q_ids.dimensions(), 1);
+  if (!lead.has_shape(keys_solid->dimensions(), {params.rows}) ||
+      !lead.has_shape(rows_solid->dimensions(), {params.keys})) {
+    return invalid("which intervals are solid is a bool for each");
+  }
   params.keys_solid = reinterpret_cast<uint8_t*>(keys_solid->typed_data());
   params.rows_solid = reinterpret_cast<uint8_t*>(rows_solid->typed_data());
   params.buckets = reinterpret_cast<SegmentBucket*>(workspace->untyped_data());
-  if (workspace->size_bytes() < params.count * 2 * (rows + keys) * sizeof(SegmentBucket)) {
+  if (workspace->size_bytes() < bucket_bytes(params)) {
     return invalid("the workspace of segments is too small");
   }
   return to_error(jaxflash_segment_matches(&params, stream));
+}
+
+size_t hidden_bytes(const RangeSummaryParams& params) {
+  const int64_t blocks = blocks_of(params.rows) + int64_t{blocks_of(params.keys)};
+  return params.count * blocks * sizeof(uint64_t);
+}
+
+// The results of a summary whose sizes are known.
+ffi::Error describe_summary(const Lead& lead, ffi::Buffer<ffi::S32> row_blocks,
+                            ffi::Buffer<ffi::S32> key_blocks, ffi::Buffer<ffi::S32> hulls,
+                            RangeSummaryParams* params) {
+  if (!lead.has_shape(row_blocks.dimensions(), {blocks_of(params->rows), 6}) ||
+      !lead.has_shape(key_blocks.dimensions(), {blocks_of(params->keys), 6}) ||
+      !lead.has_shape(hulls.dimensions(), {6})) {
+    return invalid("summaries have the leading axes of the intervals");
+  }
+  params->row_blocks = row_blocks.typed_data();
+  params->key_blocks = key_blocks.typed_data();
+  params->hulls = hulls.typed_data();
+  return ffi::Error::Success();
 }
 
 ffi::Error range_summary(CUstream_st* stream, bool has_solid, bool has_inside,
@@ -70,11 +108,8 @@ ffi::Error range_summary(CUstream_st* stream, bool has_solid, bool has_inside,
   const int64_t of_keys = blocks_of(static_cast<int32_t>(keys));
   const Lead lead(row_dims, 2);
   if (optional.size() != size_t{2} * has_solid + size_t{2} * has_inside ||
-      !lead.has_shape(key_dims, {keys, 2}) ||
-      !lead.has_shape(row_blocks->dimensions(), {of_rows, 6}) ||
-      !lead.has_shape(key_blocks->dimensions(), {of_keys, 6}) ||
-      !lead.has_shape(hulls->dimensions(), {6})) {
-    return invalid("intervals and their summaries have the same leading axes");
+      !lead.has_shape(key_dims, {keys, 2})) {
+    return invalid("intervals of rows and keys have the same leading axes");
   }
   RangeSummaryParams params = {};
   params.count = lead.count();
@@ -96,14 +131,55 @@ ffi::Error range_summary(CUstream_st* stream, bool has_solid, bool has_inside,
     params.keys_inside = of_row->typed_data();
     params.rows_inside = of_key->typed_data();
   }
-  params.row_blocks = row_blocks->typed_data();
-  params.key_blocks = key_blocks->typed_data();
-  params.hulls = hulls->typed_data();
+  if (auto error = describe_summary(lead, *row_blocks, *key_blocks, *hulls, &params);
+      error.failure()) {
+    return error;
+  }
   params.hidden = reinterpret_cast<uint64_t*>(workspace->untyped_data());
-  if (workspace->size_bytes() < params.count * (of_rows + of_keys) * sizeof(uint64_t)) {
+  if (workspace->size_bytes() < hidden_bytes(params)) {
     return invalid("the workspace of a summary is too small");
   }
   return to_error(jaxflash_range_summary(&params, stream));
+}
+
+ffi::Error segment_ranges(CUstream_st* stream, ffi::Buffer<ffi::S32> q_ids,
+                          ffi::Buffer<ffi::S32> kv_ids,
+                          ffi::Result<ffi::Buffer<ffi::S32>> keys_of_row,
+                          ffi::Result<ffi::Buffer<ffi::S32>> rows_of_key,
+                          ffi::Result<ffi::Buffer<ffi::S32>> row_blocks,
+                          ffi::Result<ffi::Buffer<ffi::S32>> key_blocks,
+                          ffi::Result<ffi::Buffer<ffi::S32>> hulls,
+                          ffi::Result<ffi::Buffer<ffi::U8>> workspace) {
+  SegmentRangesParams params = {};
+  SegmentMatchesParams& matches = params.matches;
+  if (auto error = describe_segments(q_ids, kv_ids, *keys_of_row, *rows_of_key, &matches);
+      error.failure()) {
+    return error;
+  }
+  RangeSummaryParams& summary = params.summary;
+  summary.count = matches.count;
+  summary.rows = matches.rows;
+  summary.keys = matches.keys;
+  summary.keys_of_row = matches.keys_of_row;
+  summary.rows_of_key = matches.rows_of_key;
+  if (auto error = describe_summary(Lead(q_ids.dimensions(), 1), *row_blocks, *key_blocks, *hulls,
+                                    &summary);
+      error.failure()) {
+    return error;
+  }
+  // In this order they are all aligned.
+  auto* const bytes = static_cast<uint8_t*>(workspace->untyped_data());
+  summary.hidden = reinterpret_cast<uint64_t*>(bytes);
+  matches.buckets = reinterpret_cast<SegmentBucket*>(bytes + hidden_bytes(summary));
+  matches.keys_solid = bytes + hidden_bytes(summary) + bucket_bytes(matches);
+  matches.rows_solid = matches.keys_solid + matches.count * matches.rows;
+  summary.keys_solid = matches.keys_solid;
+  summary.rows_solid = matches.rows_solid;
+  const uint8_t* const end = matches.rows_solid + matches.count * matches.keys;
+  if (workspace->size_bytes() < static_cast<size_t>(end - bytes)) {
+    return invalid("the workspace of segments is too small");
+  }
+  return to_error(jaxflash_segment_ranges(&params, stream));
 }
 
 XLA_FFI_DEFINE_HANDLER(kSegmentMatches, segment_matches,
@@ -132,9 +208,23 @@ XLA_FFI_DEFINE_HANDLER(kRangeSummary, range_summary,
                            .Ret<ffi::Buffer<ffi::U8>>(),
                        {ffi::Traits::kCmdBufferCompatible});
 
+XLA_FFI_DEFINE_HANDLER(kSegmentRanges, segment_ranges,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<CUstream_st*>>()
+                           .Arg<ffi::Buffer<ffi::S32>>()  // see SegmentRangesParams
+                           .Arg<ffi::Buffer<ffi::S32>>()
+                           .Ret<ffi::Buffer<ffi::S32>>()
+                           .Ret<ffi::Buffer<ffi::S32>>()
+                           .Ret<ffi::Buffer<ffi::S32>>()
+                           .Ret<ffi::Buffer<ffi::S32>>()
+                           .Ret<ffi::Buffer<ffi::S32>>()
+                           .Ret<ffi::Buffer<ffi::U8>>(),
+                       {ffi::Traits::kCmdBufferCompatible});
+
 }  // namespace
 
 XLA_FFI_Handler* segment_matches_handler() { return kSegmentMatches; }
 XLA_FFI_Handler* range_summary_handler() { return kRangeSummary; }
+XLA_FFI_Handler* segment_ranges_handler() { return kSegmentRanges; }
 
 }  // namespace jaxflash
