@@ -10,6 +10,7 @@
 #include "common/launch.h"
 #include "common/program_kernels.h"
 #include "common/status.h"
+#include "sm90/forward/clear_kernel.cuh"
 #include "sm90/forward/merge_kernel.cuh"
 #include "sm90/forward_kernel.cuh"
 #include "sm90/hardware/tensor_map.h"
@@ -238,10 +239,15 @@ Status launch_forward(Kernel<ForwardArgs> kernel, Kernel<ForwardArgs> merge,
     return status;
   }
   cudaError_t error = cudaSuccess;
-  if (args.drawn != nullptr) error = cudaMemsetAsync(args.drawn, 0, sizeof(*args.drawn), stream);
+  Start start = Start::kAfter;
+  if (args.drawn != nullptr) {
+    error = launch(Kernel<uint32_t*>(clear_kernel), Start::kAfter, Grid{1}, 32, 0, stream,
+                   args.drawn);
+    start = Start::kBeside;
+  }
   if (error == cudaSuccess) {
-    error = launch(kernel, Start::kAfter, {args.order.blocks}, Traits::kThreads,
-                   Traits::kSharedBytes, stream, args);
+    error = launch(kernel, start, {args.order.blocks}, Traits::kThreads, Traits::kSharedBytes,
+                   stream, args);
   }
   if (Status status = cuda_status(error, "launching the forward kernel"); !status.ok()) {
     return status;

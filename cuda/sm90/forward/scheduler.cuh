@@ -3,6 +3,7 @@
 // of the next took longer than the epilogue.
 #pragma once
 
+#include "common/dependency.cuh"
 #include "common/divisor.h"
 #include "common/integers.h"
 #include "common/mask.cuh"
@@ -74,7 +75,9 @@ class DrawnTiles {
  public:
   // All lanes of a warp. `drawn` counts those that have been drawn so far.
   __device__ __forceinline__ DrawnTiles(const TileOrder& order, uint32_t* drawn)
-      : order_(order), drawn_(drawn), position_(blockIdx.x) {}
+      : order_(order), drawn_(drawn), position_(blockIdx.x) {
+    wait_for_previous_kernel();  // which clears it, and is all that has not ended before
+  }
 
   __device__ __forceinline__ bool done() const { return position_ >= order_.tiles(); }
   __device__ __forceinline__ QueryTile tile() const { return order_.at(position_); }
