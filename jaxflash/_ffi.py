@@ -180,6 +180,7 @@ class Pass:
         operand_axes: tuple[Sequence[str], ...],
         dense: tuple[bool, ...],
         unbatched: frozenset[int] = frozenset(),
+        gradients: KernelGradients | None = None,
     ):
         self.spec = spec
         self.lengths = lengths
@@ -187,16 +188,23 @@ class Pass:
         self.mask = mask
         self.operand_axes, self.dense = operand_axes, dense
         self.unbatched = unbatched
+        # Whether operands before the captures tell the numbers by which the program knows batch
+        # elements and heads, which a shard or a mapped call cannot count itself.
+        self.numbered = program is not None and (
+            program.numbered or (gradients is not None and gradients.numbered)
+        )
         if program is not None:
-            self.unbatched = unbatched | {len(operand_axes) + 1}
+            numbers = ("", "n") if self.numbered else ()
+            if numbers:
+                self.unbatched = unbatched | {len(operand_axes) + 1}
             captures = (
                 tuple(f"c{i}x{axis}" for axis in range(rank))
                 for i, rank in enumerate(program.capture_ranks)
             )
-            self.operand_axes = (*operand_axes, "", "n", *captures, *mask.axes)
+            self.operand_axes = (*operand_axes, *numbers, *captures, *mask.axes)
             self.dense = (
                 *dense,
-                *(False,) * (2 + len(program.capture_ranks)),
+                *(False,) * (len(numbers) + len(program.capture_ranks)),
                 *(True,) * len(mask.axes),
             )
 
@@ -387,12 +395,13 @@ class Backward(Pass):
         if has_dlse:
             axes = (*axes, "tn")
         dense = (False,) * 5 + (True,) * (len(axes) - 5)
-        super().__init__(spec, lengths, program, mask, axes, dense)
+        super().__init__(spec, lengths, program, mask, axes, dense, gradients=gradients)
         self.has_dlse = has_dlse
         self.gradients = gradients
         # The operands whose gradients the further results are.
         captures = () if gradients is None else gradients.captures
-        self.captures = tuple(len(axes) + 2 + i for i in captures)
+        first = len(axes) + (2 if self.numbered else 0)
+        self.captures = tuple(first + i for i in captures)
         of_captures = (self.operand_axes[i] for i in self.captures)
         key_sums = 0 if gradients is None else gradients.key_sums
         self.result_axes = ("tnh", "skh", "skv", *("ns",) * key_sums, *of_captures)
@@ -569,7 +578,6 @@ class SummariseRanges(BatchCall):
 
     def call(self, *operands):
         rows, keys = (x.shape[-2] for x in operands[:2])
-        row_blocks, key_blocks = _range_blocks(rows), _range_blocks(keys)
         return self._call(
             RANGE_SUMMARY_TARGET,
             operands,

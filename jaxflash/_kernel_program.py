@@ -27,7 +27,8 @@ class KernelProgram(NamedTuple):
 
     Attributes:
         source: the C++ struct `jaxflash::Program`.
-        unit_slope: see `_printer.cuda.Printed`.
+        numbered: see `_printer.cuda.Printed`.
+        unit_slope: see there.
         exact_length: see there.
         capture_ranks: how many axes each of `captures` has, without batch axes.
         start_capture: the capture of which kernels can load what products start from in tiles, or
@@ -35,6 +36,7 @@ class KernelProgram(NamedTuple):
     """
 
     source: str
+    numbered: bool
     unit_slope: bool
     exact_length: int | None
     capture_ranks: tuple[int, ...]
@@ -46,12 +48,14 @@ class KernelGradients(NamedTuple):
 
     Attributes:
         source: the C++ struct `jaxflash::Program` with a struct for each load.
-        loads: see `_printer.cuda.PrintedGradients`.
+        numbered: see `_printer.cuda.PrintedGradients`.
+        loads: see there.
         key_sums: see there.
         key_loads: see there.
     """
 
     source: str
+    numbered: bool
     loads: tuple[Load, ...]
     key_sums: int
     key_loads: tuple[KeyLoad, ...]
@@ -144,7 +148,9 @@ def _program(
     start = printed.start_capture
     if start is not None and not _comes_in_tiles(operands.captures[start], operands):
         start = None
-    return KernelProgram(printed.source, printed.unit_slope, printed.exact_length, ranks, start)
+    return KernelProgram(
+        printed.source, printed.numbered, printed.unit_slope, printed.exact_length, ranks, start
+    )
 
 
 def gradients(
@@ -175,7 +181,9 @@ def gradients(
         raise printed
     if not (printed.loads or printed.key_loads):
         return None
-    return KernelGradients(printed.source, printed.loads, printed.key_sums, printed.key_loads)
+    return KernelGradients(
+        printed.source, printed.numbered, printed.loads, printed.key_sums, printed.key_loads
+    )
 
 
 def _sizes(operands: Operands, wanted: Sequence[int]) -> tuple[tuple[str, Any], ...]:

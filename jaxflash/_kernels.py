@@ -28,7 +28,7 @@ def forward(spec: AttentionSpec, program: KernelProgram | None, operands: Operan
         operands.key,
         operands.value,
         *_given(operands.query_seq_lengths, operands.key_value_seq_lengths),
-        *_program_operands(spec, program, operands, mask),
+        *_program_operands(kernel, operands, mask),
         *_given(*(ranges or ())),
     )
 
@@ -45,7 +45,7 @@ def paged_forward(spec: AttentionSpec, arrays: PagedOperands):
         arrays.value_pages,
         arrays.page_table,
         arrays.lengths,
-        *_program_operands(spec, program, operands),
+        *_program_operands(kernel, operands),
     )
 
 
@@ -78,7 +78,7 @@ def backward(
         dout,
         lse,
         *_given(operands.query_seq_lengths, operands.key_value_seq_lengths, dlse),
-        *_program_operands(spec, program, operands, mask),
+        *_program_operands(kernel, operands, mask),
         *_given(*(ranges or ())),
     )
     of_captures: dict[int, Any] = {}
@@ -123,7 +123,7 @@ def tangent(
         out,
         lse,
         *_given(operands.query_seq_lengths, operands.key_value_seq_lengths),
-        *_program_operands(spec, program, operands, mask, of_captures),
+        *_program_operands(kernel, operands, mask, of_captures),
         *_given(*(ranges or ())),
     )
 
@@ -240,24 +240,24 @@ def _given(*optional) -> list[Any]:
 
 
 def _program_operands(
-    spec: AttentionSpec,
-    program: KernelProgram | None,
+    kernel: _ffi.Pass,
     operands: Operands,
     mask: DenseMask | None = None,
     tangents: Sequence[Any] = (),
 ) -> tuple[Any, ...]:
-    """What the kernels get after all else: the numbers by which the program knows batch elements
-    and heads, which a shard or a mapped call cannot count itself, and the captures.
-    """
-    if program is None:
+    """What the kernels get for their program after all else: see `_ffi.Pass`."""
+    if kernel.program is None:
         return ()
-    *batch, _, heads, _ = operands.query.shape
+    captures = _kernel_program.captures(kernel.spec, operands, mask, tangents)
+    return *(_numbers(operands.query) if kernel.numbered else ()), *captures
+
+
+def _numbers(query) -> tuple[Any, ...]:
+    *batch, _, heads, _ = query.shape
     number = jnp.zeros((1,) * len(batch), jnp.int32)
     for axis, extent in enumerate(batch):
         iota = jax.lax.broadcasted_iota(jnp.int32, batch, axis)
         number = number * extent + iota
     numbers = (number, jnp.arange(heads, dtype=jnp.int32))
-    axes = jax.typeof(operands.query).manual_axis_type.varying
-    if axes:
-        numbers = tuple(jax.lax.pcast(x, tuple(axes), to="varying") for x in numbers)
-    return *numbers, *_kernel_program.captures(spec, operands, mask, tangents)
+    axes = jax.typeof(query).manual_axis_type.varying
+    return tuple(jax.lax.pcast(x, tuple(axes), to="varying") for x in numbers) if axes else numbers

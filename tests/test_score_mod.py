@@ -443,6 +443,43 @@ def test_operands_of_the_custom_call_under_vmap():
     assert "tensor<1x4xi32>, tensor<8xi32>, tensor<1x4x16x16xf32>, tensor<2x1x8x15xf32>" in forward
 
 
+_FACTORS = jnp.linspace(0.5, 1.0, 3)
+_NUMBERED: dict[str, tuple[dict, bool]] = {
+    "soft cap": (dict(logits_soft_cap=30.0), False),
+    "segments": (dict(segment_ids=jnp.zeros((4, 16), jnp.int32)), False),
+    "a bias that heads share": (dict(bias=jnp.zeros((4, 1, 16, 16), jnp.bfloat16)), False),
+    "a bias of each head": (dict(bias=jnp.zeros((1, 8, 16, 16), jnp.bfloat16)), True),
+    "slopes": (dict(alibi_slopes=jnp.zeros(8, jnp.float32)), True),
+    "sink": (dict(sink=jnp.zeros(8, jnp.float32)), True),
+    "dropout": (dict(dropout_rate=0.1, dropout_rng=jax.random.PRNGKey(0)), True),
+    "heads": (dict(score_mod=lambda s, b, h, q, kv: jnp.where(h < 2, s, -s)), True),
+    "batch elements": (
+        dict(mask=jaxflash.masks.function(lambda b, h, q, kv: (q + b) % 3 != kv % 3)),
+        True,
+    ),
+    "an index": (dict(score_mod=lambda s, b, h, q, kv: s * _FACTORS[jnp.minimum(b, 2)]), True),
+}
+
+
+@_needs_kernels
+@pytest.mark.parametrize(("options", "numbered"), _NUMBERED.values(), ids=_NUMBERED)
+def test_numbers_go_to_programs_that_ask(options, numbered):
+    """A kernel each would make the numbers of batch elements and heads."""
+    q, k = _kernel_arguments()[:2]
+
+    def loss(q, options):
+        out = jaxflash.dot_product_attention(q, k, k, implementation="cuda", **options)
+        return jnp.sum(out.astype(jnp.float32))
+
+    arrays = {name: x for name, x in options.items() if isinstance(x, jax.Array)}
+    others = {name: x for name, x in options.items() if name not in arrays}
+    gradient = jax.grad(lambda q, arrays: loss(q, arrays | others), (0, 1), allow_int=True)
+    text = jax.jit(gradient).trace(q, arrays).lower(lowering_platforms=("cuda",)).as_text()
+    for target in ("@jaxflash_forward_v7", "@jaxflash_backward_v6"):
+        (call,) = _custom_calls(text, target)
+        assert ("tensor<4xi32>, tensor<8xi32>" in call) == numbered
+
+
 @_needs_kernels
 @pytest.mark.parametrize(
     ("shape", "capture"),

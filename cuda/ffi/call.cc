@@ -259,7 +259,6 @@ ffi::Error ProgramOperands::take(const ProgramAttributes& program, MaskKind mask
     if (mask != MaskKind::kBand) return invalid("ranges need a score program");
     return ffi::Error::Success();
   }
-  present_ = true;
   ranks_ = program.capture_ranks;
   if (program.head_dim != problem->head_dim || program.value_dim != problem->value_dim ||
       math_of(program.dtype, problem->math == Math::kFloat32) != problem->math) {
@@ -270,24 +269,28 @@ ffi::Error ProgramOperands::take(const ProgramAttributes& program, MaskKind mask
     return invalid("calls with a score program are limited to 2^31 - 1 heads of all sequences");
   }
   const size_t batch_rank = full.batch_rank();
-  auto numbers = optional.get<ffi::Buffer<ffi::S32>>(first);
-  auto heads = optional.get<ffi::Buffer<ffi::S32>>(first + 1);
-  if (!numbers.has_value() || numbers->dimensions().size() != batch_rank ||
-      !batch_fits({numbers->dimensions()}, full)) {
-    return invalid("the numbers of a program's batch elements must be int32, of the batch axes");
-  }
-  if (!heads.has_value() || heads->dimensions().size() != 1 ||
-      heads->dimensions()[0] != full.heads()) {
-    return invalid("the numbers of a program's heads must be int32, one for each query head");
-  }
-  batch_numbers_ = *numbers;
-  head_numbers_ = *heads;
-  if (ranks_.size() > kMaxCaptures ||
-      optional.size() != first + 2 + ranks_.size() + number_of_ranges(mask)) {
+  if (ranks_.size() > kMaxCaptures) return invalid("a score program captures at most 8 arrays");
+  // A program that does not ask for numbers may come without them.
+  const size_t captured = ranks_.size() + number_of_ranges(mask);
+  if (optional.size() == first + 2 + captured) {
+    auto numbers = optional.get<ffi::Buffer<ffi::S32>>(first);
+    auto heads = optional.get<ffi::Buffer<ffi::S32>>(first + 1);
+    if (!numbers.has_value() || numbers->dimensions().size() != batch_rank ||
+        !batch_fits({numbers->dimensions()}, full)) {
+      return invalid("the numbers of a program's batch elements must be int32, of the batch axes");
+    }
+    if (!heads.has_value() || heads->dimensions().size() != 1 ||
+        heads->dimensions()[0] != full.heads()) {
+      return invalid("the numbers of a program's heads must be int32, one for each query head");
+    }
+    batch_numbers_ = *numbers;
+    head_numbers_ = *heads;
+    first += 2;
+  } else if (optional.size() != first + captured) {
     return invalid("the number of captured arrays is not that of capture_ranks");
   }
   for (size_t i = 0; i < ranks_.size(); ++i) {
-    auto buffer = optional.get<ffi::AnyBuffer>(first + 2 + i);
+    auto buffer = optional.get<ffi::AnyBuffer>(first + i);
     if (!buffer.has_value()) return invalid("a captured array is not a buffer");
     const auto dims = buffer->dimensions();
     if (ranks_[i] < 0 || ranks_[i] > kMaxCaptureRank ||
@@ -316,17 +319,17 @@ ffi::Error ProgramOperands::take(const ProgramAttributes& program, MaskKind mask
 }
 
 void ProgramOperands::add_shapes(std::vector<Shape>* shapes) const {
-  if (!present_) return;
-  shapes->push_back({batch_numbers_->dimensions()});
+  if (batch_numbers_) shapes->push_back({batch_numbers_->dimensions()});
   for (const ffi::AnyBuffer& capture : captures_) shapes->push_back({capture.dimensions()});
 }
 
 Captures ProgramOperands::describe(size_t batch_rank, const BatchAxes& axes) const {
   Captures result = {};
-  if (!present_) return result;
-  result.batch_numbers = batch_numbers_->typed_data();
-  axes.strides({batch_numbers_->dimensions()}, 1, result.batch_numbers_stride);
-  result.head_numbers = head_numbers_->typed_data();
+  if (batch_numbers_) {
+    result.batch_numbers = batch_numbers_->typed_data();
+    axes.strides({batch_numbers_->dimensions()}, 1, result.batch_numbers_stride);
+    result.head_numbers = head_numbers_->typed_data();
+  }
   for (size_t i = 0; i < captures_.size(); ++i) {
     Capture& capture = result.of[i];
     const auto dims = captures_[i].dimensions();

@@ -88,7 +88,6 @@ class ProgramOperands {
   Captures describe(size_t batch_rank, const BatchAxes& axes) const;
 
  private:
-  bool present_ = false;
   ffi::Span<const int64_t> ranks_;
   std::optional<ffi::Buffer<ffi::S32>> batch_numbers_, head_numbers_;
   std::vector<ffi::AnyBuffer> captures_;

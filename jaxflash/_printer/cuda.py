@@ -31,6 +31,7 @@ class Printed:
 
     Attributes:
         source: the C++ struct.
+        numbered: whether it asks for the numbers of batch element and head.
         unit_slope: the logit is the score plus what does not depend on it.
         exact_length: number of rows and columns up to which differences of their numbers are
             computed exactly, or None without a limit.
@@ -39,6 +40,7 @@ class Printed:
     """
 
     source: str
+    numbered: bool
     unit_slope: bool
     exact_length: int | None
     start_capture: int | None
@@ -117,8 +119,10 @@ def print_program(
         stored, along, paired=paired,
     )  # fmt: skip
     writer = Writer(graph, roots)
+    dropout = captures if drops else None
     return Printed(
-        writer.struct(captures if drops else None),
+        writer.struct(dropout),
+        numbered=writer.asks_for_numbers(dropout),
         unit_slope=addend is not None,
         exact_length=1 << 24 if graph.subtracts_positions else None,
         start_capture=start.neighbours.value[0] if start and start.follows_queries else None,
@@ -131,6 +135,7 @@ class PrintedGradients:
 
     Attributes:
         source: the C++ struct, with a struct `Load0`, `Load1` ... for each load.
+        numbered: as in `Printed`.
         loads: one kernel each, in this order; those of one capture are neighbours. A capture that
             the logit does not depend on has none.
         key_sums: how many sums over the queries there are beside, whose structs follow.
@@ -138,6 +143,7 @@ class PrintedGradients:
     """
 
     source: str
+    numbered: bool
     loads: tuple[Load, ...]
     key_sums: int
     key_loads: tuple[KeyLoad, ...]
@@ -215,8 +221,14 @@ def print_gradients(
         loads=(*loads, *(LoadRoots.of_key_sum(x) for x in sums)),
         paired=paired,
     )
-    source = Writer(graph, roots).struct(dropout)
-    return PrintedGradients(source, tuple(x.load for x in loads), len(sums), tuple(key_loads))
+    writer = Writer(graph, roots)
+    return PrintedGradients(
+        writer.struct(dropout),
+        writer.asks_for_numbers(dropout),
+        tuple(x.load for x in loads),
+        len(sums),
+        tuple(key_loads),
+    )
 
 
 def _partials(graph: Graph, program: Program, capture: int) -> dict[tuple[Node, ...], Node]:

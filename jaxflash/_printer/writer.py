@@ -229,6 +229,11 @@ class Writer:
             self._visit(offset, seen)
             self._need(partial, "element")
             self._visit(partial, seen)
+        self._asks_for_numbers = any(x.op == "input" and x.value in ("b", "h") for x in seen)
+
+    def asks_for_numbers(self, dropout: int | None) -> bool:
+        """Whether the struct of `struct` makes use of the numbers of batch element and head."""
+        return self._asks_for_numbers or dropout is not None
 
     def struct(self, dropout: int | None) -> str:
         """The text; `dropout` is the capture that says what is dropped."""
