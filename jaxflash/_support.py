@@ -116,9 +116,6 @@ def _reasons_against_symbolic_sizes(operands: Operands) -> tuple[str, ...]:
         "query/key head size": query.shape[-1],
         "value head size": value.shape[-1],
     }
-    if operands.query_segment_ids is not None:
-        sizes["query length of segments or packed sequences"] = query.shape[-3]
-        sizes["key length of segments or packed sequences"] = key.shape[-3]
     return tuple(
         f"{name} {size}: the kernels need it when the program is exported"
         for name, size in sizes.items()

@@ -505,6 +505,68 @@ def test_export_of_arrays_over_symbolic_lengths(option, shape, platform):
         _close(jax.jit(exported.call)(*placed), expected(*_on_cpu(arrays)))
 
 
+def _attend_segments(query, key, query_ids, key_ids, **options):
+    return jaxflash.dot_product_attention(
+        query, key, key, segment_ids=(query_ids, key_ids), is_causal=True, **options
+    )
+
+
+def _attend_strided_segments(*arguments, **options):
+    stride = jaxflash.masks.function(lambda b, h, q, kv: (q - kv) % 3 != 1)
+    return _attend_segments(*arguments, mask=stride, **options)
+
+
+def _attend_packed(query, key, *boundaries, **options):
+    return jaxflash.varlen_attention(query, key, key, *boundaries, is_causal=True, **options)
+
+
+@pytest.mark.parametrize("platform", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    ("attend", "shapes"),
+    [
+        (_attend_segments, ("b, t, 4, 16", "b, s, 2, 16", "b, t", "b, s")),
+        (_attend_strided_segments, ("b, t, 4, 16", "b, s, 2, 16", "b, t", "b, s")),
+        (_attend_packed, ("t, 4, 16", "s, 2, 16", "b", "b")),
+    ],
+)
+def test_export_of_segments_of_symbolic_lengths(attend, shapes, platform):
+    """Gradients, for CPU and, with the kernels where there are any, for CUDA."""
+    has_kernels = bool(_ffi.extension.kernels) and _nvrtc.reason_against() is None
+
+    def gradients(query, key, *of_mask, path=None):
+        def loss(query, key):
+            out = attend(query, key, *of_mask, precision="highest", implementation=path)
+            return jnp.sum(jnp.sin(out))
+
+        return jax.value_and_grad(loss, (0, 1))(query, key)
+
+    scope = export.SymbolicScope()
+    dtypes = np.float32, np.float32, np.int32, np.int32
+    symbolic = [
+        jax.ShapeDtypeStruct(export.symbolic_shape(shape, scope=scope), dtype)
+        for shape, dtype in zip(shapes, dtypes, strict=True)
+    ]
+    with warnings.catch_warnings():
+        _support._warned.clear()
+        warnings.simplefilter("error" if has_kernels else "ignore", jaxflash.SlowPathWarning)
+        exported = export.export(
+            jax.jit(gradients), platforms=["cpu", "cuda"], disabled_checks=jaxflash.EXPORT_CHECKS
+        )(*symbolic)
+    assert (f"@{_ffi.BACKWARD_TARGET}" in exported.mlir_module()) == has_kernels
+    expected = jax.jit(functools.partial(gradients, path="xla"))
+    rng = np.random.default_rng(0)
+    for sizes in (dict(b=3, t=24, s=20), dict(b=2, t=300, s=170)):
+        arrays = []
+        for shape, dtype in zip(shapes, dtypes, strict=True):
+            shape = [sizes.get(n.strip()) or int(n) for n in shape.split(",")]
+            if dtype == np.float32:
+                arrays.append(rng.standard_normal(shape, np.float32))
+            else:
+                arrays.append(np.sort(rng.integers(0, 20, shape).astype(np.int32)))
+        placed = jax.device_put(arrays, jax.devices(platform)[0])
+        _close(jax.jit(exported.call)(*placed), expected(*_on_cpu(arrays)))
+
+
 @pytest.mark.parametrize("pass_", ["forward", "backward"])
 @pytest.mark.parametrize(("option", "shape"), [x for x in _OVER_LENGTHS if x[0] != "score_mod"])
 def test_programs_over_symbolic_lengths(option, shape, pass_):
@@ -582,7 +644,6 @@ def test_export_with_symbolic_lengths(features):
 
 
 _OPEN_SIZES = {
-    "segments of open lengths": ("b, t, 4, 8", "b, s, 2, 8", "b, t", "b, s"),
     "open heads": ("b, 24, 2*n, 8", "b, 20, n, 8", "b, 24", "b, 20"),
     "an open head size": ("b, 24, 4, d", "b, 20, 2, d", "b, 24", "b, 20"),
 }
@@ -655,31 +716,24 @@ def _workspace_bytes(batch, q_len, kv_len, heads, kv_heads, left=1 << 30, right=
 
 
 @needs_kernels
-@pytest.mark.parametrize(
-    ("option", "reason"),
-    [
-        ("segment_ids", "key length of segments or packed sequences s: "),
-        ("score_mod", "score_mod depends on a symbolic size that no array has, 2*s"),
-    ],
-)
-def test_reasons_against_symbolic_lengths(option, reason):
-    scope = export.SymbolicScope()
-    query, key, query_ids, key_ids = (
-        jax.ShapeDtypeStruct(export.symbolic_shape(shape, scope=scope), dtype)
-        for shape, dtype in (
-            ("b, 3, 8, 64", jnp.bfloat16),
-            ("b, s, 2, 64", jnp.bfloat16),
-            ("b, 3", np.int32),
-            ("b, s", np.int32),
+def test_reasons_against_symbolic_sizes():
+    def supported(query, key, **options):
+        scope = export.SymbolicScope()
+        query, key = (
+            jax.ShapeDtypeStruct(export.symbolic_shape(shape, scope=scope), jnp.bfloat16)
+            for shape in (query, key)
         )
-    )
-    twice = 2 * key.shape[1]
-    options = {
-        "segment_ids": (query_ids, key_ids),
-        "score_mod": lambda score, b, h, q, kv: jnp.where(kv < twice, score, 0.0),
-    }
-    first, *_ = jaxflash.supported(query, key, key, **{option: options[option]})
-    assert first.startswith(reason)
+        first, *_ = jaxflash.supported(query, key, key, **options)
+        return first
+
+    assert supported("b, t, 2*n, 64", "b, s, n, 64").startswith("number of query heads 2*n: ")
+    (size,) = export.symbolic_shape("2*s")
+
+    def score_mod(score, b, h, q, kv):
+        return jnp.where(kv < size, score, 0.0)
+
+    reason = supported("b, 3, 8, 64", "b, s, 2, 64", score_mod=score_mod)
+    assert reason.startswith("score_mod depends on a symbolic size that no array has, 2*s")
 
 
 @needs_kernels
