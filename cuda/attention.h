@@ -52,8 +52,8 @@ struct ProgramDescription {
   int32_t shared_units;  // forward: jaxflash_shared_units of the calls to come
   CallSizes sizes;       // forward: of the calls to come
   // Forward and backward: the capture Program::kStartCapture, if it is of 16 bits, kv_len a
-  // multiple of 8, and its row of a query the one after that of the query before; -1: it is not, or
-  // there is none.
+  // multiple of 8, and its row of a query the one after that of the query before; forward, without
+  // such a row: kKeyTerms; -1: neither, or there is none.
   int32_t start_capture;
   // Backward: the same program with a struct Load0, Load1 ... for each of these loads of captured
   // arrays, whose gradients are wanted, key sums behind the others, in their order. nullptr without

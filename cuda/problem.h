@@ -109,6 +109,9 @@ struct Problem {
 // of their own.
 inline constexpr int kMaxCaptures = 8;
 inline constexpr int kMaxCaptureRank = 6;
+// In place of a captured array from which products start: what they start from depends on the key
+// alone, and on the head only where key heads are not shared.
+inline constexpr int kKeyTerms = -2;
 // Sums over the queries that a program's backward pass computes at most beside dk and dv.
 inline constexpr int kMaxKeySums = 2;
 

@@ -16,8 +16,8 @@ Status match(const SegmentMatchesParams& params, cudaStream_t stream) {
   const int64_t grid = (elements + kSegmentThreads - 1) / kSegmentThreads;
   if (grid == 0) return {};
   if (grid > kMaxGrid) return error_status("so many segment ids are not supported");
-  cudaError_t error =
-      cudaMemsetAsync(params.buckets, 0xff, segment_buckets(elements) * sizeof(SegmentBucket), stream);
+  cudaError_t error = cudaMemsetAsync(params.buckets, 0xff,
+                                      segment_buckets(elements) * sizeof(SegmentBucket), stream);
   for (const Kernel kernel : {Kernel(segments_kernel<true>), Kernel(segments_kernel<false>)}) {
     if (error != cudaSuccess) break;
     error = launch(kernel, Start::kAfter, Grid{static_cast<unsigned>(grid)}, kSegmentThreads, 0,

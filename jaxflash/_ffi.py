@@ -43,6 +43,8 @@ TARGETS = {
 }
 _STATE_TYPE = "jaxflash_program_v2"
 
+# cuda/problem.h: kKeyTerms.
+_KEY_TERMS = -2
 # cuda/problem.h: kUnlimited.
 _UNLIMITED = 1 << 30
 # cuda/common/workspace.h: kWorkspaceRows.
@@ -137,8 +139,9 @@ def _program_attributes(program: KernelProgram | None, query, value) -> dict:
 
 
 def _start_capture(program: KernelProgram | None) -> np.int64:
-    start = None if program is None else program.start_capture
-    return np.int64(-1 if start is None else start)
+    if program is None or program.start_capture is None:
+        return np.int64(_KEY_TERMS if program is not None and program.key_terms else -1)
+    return np.int64(program.start_capture)
 
 
 def _gradient_attributes(gradients: KernelGradients | None) -> dict:

@@ -33,6 +33,8 @@ class KernelProgram(NamedTuple):
         capture_ranks: how many axes each of `captures` has, without batch axes.
         start_capture: the capture of which kernels can load what products start from in tiles, or
             None.
+        key_terms: what products start from depends on the key alone, and on the head only where key
+            heads are not shared.
     """
 
     source: str
@@ -41,6 +43,7 @@ class KernelProgram(NamedTuple):
     exact_length: int | None
     capture_ranks: tuple[int, ...]
     start_capture: int | None
+    key_terms: bool
 
 
 class KernelGradients(NamedTuple):
@@ -148,8 +151,16 @@ def _program(
     start = printed.start_capture
     if start is not None and not _comes_in_tiles(operands.captures[start], operands):
         start = None
+    shares_key_heads = operands.query.shape[-2] != operands.key.shape[-2]
+    terms = printed.key_terms
     return KernelProgram(
-        printed.source, printed.numbered, printed.unit_slope, printed.exact_length, ranks, start
+        printed.source,
+        printed.numbered,
+        printed.unit_slope,
+        printed.exact_length,
+        ranks,
+        start,
+        terms == "together" or (terms == "head" and not shares_key_heads),
     )
 
 

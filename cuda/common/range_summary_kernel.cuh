@@ -28,9 +28,9 @@ struct RangeBlock {
       hull = {min(hull.begin, interval.begin), max(hull.end, interval.end)};
     }
     if (exists) {
-      common = !empty && solid ? Interval{max(common.begin, interval.begin),
-                                          min(common.end, interval.end)}
-                               : Interval{kMaxLength, 0};
+      common = !empty && solid
+                   ? Interval{max(common.begin, interval.begin), min(common.end, interval.end)}
+                   : Interval{kMaxLength, 0};
     }
     hidden |= uint64_t{__ballot_sync(~0u, exists && empty)} << 32 * i;
   }

@@ -19,8 +19,8 @@ __device__ __forceinline__ uint32_t bucket_of(int32_t id, int size) {
   return segment_rank(id) % static_cast<uint32_t>(segment_buckets(size));
 }
 
-// `equal`: the lanes of neighbouring elements that have the same to enter, often all of a warp. They
-// do so together.
+// `equal`: the lanes of neighbouring elements that have the same to enter, often all of a warp.
+// They do so together.
 __device__ __forceinline__ void enter_segment(SegmentBucket& to, int32_t id, int element,
                                               uint32_t equal) {
   const int lane = threadIdx.x % 32;
@@ -45,8 +45,8 @@ struct SegmentMatch {
     const bool exists = found.first <= last && (is_shared || found.low == segment_rank(id));
     interval = {exists ? static_cast<int>(found.first) : 0,
                 exists ? static_cast<int>(last) + 1 : 0};
-    solid = !exists ||
-            (!is_shared && number == static_cast<uint32_t>(interval.end - interval.begin));
+    solid =
+        !exists || (!is_shared && number == static_cast<uint32_t>(interval.end - interval.begin));
   }
 };
 

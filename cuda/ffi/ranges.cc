@@ -142,14 +142,11 @@ ffi::Error range_summary(CUstream_st* stream, bool has_solid, bool has_inside,
   return to_error(jaxflash_range_summary(&params, stream));
 }
 
-ffi::Error segment_ranges(CUstream_st* stream, ffi::Buffer<ffi::S32> q_ids,
-                          ffi::Buffer<ffi::S32> kv_ids,
-                          ffi::Result<ffi::Buffer<ffi::S32>> keys_of_row,
-                          ffi::Result<ffi::Buffer<ffi::S32>> rows_of_key,
-                          ffi::Result<ffi::Buffer<ffi::S32>> row_blocks,
-                          ffi::Result<ffi::Buffer<ffi::S32>> key_blocks,
-                          ffi::Result<ffi::Buffer<ffi::S32>> hulls,
-                          ffi::Result<ffi::Buffer<ffi::U8>> workspace) {
+ffi::Error segment_ranges(
+    CUstream_st* stream, ffi::Buffer<ffi::S32> q_ids, ffi::Buffer<ffi::S32> kv_ids,
+    ffi::Result<ffi::Buffer<ffi::S32>> keys_of_row, ffi::Result<ffi::Buffer<ffi::S32>> rows_of_key,
+    ffi::Result<ffi::Buffer<ffi::S32>> row_blocks, ffi::Result<ffi::Buffer<ffi::S32>> key_blocks,
+    ffi::Result<ffi::Buffer<ffi::S32>> hulls, ffi::Result<ffi::Buffer<ffi::U8>> workspace) {
   SegmentRangesParams params = {};
   SegmentMatchesParams& matches = params.matches;
   if (auto error = describe_segments(q_ids, kv_ids, *keys_of_row, *rows_of_key, &matches);
@@ -162,8 +159,8 @@ ffi::Error segment_ranges(CUstream_st* stream, ffi::Buffer<ffi::S32> q_ids,
   summary.keys = matches.keys;
   summary.keys_of_row = matches.keys_of_row;
   summary.rows_of_key = matches.rows_of_key;
-  if (auto error = describe_summary(Lead(q_ids.dimensions(), 1), *row_blocks, *key_blocks, *hulls,
-                                    &summary);
+  if (auto error =
+          describe_summary(Lead(q_ids.dimensions(), 1), *row_blocks, *key_blocks, *hulls, &summary);
       error.failure()) {
     return error;
   }

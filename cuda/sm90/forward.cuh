@@ -241,8 +241,8 @@ Status launch_forward(Kernel<ForwardArgs> kernel, Kernel<ForwardArgs> merge,
   cudaError_t error = cudaSuccess;
   Start start = Start::kAfter;
   if (args.drawn != nullptr) {
-    error = launch(Kernel<uint32_t*>(clear_kernel), Start::kAfter, Grid{1}, 32, 0, stream,
-                   args.drawn);
+    error =
+        launch(Kernel<uint32_t*>(clear_kernel), Start::kAfter, Grid{1}, 32, 0, stream, args.drawn);
     start = Start::kBeside;
   }
   if (error == cudaSuccess) {
@@ -374,11 +374,14 @@ int forward_program_kernels(const ProgramTraits& program,
   const bool fewer_rows = detail::takes_fewer_rows<Choice>(typename Choice::Tiles{}, units);
   for_each_tile(typename Choice::Tiles{}, [&](int number, auto tile) {
     using Tile = decltype(tile);
+    if constexpr (Tile::kKeyTerms && kMath != Math::kBFloat16) return;
     if (fewer_rows && Tile::kWarpGroups > Choice::kFewerWarpGroups) return;
     if (program.head_dim > Tile::kHeadDim) return;
     if (!Choice::template suits<Tile>(sizes, units, program.one_sided)) return;
     if constexpr (Tile::kLoadsStarts) {
       if (program.start_capture < 0 || (program.ranges && !program.one_sided)) return;
+    } else if constexpr (Tile::kKeyTerms) {
+      if (program.start_capture != kKeyTerms || program.ranges) return;
     } else {
       if (!program.unit_slope && number < Choice::kWithSlope) return;
       if (program.ranges && !program.one_sided && number < Choice::kWithRanges) return;

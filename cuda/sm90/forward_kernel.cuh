@@ -65,6 +65,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
     fence_proxy_async();
   }
+  if constexpr (Traits::kKeyTerms) KeyTermColumns<Traits>::init(smem);
   __syncthreads();
 
   if constexpr (Traits::kShares) launch_dependents();  // the merge

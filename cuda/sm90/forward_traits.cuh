@@ -116,6 +116,15 @@ struct StartBuffers<kStages, 0, kWarpGroups, kBytes> {
 template <int kWarpGroups, int kBytes>
 struct StartBuffers<0, 0, kWarpGroups, kBytes> {};
 
+// Further columns of K, of each stage, and of Q: of eight rows, since all are the same.
+template <int kStages, int kBytes>
+struct KeyTermBuffers {
+  alignas(1024) uint8_t terms[kStages][kBytes];
+  alignas(256) uint8_t ones[8 * 32];
+};
+template <int kBytes>
+struct KeyTermBuffers<0, kBytes> {};
+
 // Whether blocks may draw their tiles: those that hold something deal them out for that.
 template <class Tile>
 inline constexpr bool draws_tiles = !Tile::kShares && Tile::kHeldTiles == 0;
@@ -171,6 +180,12 @@ struct ForwardTraits {
     return kHoldsStarts ? tile : stage;
   }
 
+  // What is added for each key, in a step of 16 columns: rows of 32 bytes, swizzled.
+  static constexpr bool kKeyTerms = Tile::kKeyTerms;
+  static constexpr int kTermRowBytes = 32;
+  static constexpr int kTermBytes = Tile::kKeys * kTermRowBytes;
+  static_assert(!kKeyTerms || (!kLoadsStarts && !Tile::kShares));
+
   static_assert(Tile::kKeys % 16 == 0 && Tile::kKeys <= 256);
   static_assert(Tile::kHeadDim % 16 == 0 && Tile::kValueDim % 16 == 0);
   static constexpr bool kDirect = Tile::kOutput == Output::kDirect;
@@ -192,7 +207,8 @@ struct ForwardTraits {
   static constexpr int kPlanReaders = 4 * kWarpGroups + (kDirect ? 2 : 3);
 
   struct SharedMemory
-      : StartBuffers<kLoadsStarts ? Tile::kStages : 0, Tile::kHeldTiles, kWarpGroups, kStartBytes> {
+      : StartBuffers<kLoadsStarts ? Tile::kStages : 0, Tile::kHeldTiles, kWarpGroups, kStartBytes>,
+        KeyTermBuffers<kKeyTerms ? Tile::kStages : 0, kTermBytes> {
     alignas(1024) uint8_t q[Tile::kQStages][kWarpGroups][kQBytes];
     alignas(1024) uint8_t k[Tile::kStages][kKBytes];
     alignas(1024) uint8_t v[Tile::kStages][kVBytes];

@@ -10,6 +10,7 @@
 #pragma once
 
 #include "common/program.cuh"
+#include "sm90/forward/key_terms.cuh"
 #include "sm90/forward_traits.cuh"
 #include "sm90/softmax.cuh"
 #include "sm90/start_row.cuh"
@@ -64,6 +65,8 @@ class ScaledScores {
   static constexpr bool kDrops = false;
   template <class Mask, int kKeys>
   using Shown = sm90::Shown<false, false, kKeys>;
+  template <class Traits>
+  using KeyTerms = sm90::KeyTerms<Traits, void>;
 
   __device__ __forceinline__ explicit ScaledScores(const ForwardArgs& args)
       : scale_log2_(args.scale_log2) {}
@@ -101,6 +104,8 @@ class ProgramScores {
   static constexpr bool kKeepsTangents = Program::kUnitSlope && !Program::kCapturesMove;
   template <class Mask, int kKeys>
   using Shown = sm90::Shown<Program::kHasWords, kTests || Mask::kTestsElements, kKeys>;
+  template <class Traits>
+  using KeyTerms = sm90::KeyTerms<Traits, Program>;
 
   // Of the forward or the tangent kernel.
   template <class Args>

@@ -24,7 +24,7 @@ enum class Output {
 // smaller heads are filled up with zeros by TMA.
 template <int kHeadDim_, int kValueDim_, int kWarpGroups_, int kKeys_, int kStages_, int kQStages_,
           Overlap kOverlap_, Output kOutput_, bool kTurns_, bool kShares_ = false,
-          bool kLoadsStarts_ = false, int kHeldTiles_ = 0>
+          bool kLoadsStarts_ = false, int kHeldTiles_ = 0, bool kKeyTerms_ = false>
 struct ForwardTile {
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kValueDim = kValueDim_;
@@ -40,9 +40,16 @@ struct ForwardTile {
   static constexpr bool kLoadsStarts = kLoadsStarts_;
   // It stays for the next tile of query rows, of so many tiles of keys: there are no more of them.
   static constexpr int kHeldTiles = kHeldTiles_;
+  // What is added for each key comes as further columns of K, see KeyTerms.
+  static constexpr bool kKeyTerms = kKeyTerms_;
   // Operands lie in panels as wide as a swizzle.
   static constexpr int kPanelColumns = kHeadDim <= 32 && kValueDim <= 32 ? 32 : 64;
 };
+
+template <int kHeadDim, int kValueDim, int kWarpGroups, int kKeys, int kStages, int kQStages,
+          Overlap kOverlap, Output kOutput, bool kTurns>
+using WithKeyTerms = ForwardTile<kHeadDim, kValueDim, kWarpGroups, kKeys, kStages, kQStages,
+                                 kOverlap, kOutput, kTurns, false, false, 0, true>;
 
 // A tile, and the calls that it is for: those of at most so many queries whose rows see at most so
 // many keys on average. The first of a list that takes a call runs it; the last takes all.
@@ -189,15 +196,16 @@ struct ForwardTileFor<256, 256> {
 
 // Tiles for score programs, to be tried in this order: a program takes registers, and the next tile
 // leaves more of them. The first ones are for programs that say which capture they shall load
-// (kLoadsStarts): its tiles of starts take the shared memory of a second Q, or of stages.
-// kWithSlope: the number of the first of the others for programs that do more with a score than
-// adding to it; their softmax is longer. kWithRanges: of the first of the others for masks of
-// ranges, whose rows see few keys and begin anywhere: 8 documents of 512 take 0.128 ms with two
-// warpgroups at head size 128, 0.173 with three. With a causal band 0.148 and 0.126: kWithSlope for
-// those. kFewerWarpGroups: of the tiles for heads whose rows fill them better, and kFewerCost what
-// a row then costs, in percent of what it costs with the others; 0: there are none. suits():
-// whether a tile is for calls of such sizes, whose queries of a kv head fill so many units, and
-// whose band may limit one side alone. Tiles for smaller heads than the list's are for those alone.
+// (kLoadsStarts): its tiles of starts take the shared memory of a second Q, or of stages; those
+// that follow for programs that add to scores what depends on the key (kKeyTerms). kWithSlope: the
+// number of the first of the others for programs that do more with a score than adding to it; their
+// softmax is longer. kWithRanges: of the first of the others for masks of ranges, whose rows see
+// few keys and begin anywhere: 8 documents of 512 take 0.128 ms with two warpgroups at head size
+// 128, 0.173 with three. With a causal band 0.148 and 0.126: kWithSlope for those.
+// kFewerWarpGroups: of the tiles for heads whose rows fill them better, and kFewerCost what a row
+// then costs, in percent of what it costs with the others; 0: there are none. suits(): whether a
+// tile is for calls of such sizes, whose queries of a kv head fill so many units, and whose band
+// may limit one side alone. Tiles for smaller heads than the list's are for those alone.
 template <int kHeadDim, int kValueDim>
 struct ForwardProgramTiles;
 
@@ -235,10 +243,12 @@ struct ForwardProgramTiles<64, 64> {
       ForwardTile<64, 64, 4, 64, 3, 2, Overlap::kNone, Output::kStaged, false, false, true>,
       ForwardTile<64, 64, 3, 128, 2, 2, Overlap::kValues, Output::kStaged, false, false, true>,
       ForwardTile<64, 64, 3, 64, 4, 2, Overlap::kNone, Output::kStaged, false, false, true>,
+      WithKeyTerms<64, 64, 4, 64, 8, 2, Overlap::kNone, Output::kStaged, false>,
+      WithKeyTerms<64, 64, 3, 64, 8, 2, Overlap::kNone, Output::kStaged, false>,
       ForwardTile<64, 64, 4, 64, 8, 2, Overlap::kNone, Output::kStaged, false>,
       ForwardTile<64, 64, 3, 64, 8, 2, Overlap::kNone, Output::kStaged, false>>;
-  static constexpr int kWithSlope = 5;
-  static constexpr int kWithRanges = 5;
+  static constexpr int kWithSlope = 7;
+  static constexpr int kWithRanges = 7;
   static constexpr int kFewerWarpGroups = 3;
   static constexpr int kFewerCost = 115;
   template <class Tile>
@@ -265,10 +275,12 @@ struct ForwardProgramTiles<96, 96> : TilesForAllSizes {
   using Tiles = ProgramTiles<
       ForwardTile<96, 96, 3, 64, 3, 1, Overlap::kNone, Output::kDirect, true, false, true>,
       ForwardTile<96, 96, 2, 128, 2, 1, Overlap::kValues, Output::kDirect, false, false, true>,
+      WithKeyTerms<96, 96, 3, 64, 3, 2, Overlap::kNone, Output::kStaged, true>,
+      WithKeyTerms<96, 96, 2, 128, 2, 2, Overlap::kValues, Output::kStaged, false>,
       ForwardTile<96, 96, 3, 64, 4, 2, Overlap::kNone, Output::kStaged, true>,
       ForwardTile<96, 96, 2, 128, 2, 2, Overlap::kValues, Output::kStaged, false>>;
-  static constexpr int kWithSlope = 2;
-  static constexpr int kWithRanges = 2;
+  static constexpr int kWithSlope = 4;
+  static constexpr int kWithRanges = 4;
   static constexpr int kFewerWarpGroups = 2;
   static constexpr int kFewerCost = 108;
 };
@@ -281,11 +293,14 @@ struct ForwardProgramTiles<128, 128> : TilesForAllSizes {
   using Tiles = ProgramTiles<
       ForwardTile<128, 128, 3, 64, 2, 2, Overlap::kNone, Output::kStaged, true, false, true>,
       ForwardTile<128, 128, 2, 128, 2, 1, Overlap::kValues, Output::kDirect, false, false, true>,
+      WithKeyTerms<128, 128, 3, 80, 3, 2, Overlap::kNone, Output::kStaged, true>,
+      WithKeyTerms<128, 128, 3, 64, 3, 2, Overlap::kNone, Output::kStaged, true>,
+      WithKeyTerms<128, 128, 2, 128, 2, 2, Overlap::kValues, Output::kStaged, false>,
       ForwardTile<128, 128, 3, 80, 3, 2, Overlap::kNone, Output::kStaged, true>,
       ForwardTile<128, 128, 3, 64, 4, 2, Overlap::kNone, Output::kStaged, true>,
       ForwardTile<128, 128, 2, 128, 2, 2, Overlap::kValues, Output::kStaged, false>>;
-  static constexpr int kWithSlope = 3;
-  static constexpr int kWithRanges = 4;
+  static constexpr int kWithSlope = 6;
+  static constexpr int kWithRanges = 7;
   static constexpr int kFewerWarpGroups = 2;
   static constexpr int kFewerCost = 108;
 };
@@ -294,10 +309,11 @@ template <>
 struct ForwardProgramTiles<192, 128> : TilesForAllSizes {
   using Tiles = ProgramTiles<
       ForwardTile<192, 128, 3, 64, 2, 1, Overlap::kNone, Output::kDirect, true, false, true>,
+      WithKeyTerms<192, 128, 3, 64, 3, 1, Overlap::kNone, Output::kDirect, true>,
       ForwardTile<192, 128, 3, 64, 3, 1, Overlap::kNone, Output::kDirect, true>,
       ForwardTile<192, 128, 2, 128, 2, 1, Overlap::kValues, Output::kDirect, true>>;
-  static constexpr int kWithSlope = 1;
-  static constexpr int kWithRanges = 1;
+  static constexpr int kWithSlope = 2;
+  static constexpr int kWithRanges = 2;
   static constexpr int kFewerWarpGroups = 0;
   static constexpr int kFewerCost = 100;
 };
@@ -306,10 +322,11 @@ template <>
 struct ForwardProgramTiles<192, 192> : TilesForAllSizes {
   using Tiles = ProgramTiles<
       ForwardTile<192, 192, 2, 64, 2, 1, Overlap::kValues, Output::kDirect, true, false, true>,
+      WithKeyTerms<192, 192, 2, 96, 2, 1, Overlap::kValues, Output::kDirect, true>,
       ForwardTile<192, 192, 2, 96, 2, 1, Overlap::kValues, Output::kDirect, true>,
       ForwardTile<192, 192, 2, 64, 2, 1, Overlap::kValues, Output::kDirect, true>>;
-  static constexpr int kWithSlope = 1;
-  static constexpr int kWithRanges = 1;
+  static constexpr int kWithSlope = 2;
+  static constexpr int kWithRanges = 2;
   static constexpr int kFewerWarpGroups = 0;
   static constexpr int kFewerCost = 100;
 };
@@ -318,10 +335,11 @@ template <>
 struct ForwardProgramTiles<256, 256> : TilesForAllSizes {
   using Tiles = ProgramTiles<
       ForwardTile<256, 256, 2, 64, 2, 1, Overlap::kValues, Output::kDirect, true, false, true>,
+      WithKeyTerms<256, 256, 2, 64, 2, 1, Overlap::kValues, Output::kDirect, true>,
       ForwardTile<256, 256, 2, 64, 2, 1, Overlap::kValues, Output::kDirect, true>,
       ForwardTile<256, 256, 2, 48, 2, 1, Overlap::kValues, Output::kDirect, true>>;
-  static constexpr int kWithSlope = 1;
-  static constexpr int kWithRanges = 1;
+  static constexpr int kWithSlope = 2;
+  static constexpr int kWithRanges = 2;
   static constexpr int kFewerWarpGroups = 0;
   static constexpr int kFewerCost = 100;
 };

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from jaxflash._printer import MAX_KEY_SUMS
 from jaxflash._printer.builder import LOG2_E, Builder
@@ -37,6 +37,8 @@ class Printed:
             computed exactly, or None without a limit.
         start_capture: the capture that products start from, if its row of a query is the one after
             that of the query before.
+        key_terms: whether they start from what depends on the key alone: of all heads "together",
+            or of each "head".
     """
 
     source: str
@@ -44,6 +46,7 @@ class Printed:
     unit_slope: bool
     exact_length: int | None
     start_capture: int | None
+    key_terms: Literal["together", "head"] | None
 
 
 def print_program(
@@ -126,7 +129,14 @@ def print_program(
         unit_slope=addend is not None,
         exact_length=1 << 24 if graph.subtracts_positions else None,
         start_capture=start.neighbours.value[0] if start and start.follows_queries else None,
+        key_terms=_key_terms(start),
     )
+
+
+def _key_terms(start: Start | None) -> Literal["together", "head"] | None:
+    if start is None or not start.is_of_key:
+        return None
+    return "head" if start.is_of_head else "together"
 
 
 @dataclasses.dataclass(frozen=True)

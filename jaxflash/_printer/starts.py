@@ -20,10 +20,25 @@ class Start:
         neighbours: the one load of a capture that has an element for each key: a thread loads those
             of all its elements at once.
         value: in units of the products; of `neighbours` it knows the input `neighbour`.
+        added: what it is made of, in units of the logits.
     """
 
     neighbours: Node
     value: Node
+    added: Node
+
+    @property
+    def is_of_key(self) -> bool:
+        """Whether all queries of a head start from the same."""
+        nodes: set[Node] = set()
+        _collect(self.added, nodes)
+        return not any(x.deps & ROW for x in nodes)
+
+    @property
+    def is_of_head(self) -> bool:
+        nodes: set[Node] = set()
+        _collect(self.added, nodes)
+        return any((x.op, x.value) == ("input", "h") for x in nodes)
 
     @property
     def follows_queries(self) -> bool:
@@ -60,7 +75,7 @@ def start_of(
     ):
         return None
     value = _over_scale(graph, addend, of_neighbours[0])
-    return None if value is None else Start(of_neighbours[0], value)
+    return None if value is None else Start(of_neighbours[0], value, addend)
 
 
 def _over_scale(graph: Graph, addend: Node, load: Node) -> Node | None:

@@ -1,6 +1,7 @@
 // What a consumer warpgroup of the forward kernel has in common with others: buffers, and turns.
 #pragma once
 
+#include "sm90/forward/key_terms.cuh"
 #include "sm90/forward_traits.cuh"
 
 namespace jaxflash::sm90 {
@@ -52,6 +53,18 @@ class ConsumerBuffers {
   }
   __device__ __forceinline__ uint64_t v() const {
     return v_base_ + v_ring_.stage * descriptor_step(Traits::kVBytes);
+  }
+
+  // Further columns of Q and K, where they have any.
+  __device__ __forceinline__ uint64_t ones() const {
+    if constexpr (Traits::kKeyTerms) return KeyTermColumns<Traits>::ones(smem_.ones);
+    return 0;
+  }
+  __device__ __forceinline__ uint64_t key_terms() const {
+    if constexpr (Traits::kKeyTerms) {
+      return KeyTermColumns<Traits>::terms(smem_.terms[k_ring_.stage]);
+    }
+    return 0;
   }
 
   // Where the product of the tile of K starts from, if that is loaded beside it.

@@ -27,7 +27,7 @@ struct ForwardConsumers {
                                               Probabilities& probabilities, Output& output,
                                               uint64_t q, const Release& release_scores) {
     output.issue(probabilities.packed(), buffers.v());
-    product.issue(q, buffers.k());
+    product.issue(q, buffers.k(), buffers.ones(), buffers.key_terms());
     buffers.pass_turn();
     probabilities.prepare();
     wgmma_wait<0>();
@@ -46,7 +46,7 @@ struct ForwardConsumers {
                                                             Output& output, uint64_t q,
                                                             const Release& release_scores,
                                                             uint32_t pin) {
-    product.issue(q, buffers.k());
+    product.issue(q, buffers.k(), buffers.ones(), buffers.key_terms());
     output.issue(probabilities.packed(), buffers.v());
     buffers.pass_turn();
     const bool landed = buffers.next_landed();
@@ -141,12 +141,12 @@ struct ForwardConsumers {
         skip_to(plan, own.end);
       }
       if (own.begin == own.end) return meanwhile();
-      if constexpr (Scores::kStarts) begin_rows(plan);
+      if constexpr (Product::kStarts) begin_rows(plan);
       product.load_start(tile);
       buffers.wait_k();
       product.start(tile, pin, buffers.starts(tile));
       buffers.take_turn();
-      product.issue(q, buffers.k());
+      product.issue(q, buffers.k(), buffers.ones(), buffers.key_terms());
       buffers.pass_turn();
       meanwhile();
       wgmma_wait<0>();
@@ -177,7 +177,7 @@ struct ForwardConsumers {
 
       if (own.begin < own.end) {
         release_scores();
-        if constexpr (!Scores::kStarts) begin_rows(plan);
+        if constexpr (!Product::kStarts) begin_rows(plan);
         const auto next_tile = [&] { return (tile = plan.tiles.before(tile)) >= own.begin; };
         attend(buffers, product, probabilities, output, tile, q, pin, next_tile, release_scores);
         // Beside the last product: what the output needs.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/mask.cuh"
+#include "sm90/forward/key_terms.cuh"
 #include "sm90/forward_traits.cuh"
 #include "sm90/hardware/wgmma.cuh"
 #include "sm90/scores.cuh"
@@ -38,6 +39,9 @@ class ScoreProduct {
   static constexpr int kKeys = Tile::kKeys;
 
  public:
+  // Whether accumulators begin with something.
+  static constexpr bool kStarts = Scores::kStarts && !Traits::kKeyTerms;
+
   __device__ __forceinline__ ScoreProduct(Scores& scores, float (&s)[kKeys / 2], int thread)
       : scores_(scores), s_(s), thread_(thread) {}
 
@@ -45,14 +49,14 @@ class ScoreProduct {
   // where a producer has laid it; and computed behind them. Into the turn ptxas cannot move what a
   // store depends on.
   __device__ __forceinline__ void load_start(int tile) {
-    if constexpr (Scores::kStarts && !Tile::kLoadsStarts) {
+    if constexpr (kStarts && !Tile::kLoadsStarts) {
       const int column = Fragment::column(thread_);
       scores_.load_start(s_, tile * kKeys, column);
       scores_.template prefetch_start<kKeys / 2>(tile * kKeys, column);
     }
   }
   __device__ __forceinline__ void start(int tile, uint32_t pin, uint32_t starts) {
-    if constexpr (Scores::kStarts) {
+    if constexpr (kStarts) {
       if constexpr (Tile::kLoadsStarts) read(starts);
       scores_.begin_keys(tile * kKeys + Fragment::column(thread_));
       scores_.start(s_);
@@ -66,7 +70,7 @@ class ScoreProduct {
   }
 
   // s = Q K^T of one tile, or s += Q K^T where scores start, in flight on return.
-  __device__ __forceinline__ void issue(uint64_t q, uint64_t k) {
+  __device__ __forceinline__ void issue(uint64_t q, uint64_t k, uint64_t ones, uint64_t key_terms) {
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < Tile::kHeadDim / 16; ++step) {
@@ -74,8 +78,10 @@ class ScoreProduct {
       const int inside = step % 4 * 32;  // bytes of 16 columns
       Wgmma<kKeys>::template ss<Traits::kMath, 0, 0>(
           s_, q + descriptor_step(panel * Traits::kQPanelBytes + inside),
-          k + descriptor_step(panel * Traits::kKeyPanelBytes + inside),
-          Scores::kStarts || step != 0);
+          k + descriptor_step(panel * Traits::kKeyPanelBytes + inside), kStarts || step != 0);
+    }
+    if constexpr (Traits::kKeyTerms) {
+      Wgmma<kKeys>::template ss<Traits::kMath, 0, 0>(s_, ones, key_terms, true);
     }
     wgmma_commit();
   }

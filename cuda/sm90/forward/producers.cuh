@@ -4,6 +4,7 @@
 
 #include "common/mask.cuh"
 #include "sm90/forward/key_source.cuh"
+#include "sm90/forward/key_terms.cuh"
 #include "sm90/forward/start_source.cuh"
 #include "sm90/forward_traits.cuh"
 #include "sm90/unseen_keys.cuh"
@@ -151,20 +152,29 @@ struct ForwardProducers {
   __device__ __forceinline__ static void load_k(const ForwardArgs& args, SharedMemory& smem) {
     Ring<Tile::kStages> ring;
     StartSource<Traits, Scores> starts;
+    typename Scores::template KeyTerms<Traits> terms;
+    const bool first_lane = threadIdx.x % 32 == 0;
     for (uint32_t count = 0;; ++count) {
       const Plan& plan = smem.plans.receive(count);
       if (!plan.exists) return;
       const auto tiles = plan.tiles;
       Keys keys(args, plan, args.k_batch_step);
       starts.begin(args, plan, smem, count);
+      terms.begin(args, plan);
       smem.plans.release(count);
-      if (Keys::kByWarp || threadIdx.x % 32 == 0) {
+      if (Keys::kByWarp || Traits::kKeyTerms || first_lane) {
         for (int tile = tiles.end - 1; tile >= tiles.begin;
              tile = tiles.before(tile), ring.advance()) {
+          terms.load(tile * kKeys);
           smem.k_empty[ring.stage].wait(ring.phase ^ 1);
           starts.load(args.starts, smem, ring.stage, tile);
-          keys.template load<Traits::kPanels, Traits::kKeyPanelBytes>(
-              args.k, smem.k[ring.stage], smem.k_full[ring.stage], tile * kKeys);
+          terms.store(smem, ring.stage, tile * kKeys);
+          if (Keys::kByWarp || first_lane) {
+            keys.template load<Traits::kPanels, Traits::kKeyPanelBytes>(
+                args.k, smem.k[ring.stage], smem.k_full[ring.stage], tile * kKeys);
+          }
+          // No lane may fall a whole round of the ring behind: it would misread the parity.
+          if constexpr (Traits::kKeyTerms) __syncwarp();
         }
       }
       __syncwarp();

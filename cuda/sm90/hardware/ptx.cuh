@@ -277,14 +277,14 @@ __device__ __forceinline__ void hold(float (&registers)[kElements]) {
   for (int i = 0; i < kElements; ++i) asm volatile("" : "+f"(registers[i])::"memory");
 }
 
-// Matrix descriptor of a swizzled operand whose panels are kRowBytes wide: 128 (64 elements),
-// or 64. Both offsets are in bytes: from one panel to the next along the leading axis, and from one
+// Matrix descriptor of a swizzled operand whose panels are kRowBytes wide: 128 (64 elements), 64
+// or 32. Both offsets are in bytes: from one panel to the next along the leading axis, and from one
 // group of eight rows to the next.
 template <int kRowBytes = 128>
 __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address, uint32_t leading_offset,
                                                      uint32_t stride_offset) {
-  static_assert(kRowBytes == 128 || kRowBytes == 64);
-  constexpr uint64_t kSwizzle = kRowBytes == 128 ? 1ull << 62 : 2ull << 62;
+  static_assert(kRowBytes == 128 || kRowBytes == 64 || kRowBytes == 32);
+  constexpr uint64_t kSwizzle = uint64_t{kRowBytes == 128 ? 1 : kRowBytes == 64 ? 2 : 3} << 62;
   return kSwizzle | static_cast<uint64_t>((address & 0x3FFFF) >> 4) |
          static_cast<uint64_t>(leading_offset >> 4) << 16 |
          static_cast<uint64_t>(stride_offset >> 4) << 32;
