@@ -64,7 +64,7 @@ def forward(spec: AttentionSpec, operands: Operands):
             maximum = jnp.max(logits, axis=-1, keepdims=True, initial=lowest)
             if state is not None:
                 maximum = jnp.maximum(state.maximum, maximum)
-            p = jnp.exp(logits - maximum)
+            p = jnp.exp(relative(logits, maximum))
             # Said, not left to exp: XLA's for CPUs (jax 0.10) makes numbers of NaN.
             total = jnp.sum(p, axis=-1, keepdims=True)
             total = jnp.where(jnp.isfinite(maximum), total, jnp.nan)
@@ -171,7 +171,7 @@ def backward(
                 product.qk(q_block, k_block) * spec.scale,
                 tiles.captured(moving, tile),
             )
-            p = jnp.exp(tile.hide(logits - lse_block, -jnp.inf))
+            p = jnp.exp(tile.hide(relative(logits, lse_block), -jnp.inf))
             dp = tile.drop(product.qk(dout_block, v_block))
             dv, dk, dq = sums.value, sums.key, sums.query
             if dv is not None:
@@ -317,7 +317,7 @@ def tangent(spec: AttentionSpec, operands: Operands, out, lse, tangents: dict[st
                 (scores, tiles.captured(moving, tile)),
                 (t_scores, tiles.captured(t_captures, tile)),
             )
-            p = jnp.exp(tile.hide(logits - lse_block, -jnp.inf))
+            p = jnp.exp(tile.hide(relative(logits, lse_block), -jnp.inf))
             centre, seen, total, weighted = state
             if logits_move:
                 seen_here = jnp.sum(p, axis=-1, keepdims=True)
@@ -533,6 +533,22 @@ def lengths_together(q_len: int, kv_len: int, count: int) -> list[tuple[int, int
 def count_together(heads: int, head_dim: int, q_len: int, kv_len: int) -> int:
     """How many sequences of these lengths make a tile."""
     return max(_TOGETHER_ELEMENTS // (heads * q_len * max(kv_len, head_dim)), 1)
+
+
+@jax.custom_jvp
+def relative(logits, bound):
+    """logits - bound, where no logit is above it but by rounding: then 0.
+
+    Of large logits, exp of the mere difference is infinity or 0: XLA for CPUs subtracts from a
+    product before it rounds it. It does not from what is chosen.
+    """
+    return jnp.where(logits > bound, bound, logits) - bound
+
+
+@relative.defjvp
+def _(primals, tangents):
+    t_logits, t_bound = tangents
+    return relative(*primals), t_logits - t_bound
 
 
 def compute_dtype(q):

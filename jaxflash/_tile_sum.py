@@ -134,7 +134,7 @@ class _Weigh(_TileFunction):
         captured = dict(zip(self.captures, captured, strict=True))
         logits = place.tiles.logits(scores, captured, tile)
         # Hidden before exp: its slope is 0 there, whatever the logit.
-        p = jnp.exp(tile.hide(logits - lse, -jnp.inf))
+        p = jnp.exp(tile.hide(_blockwise.relative(logits, lse), -jnp.inf))
         kept = tile.drop(p)
         if spec.dropout_rate > 0.0:
             kept = kept * _dropout.kept_scale(spec.dropout_rate)

@@ -305,7 +305,9 @@ def attention(
         sink = _align(operands.sink.astype(dtype), logits.ndim - 2)[..., None, None]
         maximum = jnp.maximum(maximum, jax.lax.stop_gradient(sink))
     maximum = jnp.where(maximum == -jnp.inf, 0.0, maximum)
-    exponentials = jnp.exp(logits - maximum)
+    # Chosen, not the logits as they are: XLA may subtract from a product before it rounds it, and
+    # the largest logit would no longer be the maximum.
+    exponentials = jnp.exp(jnp.where(logits > maximum, maximum, logits) - maximum)
     total = jnp.sum(exponentials, axis=-1, keepdims=True)
     if sink is not None:
         total = total + jnp.exp(sink - maximum)

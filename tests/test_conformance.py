@@ -1,9 +1,15 @@
 """Every named row on every implementation."""
 
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from cases import CASES
-from check import check_attention, check_tangents, on_gpu
+import jaxflash
+from cases import CASES, AttentionCase, visibility
+from check import check_attention, check_tangents, on_gpu, split
 
 
 def _name(case):
@@ -75,3 +81,60 @@ def test_default_on_gpu(case):
     """implementation=None: the kernels, or the blockwise path on the same GPU."""
     assert on_gpu()
     check_attention(case, None)
+
+
+_FAR_APART = (
+    AttentionCase("millions", scale=1e6),
+    AttentionCase("few keys", scale=1e9, q_heads=4, kv_heads=2),
+    AttentionCase("causal", q_len=130, is_causal=True, scale=-1e9),
+    AttentionCase("one row", q_len=1, kv_len=1024, scale=1e9),
+    AttentionCase("blocks", q_len=300, kv_len=2500, batch=(1,), sink=True, scale=1e12),
+    AttentionCase("packed", batch=(), q_len=60, packed=((20, 30, 10),), scale=1e9),
+)
+
+
+@pytest.mark.parametrize("case", _FAR_APART, ids=_name)
+@pytest.mark.parametrize("path", ["xla", "reference"])
+def test_logits_far_apart(path, case):
+    """A row is the value of its largest logit, and so are its derivatives: XLA must not round a
+    product in the maximum alone, and not where that is subtracted from it."""
+    arrays = case.arrays()
+    query, key = (arrays[name].astype(np.float64) for name in ("query", "key"))
+    group = case.q_heads // case.num_kv_heads
+    logits = case.scale * np.einsum("...tnh,...snh->...tns", query, key.repeat(group, axis=-2))
+    visible = np.moveaxis(visibility(case, arrays), -3, -2)
+    one_hot = np.where(visible, logits, -np.inf)
+    one_hot = (one_hot == one_hot.max(-1, keepdims=True)).astype(np.float32)
+
+    def rows(value):
+        return np.einsum("...tns,...snh->...tnh", one_hot, value.repeat(group, axis=-2))
+
+    with_gradient, others = split(arrays)
+    if path == "xla":
+        attend = functools.partial(case.function(jaxflash), implementation="xla")
+    else:
+        attend = case.function(jaxflash.reference)
+
+    def loss(operands):
+        out = attend(**case.arguments({**operands, **others}))
+        return jnp.sum(jnp.sin(out)), out
+
+    t_value = np.random.default_rng(1).standard_normal(arrays["value"].shape, np.float32)
+    tangents = {name: np.zeros_like(x) for name, x in with_gradient.items()} | {"value": t_value}
+
+    @jax.jit
+    def run(operands, tangents):
+        gradients, out = jax.grad(loss, has_aux=True)(operands)
+        _, (_, t_out) = jax.jvp(loss, (operands,), (tangents,))
+        second = jax.jvp(jax.grad(lambda x: loss(x)[0]), (operands,), (operands,))[1]
+        return out, gradients, t_out, second
+
+    out, gradients, t_out, second = jax.device_get(run(with_gradient, tangents))
+    np.testing.assert_array_equal(out, rows(arrays["value"]))
+    np.testing.assert_array_equal(t_out, rows(t_value))
+    of_value = np.einsum("...tns,...tnh->...snh", one_hot, np.cos(out))
+    of_value = of_value.reshape(*of_value.shape[:-2], case.num_kv_heads, group, -1).sum(-2)
+    np.testing.assert_allclose(gradients["value"], of_value, rtol=1e-5, atol=1e-5)
+    for name in ("query", "key"):
+        np.testing.assert_allclose(gradients[name] / case.scale, 0, atol=1e-4, err_msg=name)
+    assert all(np.isfinite(x).all() for x in second.values())
