@@ -309,6 +309,8 @@ def attention(
     # the largest logit would no longer be the maximum.
     exponentials = jnp.exp(jnp.where(logits > maximum, maximum, logits) - maximum)
     total = jnp.sum(exponentials, axis=-1, keepdims=True)
+    # XLA's maximum for CPUs loses a NaN, and a row of NaN is none without a key.
+    no_key &= total == 0.0
     if sink is not None:
         total = total + jnp.exp(sink - maximum)
     total = jnp.where(no_key, 1.0, total)
