@@ -9,6 +9,7 @@ import jax
 from jax.typing import ArrayLike
 
 from jaxflash import _derivatives, _scores, _sharding, _spec, _support
+from jaxflash._arguments import flag
 from jaxflash.masks import Mask
 
 Implementation = _spec.Implementation
@@ -228,6 +229,7 @@ def dot_product_attention(
               key_value_seq_lengths=lengths,
           )
     """
+    return_residual = flag("return_residual", return_residual)
     spec, operands = _spec.make(
         query,
         key,

@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 
 from jaxflash import _blockwise, _derivatives, _kernels, _pages, _scores, _sharding, _spec
 from jaxflash._api import Implementation, Window, choose_path
+from jaxflash._arguments import flag
 from jaxflash._spec import AttentionSpec, PagedOperands
 
 
@@ -135,6 +136,7 @@ def paged_attention(
           query = jnp.ones((2, 1, 8, 64), jnp.bfloat16)
           out = jaxflash.paged_attention(query, key_pages, value_pages, page_table, lengths)
     """
+    return_residual = flag("return_residual", return_residual)
     spec, arrays = _spec.make_paged(
         query,
         key_pages,

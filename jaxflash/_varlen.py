@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 
 from jaxflash import _derivatives, _ranges, _scores, _sharding, _spec
 from jaxflash._api import CausalAlignment, Implementation, PackedOptions, Window, choose_path
-from jaxflash._arguments import array
+from jaxflash._arguments import array, flag
 
 
 @overload
@@ -127,6 +127,7 @@ def varlen_attention(
               query, key, value, boundaries, boundaries, is_causal=True
           )
     """
+    return_residual = flag("return_residual", return_residual)
     query, key, value = array("query", query), array("key", key), array("value", value)
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.ndim != 3:

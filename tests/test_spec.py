@@ -176,7 +176,7 @@ def test_unknown_argument():
         jaxflash.supported(**_arrays(), causal=True)
 
 
-@pytest.mark.parametrize("name", ["is_causal", "deterministic_backward"])
+@pytest.mark.parametrize("name", ["is_causal", "return_residual", "deterministic_backward"])
 def test_traced_flags_are_refused(name):
     def traced(flag):
         return jaxflash.dot_product_attention(**_arrays(), **{name: flag})
