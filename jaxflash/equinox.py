@@ -114,8 +114,11 @@ class MultiheadAttention(eqx.Module):
           key: PRNG key from which the parameters are drawn.
 
         Raises:
-          ValueError: `num_kv_heads` does not divide `num_heads`.
+          ValueError: `num_kv_heads` does not divide `num_heads`, or there are no heads, or heads
+            have no channels.
         """
+        if num_heads < 1:
+            raise ValueError(f"num_heads must be at least 1, got {num_heads}")
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if num_kv_heads < 1 or num_heads % num_kv_heads != 0:
             raise ValueError(
@@ -128,6 +131,12 @@ class MultiheadAttention(eqx.Module):
         self.output_size = query_size if output_size is None else output_size
         self.qk_size = query_size // num_heads if qk_size is None else qk_size
         self.vo_size = query_size // num_heads if vo_size is None else vo_size
+        for name, size in (("qk_size", self.qk_size), ("vo_size", self.vo_size)):
+            if size < 1:
+                raise ValueError(
+                    f"{name} (query_size // num_heads = {query_size} // {num_heads} by default) "
+                    f"must be at least 1, got {size}"
+                )
         self.use_query_bias, self.use_key_bias = use_query_bias, use_key_bias
         self.use_value_bias, self.use_output_bias = use_value_bias, use_output_bias
 

@@ -653,6 +653,19 @@ def test_multihead_attention_grouped():
         _multihead(jaxflash.equinox.MultiheadAttention, num_kv_heads=3)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (dict(num_heads=0), "num_heads must be at least 1, got 0"),
+        (dict(num_heads=2 * FEATURES), "qk_size .* must be at least 1, got 0"),
+        (dict(num_heads=2 * FEATURES, qk_size=4), "vo_size .* must be at least 1, got 0"),
+    ],
+)
+def test_multihead_attention_of_no_size(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        jaxflash.equinox.MultiheadAttention(query_size=FEATURES, key=jax.random.key(0), **sizes)
+
+
 def test_multihead_attention_options():
     """Every option of the op, on one example."""
     module = _multihead(jaxflash.equinox.MultiheadAttention)
