@@ -580,7 +580,7 @@ SCORES_OF_TILES = (
          gpu_only=True),
     _row("tiles-bias-keys-256", bias="BN1S", q_len=200, kv_len=310, head_dim=256, is_causal=True,
          dtype="float16", gpu_only=True),
-    # What is added for the key alone comes as columns of K: of bfloat16, and an even number of keys.
+    # What is added for the key alone comes as columns of K, where that is of bfloat16.
     _row("tiles-bias-key-columns-64", bias="BN1S", q_len=370, kv_len=334, head_dim=64,
          dtype="bfloat16", gpu_only=True),
     _row("tiles-bias-key-columns-few-rows-64", bias="BN1S", q_len=90, kv_len=400, head_dim=40,

@@ -697,6 +697,68 @@ def test_which_biases_come_beside_the_keys(bias, dtype, loaded):
     assert program.start_capture == (0 if loaded else None)
 
 
+# cuda/problem.h: kKeyTerms.
+_KEY_TERMS = -2
+
+
+@pytest.mark.parametrize("options", ["alone", "causal", "sink", "dropout", "mask"])
+@pytest.mark.parametrize(
+    "sizes", [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)], ids=str
+)
+def test_columns_of_keys_on_hopper(sizes, options):
+    """What is added for the key alone: in the tiles of plain calls, or nearly."""
+    of_program = {
+        "sink": dict(sink=jnp.zeros(2)),
+        "dropout": dict(dropout_rate=0.1, dropout_rng=jax.random.key(0)),
+        "mask": dict(mask=np.ones((1, 1, 64, 64), bool)),
+    }.get(options, {})
+    program = _dense_bias_program(sizes[0], "float32", bias=(1, 2, 1, 64), **of_program)
+    assert program.key_terms
+    call = dict(pass_name="forward", head_dim=sizes[0], value_dim=sizes[1], **_H200)
+    call |= dict(one_sided=options == "causal", mask=3 if options == "mask" else 0)
+    compiled = _program(program.source, start_capture=_KEY_TERMS, **call)
+    assert compiled.tile.endswith("0, true>"), compiled  # ForwardTile::kKeyTerms
+    assert not compiled.serialised, compiled
+    assert compiled.spilled <= (64 if options == "mask" else 0), compiled  # of the planning warp
+    for other in (dict(start_capture=-1), dict(start_capture=_KEY_TERMS, dtype="float16")):
+        assert not _program(program.source, **call | other).tile.endswith("0, true>")
+
+
+_TABLE = jnp.zeros(64)
+_ADDED = {
+    "bias of each head": (dict(bias=np.zeros((2, 4, 1, 64), np.float32)), True, False),
+    "bias of all heads": (dict(bias=np.zeros((1, 1, 1, 64), np.float16)), True, True),
+    "b": (lambda s, b, h, q, kv: s + b * _TABLE[kv], True, True),
+    "h": (lambda s, b, h, q, kv: s + (h + 1) * _TABLE[kv], True, False),
+    "a part": (lambda s, b, h, q, kv: s + jnp.where(kv < 9, _TABLE[kv], 0.0), True, True),
+    "q": (lambda s, b, h, q, kv: s + q * _TABLE[kv], False, False),
+    "no array": (lambda s, b, h, q, kv: s + kv.astype(s.dtype), False, False),
+    "keys in another order": (lambda s, b, h, q, kv: s + _TABLE[63 - kv], False, False),
+    "a factor": (lambda s, b, h, q, kv: s * _TABLE[kv], False, False),
+    "slopes": (dict(alibi_slopes=np.ones(4, np.float32)), False, False),
+    "matrix": (dict(bias=np.zeros((1, 1, 64, 64), np.float32)), False, False),
+}
+
+
+@pytest.mark.parametrize(("added", "alone", "grouped"), _ADDED.values(), ids=_ADDED)
+def test_which_programs_add_columns_of_keys(added, alone, grouped):
+    """Where heads share those of a key, only what heads do not ask for."""
+    if callable(score_mod := added):
+        added = dict(
+            score_mod=lambda s, *i: score_mod(s, *(x.astype(s.dtype) for x in i[:3]), i[3])
+        )
+    query = jnp.zeros((2, 64, 4, 64), jnp.bfloat16)
+    for kv_heads, expected in ((4, alone), (2, grouped)):
+        key = jnp.zeros((2, 64, kv_heads, 64), jnp.bfloat16)
+        call = _api.described(query, key, key, **added)
+        program = _kernel_program.make(*call, "forward")
+        assert program is not None
+        assert program.key_terms == expected
+        backward = _kernel_program.make(*call, "backward")
+        assert backward is not None
+        assert not backward.key_terms
+
+
 @pytest.mark.parametrize("row", ["q + 1", "63 - q", "q // 2"])
 def test_rows_in_another_order_do_not_come_beside_the_keys(row):
     bias = jnp.zeros((64, 64), jnp.bfloat16)
@@ -1251,7 +1313,7 @@ _STAGES = """if True:
         refused("dtype", name, program=program, dtype="float64")
     for name, units in (("forward", -1), ("forward", 3), ("paged", 0), ("paged", 3)):
         refused("one unit or two", name, program=program, shared_units=np.int64(units))
-    for name, capture in (("forward", -2), ("forward", 0), ("backward", -2), ("backward", 0)):
+    for name, capture in (("forward", -3), ("forward", 0), ("backward", -2), ("backward", 0)):
         refused("not captured", name, program=program, start_capture=np.int64(capture))
     for sizes in ([1], [1, 1, 1, 1, -1, 0], [1, 1 << 31, 1, 1, 1, 0]):
         refused("sizes", program=program, sizes=np.array(sizes, np.int64))

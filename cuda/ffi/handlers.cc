@@ -76,7 +76,7 @@ ffi::ErrorOr<std::unique_ptr<ProgramState>> instantiate(Pass pass, const Attribu
   const std::optional<CallSizes> sizes = sizes_of(access.sizes);
   if (!sizes) return ffi::Unexpected(invalid("unknown sizes of a call"));
   description.sizes = *sizes;
-  if (access.start_capture < kKeyTerms ||
+  if (access.start_capture < (pass == Pass::kForward ? kKeyTerms : -1) ||
       access.start_capture >= static_cast<int64_t>(program.capture_ranks.size())) {
     return ffi::Unexpected(invalid("products cannot start from an array that is not captured"));
   }
