@@ -20,6 +20,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jaxflash import _dropout, _spec, masks
+from jaxflash._blockwise import relative
 
 if TYPE_CHECKING:
     from jaxflash._api import CausalAlignment, Implementation, Window
@@ -305,9 +306,7 @@ def attention(
         sink = _align(operands.sink.astype(dtype), logits.ndim - 2)[..., None, None]
         maximum = jnp.maximum(maximum, jax.lax.stop_gradient(sink))
     maximum = jnp.where(maximum == -jnp.inf, 0.0, maximum)
-    # Chosen, not the logits as they are: XLA may subtract from a product before it rounds it, and
-    # the largest logit would no longer be the maximum.
-    exponentials = jnp.exp(jnp.where(logits > maximum, maximum, logits) - maximum)
+    exponentials = jnp.exp(relative(logits, maximum))
     total = jnp.sum(exponentials, axis=-1, keepdims=True)
     # XLA's maximum for CPUs loses a NaN, and a row of NaN is none without a key.
     no_key &= total == 0.0
