@@ -72,8 +72,8 @@ ffi::Error describe_paged(const Attributes& attributes, ffi::AnyBuffer q, ffi::A
 // A pool of pages as one array (keys of all pages, heads, dim).
 Tensor pool_tensor(ffi::AnyBuffer pages);
 
-// A program's operands, from the one of that index on: numbers of batch elements and heads, then
-// the captured arrays, whose leading axes are the batch axes or 1.
+// A program's operands, from the one of that index on: numbers of batch elements and heads, if it
+// asks for them, then the captured arrays, whose leading axes are the batch axes or 1.
 class ProgramOperands {
  public:
   // Reads the shapes, and fills in the ranges that follow.

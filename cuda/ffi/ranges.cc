@@ -32,7 +32,9 @@ ffi::Error describe_segments(ffi::Buffer<ffi::S32> q_ids, ffi::Buffer<ffi::S32> 
   const auto row_dims = q_ids.dimensions(), key_dims = kv_ids.dimensions();
   if (row_dims.size() < 1 || key_dims.size() < 1) return invalid("ids are in arrays");
   const int64_t rows = row_dims.back(), keys = key_dims.back();
-  if (std::max(rows, keys) > kMaxLength) return invalid("there are at most 2^30 rows and keys");
+  if (std::min(rows, keys) < 1 || std::max(rows, keys) > kMaxLength) {
+    return invalid("there are 1 to 2^30 rows and keys");
+  }
   const Lead lead(row_dims, 1);
   if (!lead.has_shape(key_dims, {keys}) || !lead.has_shape(keys_of_row.dimensions(), {rows, 2}) ||
       !lead.has_shape(rows_of_key.dimensions(), {keys, 2})) {

@@ -59,8 +59,6 @@ struct KeyTermColumns {
 template <class Traits, class Program, bool kKeyTerms = Traits::kKeyTerms>
 class KeyTerms {
  public:
-  static constexpr bool kByWarp = false;
-
   template <class Plan>
   __device__ __forceinline__ void begin(const ForwardArgs&, const Plan&) {}
   __device__ __forceinline__ void load(int /*first_key*/) {}
@@ -75,8 +73,6 @@ class KeyTerms<Traits, Program, true> {
   static_assert(Program::kStarts);
 
  public:
-  static constexpr bool kByWarp = true;
-
   // All units of a tile add the same: the program does not ask for the head, or they are of one.
   template <class Plan>
   __device__ __forceinline__ void begin(const ForwardArgs& args, const Plan& plan) {
