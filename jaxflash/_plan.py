@@ -22,10 +22,10 @@ from jaxflash._ranges import BLOCK, Shown
 from jaxflash._spec import PLANNED, AttentionSpec, Operands
 from jaxflash._tile import Block, Tiles, blocks, cut, put
 
-# Elements that are evaluated at a time: all of 8192 queries and keys of two batch elements, for a
-# second step costs a GPU 0.1 ms. Where XLA does not fuse them with their bits they are stored, as
-# bools.
-_BLOCK_ELEMENTS = 1 << 27
+# Elements that are evaluated at a time, or twice as many where these are all, as those of two
+# sequences of 8192: a second step costs a GPU 0.1 ms. Where XLA does not fuse them with their bits
+# they are stored, as bools.
+_BLOCK_ELEMENTS = 1 << 26
 
 
 def with_plan(
@@ -74,6 +74,8 @@ def _plan(spec: AttentionSpec, operands: Operands, of_blocks: Callable[..., Show
         return x.reshape(*x.shape[:before], kv_heads * group, *x.shape[len(lead) :])
 
     at_most = max(_BLOCK_ELEMENTS // elements // BLOCK, 1) * BLOCK
+    if isinstance(q_len, int) and q_len <= 2 * at_most:
+        at_most = q_len
     rows = blocks(q_len, at_most, multiple=BLOCK)
     q_blocks, kv_blocks = (-(-n // BLOCK) for n in (q_len, kv_len))
 
