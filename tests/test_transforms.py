@@ -417,6 +417,15 @@ def _symbolic(dtype=np.float32):
     ]
 
 
+def _types(shapes, dtypes):
+    """Of symbolic shapes, in which equal names are equal sizes."""
+    scope = export.SymbolicScope()
+    return [
+        jax.ShapeDtypeStruct(export.symbolic_shape(shape, scope=scope), dtype)
+        for shape, dtype in zip(shapes, dtypes, strict=True)
+    ]
+
+
 def test_export_with_a_symbolic_batch():
     exported = export.export(jax.jit(_gradients), platforms=["cpu"])(*_symbolic())
     again = export.deserialize(exported.serialize())
@@ -540,12 +549,8 @@ def test_export_of_segments_of_symbolic_lengths(attend, shapes, platform):
 
         return jax.value_and_grad(loss, (0, 1))(query, key)
 
-    scope = export.SymbolicScope()
     dtypes = np.float32, np.float32, np.int32, np.int32
-    symbolic = [
-        jax.ShapeDtypeStruct(export.symbolic_shape(shape, scope=scope), dtype)
-        for shape, dtype in zip(shapes, dtypes, strict=True)
-    ]
+    symbolic = _types(shapes, dtypes)
     with warnings.catch_warnings():
         _support._warned.clear()
         warnings.simplefilter("error" if has_kernels else "ignore", jaxflash.SlowPathWarning)
@@ -622,11 +627,7 @@ def test_export_with_symbolic_lengths(features):
     dtypes = [np.float32] * 3 + ([np.float32] + [np.int32] * 3 + [np.float32]) * features
     shapes = ["b, t, 4, 8", "b, s, 2, 8", "b, s, 2, 8"]
     shapes += ["4, t, s", "b", "b, t", "b, s", "4"] * features
-    scope = export.SymbolicScope()
-    symbolic = [
-        jax.ShapeDtypeStruct(export.symbolic_shape(shape, scope=scope), dtype)
-        for shape, dtype in zip(shapes, dtypes, strict=True)
-    ]
+    symbolic = _types(shapes, dtypes)
     exported = export.export(jax.jit(run), platforms=["cpu"])(*symbolic)
     again = jax.jit(export.deserialize(exported.serialize()).call)
     rng = np.random.default_rng(0)
@@ -663,12 +664,8 @@ def test_export_of_sizes_that_the_kernels_need(shapes):
 
         return jax.grad(loss, (0, 1))(query, key)
 
-    scope = export.SymbolicScope()
     dtypes = np.float32, np.float32, np.int32, np.int32
-    symbolic = [
-        jax.ShapeDtypeStruct(export.symbolic_shape(shape, scope=scope), dtype)
-        for shape, dtype in zip(shapes, dtypes, strict=True)
-    ]
+    symbolic = _types(shapes, dtypes)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", jaxflash.SlowPathWarning)
         exported = export.export(jax.jit(gradient), platforms=["cpu", "cuda"])(*symbolic)
@@ -685,11 +682,7 @@ def test_export_of_sizes_that_the_kernels_need(shapes):
 @pytest.mark.parametrize("path", ["cuda", None])
 def test_gradient_exports_for_cuda_with_symbolic_lengths(path):
     attend = functools.partial(jaxflash.dot_product_attention, is_causal=True, implementation=path)
-    scope = export.SymbolicScope()
-    symbolic = [
-        jax.ShapeDtypeStruct(export.symbolic_shape(shape, scope=scope), jnp.bfloat16)
-        for shape in ("b, t, 4, 64", "b, s, 2, 64", "b, s, 2, 64")
-    ]
+    symbolic = _types(("b, t, 4, 64", "b, s, 2, 64", "b, s, 2, 64"), (jnp.bfloat16,) * 3)
     step = jax.jit(jax.grad(_loss(attend), (0, 1, 2)))
     exported = export.export(step, platforms=["cuda"], disabled_checks=jaxflash.EXPORT_CHECKS)
     assert _ffi.BACKWARD_TARGET in exported(*symbolic).mlir_module()
@@ -718,11 +711,7 @@ def _workspace_bytes(batch, q_len, kv_len, heads, kv_heads, left=1 << 30, right=
 @needs_kernels
 def test_reasons_against_symbolic_sizes():
     def supported(query, key, **options):
-        scope = export.SymbolicScope()
-        query, key = (
-            jax.ShapeDtypeStruct(export.symbolic_shape(shape, scope=scope), jnp.bfloat16)
-            for shape in (query, key)
-        )
+        query, key = _types((query, key), (jnp.bfloat16,) * 2)
         first, *_ = jaxflash.supported(query, key, key, **options)
         return first
 

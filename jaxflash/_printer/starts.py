@@ -30,9 +30,7 @@ class Start:
     @property
     def is_of_key(self) -> bool:
         """Whether all queries of a head start from the same."""
-        nodes: set[Node] = set()
-        _collect(self.added, nodes)
-        return not any(x.deps & ROW for x in nodes)
+        return not self.added.deps & ROW
 
     @property
     def is_of_head(self) -> bool:
