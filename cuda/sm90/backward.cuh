@@ -140,7 +140,8 @@ Status backward_args(const BackwardParams& params, const BackwardWorkspace& work
     if (!status.ok()) return status;
   }
   if (direct_dq != nullptr) {
-    Status status = encode(args.dq, *direct_dq, kMath, Traits::kDqPartRows);
+    Status status = encode(args.dq, *direct_dq, kMath, Traits::kDqPartRows, 1, Fetch::kNeighbours,
+                           Traits::kDqPartDims);
     if (!status.ok()) return status;
   }
   if constexpr (Tile::kLoadsStarts) {

@@ -31,7 +31,7 @@ struct BackwardArgs {
   TensorMap dout;  // boxes of kRows x 64
   TensorMap dk;    // boxes of kStoredKeys x 64
   TensorMap dv;    // boxes of kStoredKeys x 64
-  TensorMap dq;    // boxes of kDqPartRows x 64; with direct_dq
+  TensorMap dq;    // boxes of kDqPartRows x kDqPartDims; with direct_dq
   // What an index along each batch axis of the maps is multiplied with: 0 broadcasts.
   int32_t q_batch_step[2];
   int32_t k_batch_step[2];
@@ -120,9 +120,10 @@ struct BackwardTraits {
   static constexpr int kVBytes = kValuePanels * kKeyPanelBytes;
   static constexpr int kScoreBytes = kKeys / 64 * kRowPanelBytes;
 
-  // What a consumer warpgroup computes of dq at once, in 4 KB a warp: 16 rows.
+  // What a consumer warpgroup computes of dq at once: of a pair's block a panel, of a single one
+  // half of a step's. A warp has 16 rows, 4 KB or 2.
   static constexpr int kDqPartRows = 64;
-  static constexpr int kDqPartDims = 64;
+  static constexpr int kDqPartDims = kPaired ? 64 : kRows * Tile::kHeadDim / 2 / kDqPartRows;
   static constexpr int kDqWarpBytes = 16 * kDqPartDims * 4;
   // Panels of columns of dq that a block computes.
   static constexpr int kDqPanels = kPanels / kBlocks;
@@ -164,9 +165,8 @@ struct BackwardTraits {
       dkv_empty.init(1);
     }
   };
-  static_assert(kPaired ||
-                    (kKeys == 128 && kRows * Tile::kHeadDim == 2 * kDqPartRows * kDqPartDims),
-                "64 keys and one part of dq for each consumer warpgroup");
+  static_assert(kPaired || (kKeys == 128 && (kDqPartDims == 64 || kDqPartDims == 32)),
+                "64 keys and one part of dq, in one panel, for each consumer warpgroup");
   static_assert(kPaired || (kValuePanels * kStoredPanelBytes <= kScoreBytes &&
                             kPanels * kStoredPanelBytes <= 4 * kDqWarpBytes));
 

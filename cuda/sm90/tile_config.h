@@ -199,8 +199,8 @@ struct ForwardTileFor<256, 256> {
 // (kLoadsStarts): its tiles of starts take the shared memory of a second Q, or of stages; those
 // that follow for programs that add to scores what depends on the key (kKeyTerms). kWithSlope: the
 // number of the first of the others for programs that do more with a score than adding to it; their
-// softmax is longer. kWithRanges: of the first of the others for masks of ranges, whose rows see
-// few keys and begin anywhere: 8 documents of 512 take 0.128 ms with two warpgroups at head size
+// softmax is longer. kWithRanges: of the first of the others for masks of ranges whose rows see
+// few keys, which begin anywhere: 8 documents of 512 take 0.128 ms with two warpgroups at head size
 // 128, 0.173 with three. With a causal band 0.148 and 0.126: kWithSlope for those.
 // kFewerWarpGroups: of the tiles for heads whose rows fill them better, and kFewerCost what a row
 // then costs, in percent of what it costs with the others; 0: there are none. suits(): whether a
@@ -462,13 +462,12 @@ struct BackwardTileFor<256, 256> {
 template <int kHeadDim, int kValueDim>
 struct BackwardProgramTiles;
 
-// Scores of 128 rows leave no registers for slopes; the last tile has 64 rows, and heads filled up
-// with zeros.
+// Scores of 128 rows leave no registers for slopes.
 template <>
 struct BackwardProgramTiles<64, 64> {
   using Tiles = ProgramTiles<BackwardTile<64, 64, 128, 128, 2, 2, KeyOwners::kBlock, 1, 0, 1>,
                              BackwardTile<64, 64, 128, 128, 2, 2, KeyOwners::kBlock, 2>,
-                             BackwardTile<128, 128, 64, 128, 2, 2, KeyOwners::kBlock>>;
+                             BackwardTile<64, 64, 64, 128, 2, 2, KeyOwners::kBlock, 2>>;
   static constexpr int kWithSlope = 2;
 };
 

@@ -101,13 +101,13 @@ class ConsumerSteps {
   int place_ = 0;  // 8 * (minus the remaining steps) + (steps so far) % 8
 };
 
-// dq = ds k, or dq += ds k, for 64 queries and one panel of columns.
+// dq = ds k, or dq += ds k, for 64 queries and the columns of a part.
 template <class Traits>
-__device__ __forceinline__ void multiply_dq(float (&dq)[32], uint64_t ds, uint64_t k,
-                                            bool accumulate) {
+__device__ __forceinline__ void multiply_dq(float (&dq)[Traits::kDqPartDims / 2], uint64_t ds,
+                                            uint64_t k, bool accumulate) {
 #pragma unroll
   for (int step = 0; step < Traits::kKeys / 16; ++step) {
-    Wgmma<64>::template ss<Traits::kMath, 0, 1>(
+    Wgmma<Traits::kDqPartDims>::template ss<Traits::kMath, 0, 1>(
         dq, ds + descriptor_step(step / 4 * Traits::kRowPanelBytes + step % 4 * 32),
         k + descriptor_step(step * 16 * Traits::kPanelRowBytes), accumulate || step != 0);
   }
@@ -251,7 +251,8 @@ class KeySums<0> {
   __device__ __forceinline__ void end_tile(const BackwardArgs&, const Block&, int) {}
 };
 
-// Stages 64 keys of dk or dv, or 64 rows of dq; 0 for rows of the thread that are not `seen`.
+// Stages 64 keys of dk or dv, or 64 rows of dq, in panels of 64 columns or in one of 32; 0 for rows
+// of the thread that are not `seen`.
 template <class Traits, int kColumns>
 __device__ __forceinline__ void stage(uint8_t* tile, const float (&acc)[kColumns / 2], float scale,
                                       const bool (&seen)[2]) {
@@ -267,8 +268,10 @@ __device__ __forceinline__ void stage(uint8_t* tile, const float (&acc)[kColumns
                                       seen[i % 2] ? acc[element + 1] * scale : 0.f);
     }
     const int piece = column % 64 / 8 + thread % 32 / 16;
-    stmatrix_x4(shared_address(tile) + column / 64 * Traits::kStoredPanelBytes +
-                    row * Traits::kPanelRowBytes + (piece ^ row % 8) * 16,
+    constexpr bool kNarrow = kColumns == 32;
+    constexpr int kRowBytes = kNarrow ? 64 : Traits::kPanelRowBytes;
+    stmatrix_x4(shared_address(tile) + column / 64 * Traits::kStoredPanelBytes + row * kRowBytes +
+                    (piece ^ (kNarrow ? row / 2 % 4 : row % 8)) * 16,
                 packed);
   }
 }

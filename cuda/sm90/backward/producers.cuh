@@ -417,9 +417,9 @@ struct BackwardProducers {
   }
 
   // Adds a consumer warpgroup's part of dq: four lanes, one for each of its warps, add 16 rows by
-  // 64 columns. Each part has its own turns. The proxy fence is on this side of the barrier: it
-  // waits for the stores, which products slow down, and consumers have products to issue. A fifth
-  // lane stores what the warpgroup's ds is the gradient of.
+  // 64 or 32 columns. Each part has its own turns. The proxy fence is on this side of the barrier:
+  // it waits for the stores, which products slow down, and consumers have products to issue. A
+  // fifth lane stores what the warpgroup's ds is the gradient of.
   __device__ __forceinline__ static void add_dq(const BackwardArgs& args, SharedMemory& smem,
                                                 int part) {
     constexpr int kParts = Tile::kHeadDim / Traits::kDqPartDims;  // beside one another

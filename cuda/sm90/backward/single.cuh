@@ -15,6 +15,7 @@ struct SingleConsumers {
   using Block = KeyBlock<Traits::kRows, Traits::kTileKeys, Mask>;
   static constexpr int kRows = Traits::kRows;
   static constexpr int kKeys = Traits::kKeys;
+  static constexpr int kDqElements = Traits::kDqPartDims / 2;  // of a thread
   static constexpr Math kMath = Traits::kMath;
   // On a diagonal, half of a block's keys may see none of a step's rows. Steps of 128 rows are as
   // long as the block is wide, and then it happens at ragged ends only.
@@ -26,7 +27,8 @@ struct SingleConsumers {
   static_assert(Score::kStarts || !Tile::kLoadsStarts);
 
   // In flight on return.
-  __device__ __forceinline__ static void issue_dq(float (&dq)[32], uint64_t ds, uint64_t k) {
+  __device__ __forceinline__ static void issue_dq(float (&dq)[kDqElements], uint64_t ds,
+                                                  uint64_t k) {
     wgmma_fence();
     multiply_dq<Traits>(dq, ds, k, false);
     wgmma_commit();
@@ -34,17 +36,17 @@ struct SingleConsumers {
 
   // The warpgroup's part of dq, to the warp that moves it on.
   __device__ __forceinline__ static void hand_over_dq(const BackwardArgs& args, SharedMemory& smem,
-                                                      const float (&dq)[32], int group) {
+                                                      const float (&dq)[kDqElements], int group) {
     const int thread = late_thread();
     const uint32_t target =
         shared_address(smem.dq[group]) + thread / 32 * Traits::kDqWarpBytes + thread % 32 * 16;
     named_barrier_sync(kDqEmpty + group, 128 + 32);
     if (args.direct_dq) {
       constexpr bool kSeen[2] = {true, true};
-      stage<Traits, 64>(smem.dq[group], dq, args.problem.scale, kSeen);
+      stage<Traits, Traits::kDqPartDims>(smem.dq[group], dq, args.problem.scale, kSeen);
     } else {
 #pragma unroll
-      for (int i = 0; i < 8; ++i) store_shared_f32x4(target + i * 512, dq + 4 * i);
+      for (int i = 0; i < kDqElements / 4; ++i) store_shared_f32x4(target + i * 512, dq + 4 * i);
     }
     named_barrier_arrive(kDqFull + group, 128 + 32);
   }
@@ -57,7 +59,7 @@ struct SingleConsumers {
                                                    const Wait& wait_for_ds_buffer, int key_stage,
                                                    uint32_t ds_panel, uint64_t dq_ds, uint64_t dq_k,
                                                    int group, uint32_t (&ds)[kRows / 4],
-                                                   float (&dq)[32]) {
+                                                   float (&dq)[kDqElements]) {
     steps.wait_dout();
     wait_for_ds_buffer();
 #pragma unroll
@@ -96,13 +98,16 @@ struct SingleConsumers {
         wgmma_descriptor(shared_address(smem.q[0]), Traits::kRowPanelBytes, 1024);
     const uint64_t dout_columns =
         wgmma_descriptor(shared_address(smem.dout[0]), Traits::kRowPanelBytes, 1024);
-    // dq: one warpgroup takes a half of the columns, or of the rows where there is one panel only.
-    constexpr bool kDivideColumns = Tile::kHeadDim > 64;
+    // dq: one warpgroup takes a half of the columns, or of the rows where steps have as many as
+    // both can take.
+    constexpr bool kDivideColumns = kRows == Traits::kDqPartRows;
+    constexpr int kColumnBytes =
+        Traits::kDqPartDims == 64 ? Traits::kKeyPanelBytes : Traits::kDqPartDims * 2;
     const uint64_t dq_ds =
         wgmma_descriptor(shared_address(smem.ds[0]) + (kDivideColumns ? 0 : group_bytes), 16, 1024);
-    const uint64_t dq_k_base = wgmma_descriptor(
-        shared_address(smem.k[0]) + (kDivideColumns ? group * Traits::kKeyPanelBytes : 0),
-        Traits::kKeyPanelBytes, 1024);
+    const uint64_t dq_k_base =
+        wgmma_descriptor(shared_address(smem.k[0]) + (kDivideColumns ? group * kColumnBytes : 0),
+                         Traits::kKeyPanelBytes, 1024);
     const uint32_t ds_panel = shared_address(smem.ds[0]) + group * Traits::kRowPanelBytes;
 
     ConsumerSteps<Traits> steps(smem);
@@ -157,7 +162,7 @@ struct SingleConsumers {
 #pragma unroll 1
       for (steps.begin(block.steps()); steps.more(); steps.advance()) {
         uint32_t ds[kRows / 4];
-        float dq[32];
+        float dq[kDqElements];
 
         key_sums.begin_step(args, block, row, head, own_key);
         if constexpr (!kLoadsAhead) prepare(row, head);
