@@ -96,6 +96,8 @@ def attention(peer: str, case: Case) -> Callable[[Arrays, Arrays], jax.Array]:
 
 def _arguments(case: Case, operands: Arrays, others: Arrays) -> dict[str, Any]:
     arguments = {**operands, **others, **case.options}
+    if case.packed is not None:
+        arguments["cu_seqlens_kv"] = arguments["cu_seqlens_q"]
     if case.relative:
         table = arguments.pop("table")
         arguments["score_mod"] = lambda score, b, h, q, kv: (
@@ -142,7 +144,7 @@ def draw(case: Case, number: int | jax.Array) -> InputSet:
         ids = jnp.arange(case.q_len, dtype=jnp.int32) * case.segments // case.q_len
         arrays["segment_ids"] = jnp.tile(ids, (case.batch or 1, 1))
     if case.packed is not None:
-        arrays["cu_seqlens_q"] = arrays["cu_seqlens_kv"] = jnp.array(case.boundaries, jnp.int32)
+        arrays["cu_seqlens_q"] = jnp.array(case.boundaries, jnp.int32)
     if case.sink:
         arrays["sink"] = jnp.linspace(-1.0, 1.0, case.q_heads)
     if case.alibi:

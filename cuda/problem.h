@@ -142,6 +142,7 @@ struct CallSizes {
   int32_t kv_heads;
   // All batch elements share what products start from: it is no larger than for one of them.
   bool starts_shared;
+  int32_t sequences;  // packed in each batch element; 0: unknown, or no packing
 };
 
 // A load of a captured array whose gradient is wanted, see common/capture_gradient.h. The kernels'

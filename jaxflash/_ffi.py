@@ -323,7 +323,8 @@ class Forward(Pass):
             # As an array with axes of its own for the batch would be larger.
             starts_shared = math.prod(shape[:batch_rank]) == 1
             starts_shared &= math.prod(shape) <= q_heads * q_len * kv_len
-        return np.array([*(n if isinstance(n, int) else 0 for n in sizes), starts_shared], np.int64)
+        known = (n if isinstance(n, int) else 0 for n in sizes)
+        return np.array([*known, starts_shared, self.program.sequences], np.int64)
 
     def _workspace_bytes(self, operands, value, shared_units: int | None) -> int:
         # Where a size is symbolic, what is enough for every value: one sequence needs as much as

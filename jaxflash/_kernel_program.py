@@ -35,6 +35,7 @@ class KernelProgram(NamedTuple):
             None.
         key_terms: what products start from depends on the key alone, and on the head only where key
             heads are not shared.
+        sequences: how many are packed, 0 if unknown or none.
     """
 
     source: str
@@ -44,6 +45,7 @@ class KernelProgram(NamedTuple):
     capture_ranks: tuple[int, ...]
     start_capture: int | None
     key_terms: bool
+    sequences: int
 
 
 class KernelGradients(NamedTuple):
@@ -161,6 +163,7 @@ def _program(
         ranks,
         start,
         terms == "together" or (terms == "head" and not shares_key_heads),
+        _sequences(operands),
     )
 
 
@@ -195,6 +198,12 @@ def gradients(
     return KernelGradients(
         printed.source, printed.numbered, printed.loads, printed.key_sums, printed.key_loads
     )
+
+
+def _sequences(operands: Operands) -> int:
+    boundaries = operands.query_boundaries
+    count = 0 if boundaries is None else boundaries.shape[-1] - 1
+    return count if isinstance(count, int) else 0
 
 
 def _sizes(operands: Operands, wanted: Sequence[int]) -> tuple[tuple[str, Any], ...]:

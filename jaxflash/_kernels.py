@@ -218,7 +218,7 @@ def _without_unseen(operands: Operands, mask: DenseMask | None) -> Operands:
 
 def _banded(spec: AttentionSpec, operands: Operands) -> AttentionSpec:
     """The call without the band that is part of its ranges."""
-    if operands.query_boundaries is None:
+    if operands.query_positions is None:
         return spec
     return dataclasses.replace(spec, left=None, right=None)
 

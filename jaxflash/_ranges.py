@@ -67,8 +67,8 @@ def of_call(
     steps: Steps | None = None,
 ) -> Ranges | None:
     """Those of a call's segments or packed sequences, of what its predicate shows and what other
-    masks do; or None. In packed ones the band of the spec (causal, window) is part of the
-    intervals. `steps`: those of this module, or others that do the same."""
+    masks do; or None. Where packed ones have positions, the band of the spec (causal, window) is
+    part of the intervals. `steps`: those of this module, or others that do the same."""
     steps = Steps(matched, summarised, of_segments) if steps is None else steps
     if 0 in (*operands.query.shape, *operands.key.shape):
         return None  # nothing to see
@@ -91,13 +91,13 @@ def of_call(
             rows_inside=shown.rows_inside,
         )
     else:
-        intervals = _over_batch(functools.partial(_of_packed, spec), operands)(
-            *ids,
-            operands.query_positions,
-            operands.key_positions,
-            operands.query_boundaries,
-            operands.key_boundaries,
-        )
+        boundaries = operands.query_boundaries, operands.key_boundaries
+        if operands.query_positions is None:
+            intervals = _over_batch(_of_packed, operands)(*ids, *boundaries)
+        else:
+            positions = operands.query_positions, operands.key_positions
+            banded = functools.partial(_of_packed_band, spec)
+            intervals = _over_batch(banded, operands)(*ids, *positions, *boundaries)
         ids = ()  # sequences are intervals
     return Ranges(intervals.keys_of_row, intervals.rows_of_key, *steps.summarised(intervals), *ids)
 
@@ -384,7 +384,13 @@ def ranks(ordered, ids, side: str = "left"):
     return jnp.searchsorted(ordered, ids, side=side, method=method).astype(jnp.int32)
 
 
-def _of_packed(
+def _of_packed(query_ids, key_ids, query_boundaries, key_boundaries) -> Intervals:
+    keys = _present(query_ids, *_bounds(query_ids, key_boundaries, key_ids.shape[0]))
+    rows = _present(key_ids, *_bounds(key_ids, query_boundaries, query_ids.shape[0]))
+    return Intervals(keys, rows)
+
+
+def _of_packed_band(
     spec: AttentionSpec, query_ids, key_ids, query_positions, key_positions, *boundaries
 ) -> Intervals:
     query_boundaries, key_boundaries = boundaries
@@ -406,12 +412,23 @@ def _of_packed(
 
 def _within(ids, boundaries, positions, before: int, after: int, length: int):
     """The interval of a sequence's elements at positions - before ... positions + after."""
-    sequence = jnp.maximum(ids, 0)
-    begin, end = (jnp.clip(boundaries[sequence + i], 0, length) for i in (0, 1))
+    begin, end = _bounds(ids, boundaries, length)
     # No sum leaves int32: positions and sides are below 2^30 in size.
     first = jnp.clip(positions - before, 0, _FAR)
     last = jnp.clip(positions + after, -1, _FAR)
-    begin, end = begin + jnp.minimum(first, end - begin), jnp.minimum(begin + last + 1, end)
+    return _present(
+        ids, begin + jnp.minimum(first, end - begin), jnp.minimum(begin + last + 1, end)
+    )
+
+
+def _bounds(ids, boundaries, length: int):
+    """Where the sequences of ids begin and end."""
+    sequence = jnp.maximum(ids, 0)
+    return (jnp.clip(boundaries[sequence + i], 0, length) for i in (0, 1))
+
+
+def _present(ids, begin, end):
+    """Intervals, those of no sequence and empty ones as (0, 0)."""
     sees = (ids >= 0) & (begin < end)
     return jnp.stack((jnp.where(sees, begin, 0), jnp.where(sees, end, 0)), axis=-1)
 

@@ -129,15 +129,16 @@ def _sizes(spec: AttentionSpec, operands: Operands) -> list[tuple[int, int]]:
 
 def _as_batch(spec: AttentionSpec, operands: Operands, rows: _Side, keys: _Side, group) -> Operands:
     """The call of a group of sequences."""
-    has_band = spec.left is not None or spec.right is not None
+    has_positions = spec.left is not None or spec.right is not None
+    has_positions &= operands.query_positions is not None
     return Operands(
         query=rows.cut(operands.query, group),
         key=keys.cut(operands.key, group),
         value=keys.cut(operands.value, group),
         query_seq_lengths=rows.lengths[group],
         key_value_seq_lengths=keys.lengths[group],
-        query_positions=rows.cut(operands.query_positions, group) if has_band else None,
-        key_positions=keys.cut(operands.key_positions, group) if has_band else None,
+        query_positions=rows.cut(operands.query_positions, group) if has_positions else None,
+        key_positions=keys.cut(operands.key_positions, group) if has_positions else None,
         sink=operands.sink,
     )
 

@@ -143,8 +143,8 @@ def varlen_attention(
             f"{cu_seqlens_q.shape}, got shape {cu_seqlens_kv.shape}"
         )
     # Ids that no sequence has, and different ones: the tokens past the last sequence meet nobody.
-    query_ids, query_positions = _locate(cu_seqlens_q, query.shape[0], outside=-1)
-    key_ids, key_positions = _locate(cu_seqlens_kv, key.shape[0], outside=-2)
+    query_ids = _sequence_of(cu_seqlens_q, query.shape[0], outside=-1)
+    key_ids = _sequence_of(cu_seqlens_kv, key.shape[0], outside=-2)
     spec, operands = _spec.make(
         query,
         key,
@@ -166,11 +166,16 @@ def varlen_attention(
         precision=precision,
         deterministic_backward=deterministic_backward,
     )
-    if spec.bottom_right:
-        spec = dataclasses.replace(spec, bottom_right=False)
-        sequence = jnp.maximum(query_ids, 0)
-        q_len, kv_len = (x[sequence + 1] - x[sequence] for x in (cu_seqlens_q, cu_seqlens_kv))
-        query_positions = query_positions + kv_len - q_len
+    query_positions = key_positions = None
+    # With the same boundaries numbers are as far apart as positions are.
+    if not is_shared:
+        query_positions = _positions(cu_seqlens_q, query_ids)
+        key_positions = _positions(cu_seqlens_kv, key_ids)
+        if spec.bottom_right:
+            sequence = jnp.maximum(query_ids, 0)
+            q_len, kv_len = (x[sequence + 1] - x[sequence] for x in (cu_seqlens_q, cu_seqlens_kv))
+            query_positions = query_positions + kv_len - q_len
+    spec = dataclasses.replace(spec, bottom_right=False)
     operands = operands._replace(
         query_positions=query_positions,
         key_positions=key_positions,
@@ -196,8 +201,8 @@ def _boundaries(name: str, cu_seqlens) -> jax.Array:
     return cu_seqlens
 
 
-def _locate(cu_seqlens, tokens: int, outside: int):
-    """(sequence that a token belongs to, position in it), int32 (tokens,) each."""
+def _sequence_of(cu_seqlens, tokens: int, outside: int):
+    """The sequence that each token belongs to, int32 (tokens,)."""
     token = jnp.arange(tokens, dtype=jnp.int32)
     if isinstance(cu_seqlens.shape[0], int):
         begun = _ranges.ranks(cu_seqlens, token, "right")
@@ -207,5 +212,9 @@ def _locate(cu_seqlens, tokens: int, outside: int):
         begun = jnp.cumsum(begins)[:tokens]
     sequence = begun - 1
     inside = (sequence >= 0) & (sequence < cu_seqlens.shape[0] - 1)
-    position = token - cu_seqlens[jnp.maximum(sequence, 0)]
-    return jnp.where(inside, sequence, outside), position
+    return jnp.where(inside, sequence, outside)
+
+
+def _positions(cu_seqlens, sequence):
+    """Those of tokens in their sequences, of others anything, int32 (tokens,)."""
+    return jnp.arange(sequence.shape[0], dtype=jnp.int32) - cu_seqlens[jnp.maximum(sequence, 0)]

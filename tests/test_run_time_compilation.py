@@ -110,8 +110,9 @@ def _sizes(
     q_heads: int = 3,
     kv_heads: int = 3,
     starts_shared: bool = False,
+    sequences: int = 0,
 ) -> tuple[int, ...]:
-    return batch, q_len, kv_len, q_heads, kv_heads, starts_shared
+    return batch, q_len, kv_len, q_heads, kv_heads, starts_shared, sequences
 
 
 def _tiny(value: float) -> _config.CompiledKernel:
@@ -1020,11 +1021,28 @@ def test_programs_elsewhere(pass_name, gpu, dtype, highest_precision, head_dim, 
 
 
 def test_tile_follows_the_slope():
-    """At head size 64 slopes need the registers that a tile of 128 rows takes."""
+    """At head size 64 slopes need the registers that tiles of 128 rows take."""
     plain = _program(programs.ALIBI, pass_name="backward", head_dim=64, **_H200)
     slopes = _program(programs.SOFT_CAP, pass_name="backward", head_dim=64, **_H200)
     assert "BackwardTile<64, 64, 128, 128" in plain.tile
-    assert "BackwardTile<128, 128, 64, 128" in slopes.tile
+    assert "BackwardTile<64, 64, 64, 128" in slopes.tile
+    assert slopes.spilled == 0, slopes
+
+
+@pytest.mark.parametrize("one_sided", [False, True])
+def test_tile_follows_the_lengths_of_packed_sequences(one_sided):
+    """Two warpgroups are for short ones."""
+
+    def warpgroups(sequences):
+        compiled = _program(
+            programs.ALIBI, pass_name="forward", head_dim=128, mask=1, one_sided=one_sided,
+            sizes=_sizes(q_len=16384, kv_len=16384, sequences=sequences), **_H200,
+        )  # fmt: skip
+        return int(re.search(r"ForwardTile<128, 128, (\d)", compiled.tile)[1])
+
+    assert [warpgroups(n) for n in (1, 4, 8, 16, 100)] == [3, 3, 3, 2, 2]
+    # Of segments nobody knows how many there are.
+    assert warpgroups(0) == (3 if one_sided else 2)
 
 
 def test_spills_lead_to_the_next_tile():

@@ -16,7 +16,7 @@ std::optional<MaskKind> mask_of(int64_t kind) {
 std::optional<CallSizes> sizes_of(SizeNumbers numbers) {
   CallSizes sizes = {};
   if (numbers.size() == 0) return sizes;
-  if (numbers.size() != 6) return std::nullopt;
+  if (numbers.size() != 7) return std::nullopt;
   for (size_t i = 0; i < numbers.size(); ++i) {
     if (numbers[i] < 0 || (i > 0 && numbers[i] > INT32_MAX)) return std::nullopt;
   }
@@ -26,6 +26,7 @@ std::optional<CallSizes> sizes_of(SizeNumbers numbers) {
   sizes.q_heads = static_cast<int32_t>(numbers[3]);
   sizes.kv_heads = static_cast<int32_t>(numbers[4]);
   sizes.starts_shared = numbers[5] != 0;
+  sizes.sequences = static_cast<int32_t>(numbers[6]);
   return sizes;
 }
 

@@ -47,8 +47,8 @@ struct GradientAttributes {
 std::optional<std::vector<CaptureLoad>> loads_of(const ProgramAttributes& program,
                                                  const GradientAttributes& gradients);
 
-// Batch, query length, key length, query heads, kv heads, and whether starts are shared: CallSizes.
-// Or nothing: they vary.
+// Batch, query length, key length, query heads, kv heads, whether starts are shared, and packed
+// sequences: CallSizes. Or nothing: they vary.
 using SizeNumbers = ffi::Span<const int64_t>;
 std::optional<CallSizes> sizes_of(SizeNumbers numbers);
 

@@ -86,10 +86,12 @@ TileOrder tile_order(const Problem& problem, const UnitShape& unit, int64_t batc
     if (tiles <= max_blocks) order.blocks = std::min(order.blocks, max_blocks / tiles * tiles);
     return order;
   }
+  order.turn = order.blocks * 3 / 8;
   const bool limited_left = problem.band.left < kUnlimited;
   const bool limited_right = problem.band.right < kUnlimited;
-  // What a program hides is not known here: most masks that are not uniform are causal.
-  const bool is_uniform = limited_left == limited_right && !problem.ranges.of_program;
+  // What ranges hide is not known here: most masks that are not uniform are causal.
+  const bool has_ranges = problem.ranges.row_blocks != nullptr;
+  const bool is_uniform = limited_left == limited_right && !has_ranges;
   if (order.head_tiles == 1 || is_uniform) return order;
   order.last_is_longest = limited_right || !limited_left;
   // Keys and values of a section fit in the L2 (50 MB, shared with everything else), or else at
@@ -358,6 +360,15 @@ bool takes_fewer_rows(ProgramTiles<Tiles...>, int64_t units) {
                      std::max({Tiles::kWarpGroups...}));
 }
 
+// Whether rows of a mask of ranges see few keys. Nothing says how many segments there are; a causal
+// band then makes up for what more rows cost.
+inline bool see_few_keys(const ProgramTraits& program) {
+  constexpr int kFewKeys = 1536;
+  const CallSizes& sizes = program.sizes;
+  if (sizes.sequences == 0) return !program.one_sided;
+  return sizes.kv_len / sizes.sequences <= kFewKeys;
+}
+
 }  // namespace detail
 
 // The kernels for a score program: see Launcher.
@@ -384,8 +395,8 @@ int forward_program_kernels(const ProgramTraits& program,
       if (program.start_capture != kKeyTerms || program.ranges) return;
     } else {
       if (!program.unit_slope && number < Choice::kWithSlope) return;
-      if (program.ranges && !program.one_sided && number < Choice::kWithRanges) return;
-      if (program.ranges && program.one_sided && number < Choice::kWithSlope) return;
+      if (program.ranges && number < Choice::kWithSlope) return;
+      if (program.ranges && detail::see_few_keys(program) && number < Choice::kWithRanges) return;
     }
     using Traits = ForwardTraits<Tile, kMath, BandMask>;
     const TypeName name = type_name<Traits>();

@@ -41,6 +41,9 @@ struct TileOrder {
   bool last_is_longest;
   // Of a score program whose products start from something: batch elements go fastest, not heads.
   bool batch_fastest;
+  // Of the first order: by how many blocks each round is turned against the one before, or a block
+  // might have tiles of the same batch elements, and so of the same lengths, in all of them.
+  uint32_t turn;
 
   Divisor by_blocks;
   Divisor by_head_tiles;
@@ -108,7 +111,8 @@ class TileWalk {
   // Finds the tile of the current round, moving on to later rounds and sections as needed.
   __device__ __forceinline__ void settle() {
     if (order_.section_heads == 0) {
-      const uint32_t position = round_ * order_.blocks + blockIdx.x;
+      const uint32_t lane = order_.by_blocks.remainder(blockIdx.x + round_ * order_.turn);
+      const uint32_t position = round_ * order_.blocks + lane;
       done_ = position >= order_.tiles();
       tile_ = order_.in_turn(position);
       return;
