@@ -1038,7 +1038,8 @@ def test_tile_follows_the_lengths_of_packed_sequences(one_sided):
             programs.ALIBI, pass_name="forward", head_dim=128, mask=1, one_sided=one_sided,
             sizes=_sizes(q_len=16384, kv_len=16384, sequences=sequences), **_H200,
         )  # fmt: skip
-        return int(re.search(r"ForwardTile<128, 128, (\d)", compiled.tile)[1])
+        (number,) = re.findall(r"ForwardTile<128, 128, (\d)", compiled.tile)
+        return int(number)
 
     assert [warpgroups(n) for n in (1, 4, 8, 16, 100)] == [3, 3, 3, 2, 2]
     # Of segments nobody knows how many there are.
