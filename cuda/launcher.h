@@ -26,7 +26,10 @@ struct ProgramKernel {
   char merge_name[448];
   char tile_name[160];
   int shared_bytes;
+  int harmless_spills;  // bytes
 };
+// Another tile costs more than these spills, measured at head size 64.
+inline constexpr int kHarmlessSpills = 64;
 
 // What the choice of a tile for a score program depends on.
 struct ProgramTraits {

@@ -527,6 +527,34 @@ def test_dense_bias_beside_the_keys_on_hopper(sizes, options):
     assert compiled.spilled == 0, compiled
 
 
+@pytest.mark.parametrize("mask_shape", [(1, 1, 1, 64), (1, 1, 64, 64)], ids=["padding", "dense"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_dense_bias_beside_a_mask_on_hopper(head_dim, mask_shape):
+    """The backward kernel loads starts as without the mask; what its loading warp spills does not
+    matter."""
+    mask = jnp.ones(mask_shape, jnp.bool_)
+    program = _dense_bias_program(head_dim, "bfloat16", "backward", mask=mask)
+    compiled = _program(
+        program.source, pass_name="backward", head_dim=head_dim, mask=3,
+        start_capture=program.start_capture, **_H200,
+    )  # fmt: skip
+    assert f"BackwardTile<{head_dim}, {head_dim}, 64, 128" in compiled.tile, compiled
+    assert compiled.tile.endswith("0, 2>"), compiled  # BackwardTile::kStartStages
+    assert not compiled.serialised, compiled
+    assert compiled.spilled <= 84 + _MORE_SPILLS, compiled
+
+
+@pytest.mark.parametrize("mask", [1, 2], ids=["ranges", "segments"])
+def test_dense_bias_beside_segments_on_hopper(mask):
+    program = _dense_bias_program(128, "bfloat16")
+    compiled = _program(
+        program.source, pass_name="forward", head_dim=128, mask=mask,
+        start_capture=program.start_capture, **_H200,
+    )  # fmt: skip
+    assert compiled.tile.endswith("false, true>"), compiled  # ForwardTile::kLoadsStarts
+    assert compiled.spilled <= 64, compiled
+
+
 @pytest.mark.parametrize("program", ["bias", "SOFT_CAP", "DROPOUT"])
 @pytest.mark.parametrize(
     ("head_dim", "q_len", "warpgroups"),

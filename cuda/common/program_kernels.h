@@ -81,6 +81,7 @@ class ProgramKernelList {
     kernel.tile = number;
     kernel.header = header;
     kernel.shared_bytes = shared_bytes;
+    kernel.harmless_spills = kHarmlessSpills;
     const TypeName tile = type_name<Tile>();
     std::snprintf(kernel.tile_name, sizeof(kernel.tile_name), "%.*s", tile.length, tile.begin);
     std::snprintf(kernel.name, sizeof(kernel.name), format, parts...);

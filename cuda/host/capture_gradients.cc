@@ -153,6 +153,7 @@ Status CaptureGradients::get(const GpuTraits& gpu, Family family, size_t load, G
     of_tile->kernel = "jaxflash::" + name + "::capture_gradient_kernel<" + tiles[tile].name + ", " +
                       mask_name(mask_) + ", jaxflash::Program, jaxflash::Program::Load" +
                       std::to_string(load) + ">";
+    return kHarmlessSpills;
   };
   int chosen = 0;
   Status status =

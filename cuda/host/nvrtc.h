@@ -17,8 +17,7 @@ struct KernelCosts {
   // Warpgroup instructions wait for one another, or setmaxnreg is ignored: slow on Hopper.
   bool serialised = false;
 
-  // Another tile costs more than these spills, measured at head size 64.
-  bool harmless() const { return !serialised && spilled <= 64; }
+  bool harmless(int harmless_spills) const { return !serialised && spilled <= harmless_spills; }
   bool better_than(const KernelCosts& other) const {
     return serialised != other.serialised ? other.serialised : spilled < other.spilled;
   }

@@ -31,25 +31,26 @@ inline std::string program_source(const std::string& program, const std::string&
 // The first of `count` tiles whose kernel hardly spills and does not serialise its warpgroup
 // instructions; where there is none, the one that does so least. A tile that does not compile is
 // passed over, as beside a large program it may not fit. `ask(tile, &request)` fills in what
-// depends on the tile.
+// depends on the tile, and returns how many bytes of spills do not matter.
 template <class Ask>
 Status choose_tile(KernelRequest request, int count, const Ask& ask, int* chosen,
                    std::shared_ptr<RuntimeKernel>* kernel) {
   *kernel = nullptr;
   Status first_failure = {};
   for (int tile = 0; tile < count; ++tile) {
-    ask(tile, &request);
+    const int harmless_spills = ask(tile, &request);
     std::shared_ptr<RuntimeKernel> compiled;
     Status status = RuntimeKernel::get(request, &compiled);
     if (!status.ok()) {
       if (first_failure.ok()) first_failure = status;
       continue;
     }
-    if (*kernel == nullptr || compiled->costs().better_than((*kernel)->costs())) {
+    const bool harmless = compiled->costs().harmless(harmless_spills);
+    if (*kernel == nullptr || harmless || compiled->costs().better_than((*kernel)->costs())) {
       *kernel = std::move(compiled);
       *chosen = tile;
     }
-    if ((*kernel)->costs().harmless()) break;
+    if (harmless) break;
   }
   return *kernel == nullptr ? first_failure : Status{};
 }

@@ -67,6 +67,7 @@ Status ScoreKernels::compile(const CompiledVariant& variant, const GpuTraits& gp
     of_tile->tile = tiles[tile].tile_name;
     of_tile->kernel = with_mask(tiles[tile].name, mask_, deterministic_);
     of_tile->source = program_source(source_, tiles[tile].header);
+    return tiles[tile].harmless_spills;
   };
   int chosen = 0;
   if (Status status = choose_tile(request, count, ask, &chosen, &compiled->kernel); !status.ok()) {

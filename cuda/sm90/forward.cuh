@@ -390,7 +390,7 @@ int forward_program_kernels(const ProgramTraits& program,
     if (program.head_dim > Tile::kHeadDim) return;
     if (!Choice::template suits<Tile>(sizes, units, program.one_sided)) return;
     if constexpr (Tile::kLoadsStarts) {
-      if (program.start_capture < 0 || (program.ranges && !program.one_sided)) return;
+      if (program.start_capture < 0 || (program.ranges && Tile::kHeldTiles > 0)) return;
     } else if constexpr (Tile::kKeyTerms) {
       if (program.start_capture != kKeyTerms || program.ranges) return;
     } else {

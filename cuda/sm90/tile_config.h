@@ -462,13 +462,14 @@ struct BackwardTileFor<256, 256> {
 template <int kHeadDim, int kValueDim>
 struct BackwardProgramTiles;
 
-// Scores of 128 rows leave no registers for slopes.
+// Scores of 128 rows leave no registers for slopes, nor for a mask beside what they start from.
 template <>
 struct BackwardProgramTiles<64, 64> {
   using Tiles = ProgramTiles<BackwardTile<64, 64, 128, 128, 2, 2, KeyOwners::kBlock, 1, 0, 1>,
+                             BackwardTile<64, 64, 64, 128, 2, 2, KeyOwners::kBlock, 2, 0, 2>,
                              BackwardTile<64, 64, 128, 128, 2, 2, KeyOwners::kBlock, 2>,
                              BackwardTile<64, 64, 64, 128, 2, 2, KeyOwners::kBlock, 2>>;
-  static constexpr int kWithSlope = 2;
+  static constexpr int kWithSlope = 3;
 };
 
 template <>
