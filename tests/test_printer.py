@@ -61,7 +61,17 @@ void evaluate(int64_t points, const jaxflash::Captures& captures, jaxflash::Prob
       const int known = kv[i] < last ? kv[i] : last;
       const float neighbour = jaxflash::load_capture(P::neighbours(head, row), known);
       const float start = P::start(head, row, column, q[i], kv[i], distance[i], neighbour);
-      started[i] = (start + s[i]) * (problem.scale * 1.4426950408889634f);
+      const float product = start + s[i];
+      if constexpr (P::kUnitSlope) {
+        started[i] = product * (problem.scale * 1.4426950408889634f);
+      } else {
+        float also = 0.f;
+        started[i] = P::started_logit_and_slope(head, row, column, q[i], kv[i], distance[i],
+                                                product, &also);
+        const float same = P::started_logit(head, row, column, q[i], kv[i], distance[i], product);
+        const float difference = also < slope[i] ? slope[i] - also : also - slope[i];
+        if (same != started[i] || !(difference < 1e-4f)) alone[i] = NAN;
+      }
     }
     if constexpr (P::kHasDiagonals) {
       // From the diagonal three before, where both are inside.
@@ -1126,13 +1136,22 @@ _STARTING = {
     "masked": lambda e: jnp.where(e["q"] >= e["kv"], e["s"] + e["bias"], -jnp.inf),
     "chosen": lambda e: e["s"] + jnp.where(e["kv"] > 3, e["bias"], 0.5),
     "twice": lambda e: e["s"] + e["bias"] + e["bias"],
+    "capped": lambda e: 3.0 * jnp.tanh((e["s"] + e["bias"]) / 3.0),
+    "capped with others": lambda e: (
+        7.0 * jnp.tanh((e["s"] + e["slopes"] - 0.5 * e["bias"]) / 7.0) + e["keys"]
+    ),
+    "capped and masked": lambda e: jnp.where(
+        e["q"] >= e["kv"], 3.0 * jnp.tanh((e["s"] + e["bias"]) / 3.0), -jnp.inf
+    ),
 }
 _NOT_STARTING = {
     "none": lambda e: e["s"] + e["slopes"],
     "two": lambda e: e["s"] + e["bias"] + e["other"],
     "function": lambda e: e["s"] + jnp.tanh(e["bias"]),
     "condition": lambda e: e["s"] + jnp.where(e["bias"] > 0.5, e["bias"], 0.0),
-    "slope": lambda e: 3.0 * jnp.tanh((e["s"] + e["bias"]) / 3.0),
+    "factor": lambda e: (e["s"] + e["bias"]) * e["slopes"],
+    "beside the score": lambda e: jnp.tanh(e["s"] + e["bias"]) + 0.1 * e["s"],
+    "two sums": lambda e: jnp.tanh(e["s"] + e["bias"]) + jnp.tanh(e["s"] + 0.5 * e["bias"]),
     "lowest": lambda e: e["s"] + e["bias"] + jnp.where(e["q"] > 3, 0.0, -1e38),
 }
 

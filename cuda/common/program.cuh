@@ -32,6 +32,8 @@
 //   Neighbour* neighbours(head, row)               has `neighbour` for each key, from the capture
 //   int kStartCapture                              of this number,
 //   int neighbours_end(head)                       as many
+//   float started_logit(..., s)                    without kUnitSlope: logit and logit_and_slope of
+//   float started_logit_and_slope(..., s, &slope)  products that did
 //   bool kSharesLoads                              neighbouring elements take parts of one load
 //   bool kSharesDiagonals                          elements of one diagonal load the same
 //   bool kHasDiagonals                             ... by the difference of q and kv, or its

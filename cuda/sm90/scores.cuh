@@ -59,6 +59,7 @@ class ScaledScores {
  public:
   static constexpr bool kRewrites = false;
   static constexpr bool kStarts = false;
+  static constexpr bool kStartsAll = false;
   static constexpr bool kHasDiagonals = false;
   static constexpr bool kHasSink = false;
   static constexpr bool kMasks = false;
@@ -92,6 +93,8 @@ class ProgramScores {
  public:
   static constexpr bool kRewrites = Program::kAdds;  // where it does not start
   static constexpr bool kStarts = Program::kStarts && !kManyHeads;
+  // Whether what products started from is all that is done with scores.
+  static constexpr bool kStartsAll = kStarts && Program::kUnitSlope;
   static constexpr bool kHasSink = Program::kHasSink;
   static constexpr bool kMasks = Program::kMasks;
   static constexpr bool kDrops = Program::kDrops;
@@ -236,7 +239,7 @@ class ProgramScores {
   // What does not depend on the score is added up before it is there.
   template <bool kInside = false>
   __device__ __forceinline__ float relative(int i, float s, float offset) const {
-    if constexpr (!Program::kAdds || kStarts) {
+    if constexpr (!Program::kAdds || kStartsAll) {
       return fmaf(s, scale_log2_, offset);
     } else if constexpr (Program::kUnitSlope) {
       return fmaf(s, scale_log2_, addend<kInside>(i) + offset);
@@ -438,6 +441,8 @@ class ProgramScores {
                           float distance) {
       if constexpr (kInside) {
         return Program::logit(head, row, column, q, kv, distance, s, diagonal_loads_, step_of(i));
+      } else if constexpr (kStarts) {
+        return Program::started_logit(head, row, column, q, kv, distance, s);
       } else {
         return Program::logit(head, row, column, q, kv, distance, s);
       }

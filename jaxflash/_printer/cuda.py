@@ -111,6 +111,9 @@ def print_program(
         captures += 1
         sink = graph.scaled(sink, LOG2_E)
     addend, start = _added(graph, logit, slope, starts, keys_are_rows)
+    started = None
+    if addend is None and starts:
+        start, started = _started(graph, logit, slope, starts, keys_are_rows)
     logit = graph.scaled(logit, LOG2_E)
     capture_tangent = tangent if moving else None
     sums, _ = _key_sums(graph, program, wanted, sizes)
@@ -118,7 +121,7 @@ def print_program(
     stored = _stored(graph, program, wanted, sizes, storable)
     along = _diagonal_sum(graph, program, wanted) if sums_diagonals else None
     roots = Roots(
-        logit, slope, addend, visible, in_words, sink, capture_tangent, start, weights,
+        logit, slope, addend, visible, in_words, sink, capture_tangent, start, started, weights,
         stored, along, paired=paired,
     )  # fmt: skip
     writer = Writer(graph, roots)
@@ -328,6 +331,19 @@ def _added(
         return addend, None
     # A thread that has two keys loads what is theirs once.
     return addend, start_of(graph, added, starts, of_rows=keys_are_rows)
+
+
+def _started(
+    graph: Graph, logit: Node, slope: Node, starts: Collection[int], keys_are_rows: bool
+) -> tuple[Start | None, tuple[Node, Node] | None]:
+    """(what products start from, logit in log 2 and slope of those that did), where what is added
+    to the score goes through something else; or None for both."""
+    found = graph.started(logit, slope)
+    if found is None:
+        return None, None
+    added, (logit, slope) = found
+    start = start_of(graph, added, starts, of_rows=keys_are_rows)
+    return start, None if start is None else (graph.scaled(logit, LOG2_E), slope)
 
 
 def _visible(graph: Graph, predicates: Sequence[Program], captures: int) -> tuple[Node | None, int]:

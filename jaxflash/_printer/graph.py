@@ -340,6 +340,40 @@ class Graph:
         score = self.multiply(self.input("score", "float32", SCORE), scale)
         return self._sum(constant, terms) if in_score == [score] else None
 
+    def started(self, *roots: Node) -> tuple[Node, tuple[Node, ...]] | None:
+        """(what is added to the scaled score, the roots in the place of the sum in the score's), if
+        they know the score by such a sum alone."""
+        scale = self.input("scale", "float32", 0)
+        score = self.multiply(self.input("score", "float32", SCORE), scale)
+        added: Node | None = None
+        found: dict[Node, Node | None] = {}
+
+        def replaced(x: Node) -> Node | None:
+            nonlocal added
+            if not x.deps & SCORE:
+                return x
+            if x in found:
+                return found[x]
+            found[x] = None  # where the score is alone
+            if x.op == "sum" and score in x.args:
+                constant, terms = linear(x)
+                factor = terms.pop(score)
+                if factor and math.isfinite(factor) and not any(t.deps & SCORE for t in terms):
+                    rest = {term: c / factor for term, c in terms.items()}
+                    own = self._sum(constant / factor, rest)
+                    added = own if added is None else added
+                    found[x] = self._sum(0.0, {score: factor}) if own is added else None
+            elif x is not score and x.op != "input":
+                args = [replaced(a) for a in x.args]
+                if None not in args:
+                    found[x] = self.node(x.op, tuple(args), x.dtype, x.value)
+            return found[x]
+
+        results = [replaced(x) for x in roots]
+        if added is None or None in results:
+            return None
+        return added, tuple(results)
+
     def shown(self, x: Node, logit: Node) -> Node:
         """`x` where a logit is not -inf because of a choice: elsewhere nobody asks for it."""
         if logit.op == "select":

@@ -123,6 +123,7 @@ class Roots:
         sink: where there is one.
         capture_tangent: what tangents of captures add to that of the logit, in natural units.
         start: what products may start from.
+        started: logit and slope of the products that did, unless the slope is 1.
         key_weights: factors of d score in sums over the queries.
         stored: the load whose gradient d score is.
         diagonal_sum: a sum of it along diagonals.
@@ -138,6 +139,7 @@ class Roots:
     sink: Node | None = None
     capture_tangent: Node | None = None
     start: Start | None = None
+    started: tuple[Node, Node] | None = None
     key_weights: tuple[Node, ...] = ()
     stored: StoredLoad | None = None
     diagonal_sum: DiagonalSum | None = None
@@ -169,6 +171,9 @@ class Writer:
             address, _ = lowering.address(x, paired=True)
             end = lowering.extent(x.value[0], len(x.args) - 1)
             self._start = lowering.lowered(roots.start.value), address, end, x.value
+        self._started: tuple[Node, ...] = ()
+        if roots.started is not None:
+            self._started = tuple(lowering.lowered(x) for x in roots.started)
         self._key_weights = [lowering.lowered(x) for x in roots.key_weights]
         self._gradient_matrix = None
         if roots.stored is not None:
@@ -198,7 +203,7 @@ class Writer:
         for root in (
             self._logit, self._slope, self._addend, self._visible, self._sink,
             self._capture_tangent, *(() if self._start is None else self._start[:3]),
-            *(() if self._words is None else self._words), *self._key_weights,
+            *self._started, *(() if self._words is None else self._words), *self._key_weights,
         ):  # fmt: skip
             if root is not None:
                 self._need(root, places.get(root, "element"))
@@ -276,6 +281,9 @@ class Writer:
             lines.append(f"  using Neighbour = {CAPTURE_DTYPES[dtype]};")
             for name, root in (("start", start), ("neighbours", address), ("neighbours_end", end)):
                 lines += self._function(name, "element", [root], self._text(root, "element"))
+        if self._started:
+            logit, slope = self._started
+            lines += self._sloped_functions("started_", logit, slope)
         if self._capture_tangent is not None:
             needed, text = self._weighed(self._capture_tangent, self._guards_tangent)
             lines += self._function("capture_tangent", "element", needed, text)
@@ -312,7 +320,28 @@ class Writer:
             lines += self._load_struct(number, *load)
         return "\n".join([*lines, "};", "}  // namespace jaxflash", ""])
 
+    def _sloped_functions(
+        self, prefix: str, logit: Node, slope: Node, *, inside: bool = False
+    ) -> list[str]:
+        text = self._text(logit, "element")
+        factor = self._text(slope, "element")
+        if self._guards_slope:
+            factor = f"{text} == -INFINITY ? 0.0f : {factor}"
+        return [
+            *self._function(f"{prefix}logit", "element", [logit], text, inside=inside),
+            *self._function(
+                f"{prefix}logit_and_slope",
+                "element",
+                [logit, slope],
+                text,
+                f"*slope = {factor};",
+                inside=inside,
+            ),
+        ]
+
     def _logit_functions(self, *, inside: bool) -> list[str]:
+        if self._addend is None and self._slope is not None:
+            return self._sloped_functions("", self._logit, self._slope, inside=inside)
         logit = self._text(self._logit, "element")
         lines = self._function("logit", "element", [self._logit], logit, inside=inside)
         if self._addend is not None:
@@ -325,16 +354,6 @@ class Writer:
                 [],
                 f"logit(head, row, column, q, kv, distance, s{more})",
                 "*slope = 1.0f;",
-                inside=inside,
-            )
-        elif self._slope is not None:
-            _, slope = self._weighed(self._slope, self._guards_slope)
-            lines += self._function(
-                "logit_and_slope",
-                "element",
-                [self._logit, self._slope],
-                logit,
-                f"*slope = {slope};",
                 inside=inside,
             )
         return lines
@@ -360,7 +379,10 @@ class Writer:
     def _function(
         self, name: str, place: str, roots, result: str, *last: str, inside: bool = False
     ) -> list[str]:
-        signature = f"  __device__ __forceinline__ static {_SIGNATURES[name]} {{"
+        # Those of products that started are as the others.
+        signature = _SIGNATURES[name.removeprefix("started_")]
+        signature = signature.replace(f" {name.removeprefix('started_')}(", f" {name}(", 1)
+        signature = f"  __device__ __forceinline__ static {signature} {{"
         if inside:
             signature = signature.replace(") {", f", {_INSIDE} {{")
         body: list[str] = []

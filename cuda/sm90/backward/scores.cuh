@@ -359,12 +359,16 @@ class ProgramLogits {
       const int lower = Fragment::lower(i);
       const int q = row_of(i), kv = first_key + 8 * lower;
       const float at = distance_of(i);
-      if constexpr (!Program::kAdds || kStarts) {
+      if constexpr (!Program::kAdds || (kStarts && Program::kUnitSlope)) {
         return fmaf(s[i], scale_log2_, -lse_of_row);
       } else if constexpr (Program::kUnitSlope) {
         const float addend =
             Program::addend(head_, Program::row(head_, q), columns_[lower], q, kv, at, on...);
         return fmaf(s[i], scale_log2_, addend - lse_of_row);
+      } else if constexpr (kStarts) {
+        return Program::started_logit_and_slope(head_, Program::row(head_, q), columns_[lower], q,
+                                                kv, at, s[i], &slope) -
+               lse_of_row;
       } else {
         return Program::logit_and_slope(head_, Program::row(head_, q), columns_[lower], q, kv, at,
                                         s[i], &slope, on...) -

@@ -185,7 +185,7 @@ class Probabilities {
       return rescale;
     };
     const RowPositions positions = rows_.positions(unit_);
-    if constexpr (Scores::kRewrites && !Scores::kStarts) {
+    if constexpr (Scores::kRewrites && !Scores::kStartsAll) {
       // A logit of -inf would not stay so: what is masked is masked after the rewriting.
       if constexpr (Scores::kHasDiagonals) {
         // Others are rewritten: no third copy of the exponentials.
