@@ -89,7 +89,8 @@ def varlen_attention(
       value: ``(key tokens, K, h)``.
       cu_seqlens_q: int32 ``(n + 1,)``, ascending from 0: sequence ``i`` has the queries
         ``cu_seqlens_q[i]`` up to, but excluding, ``cu_seqlens_q[i + 1]``. It may be empty.
-      cu_seqlens_kv: int32 ``(n + 1,)``, the same for keys and values.
+      cu_seqlens_kv: int32 ``(n + 1,)``, the same for keys and values. Faster where it is the same
+        object as ``cu_seqlens_q``.
       scale: as in `jaxflash.dot_product_attention`, like all that follow.
       is_causal: counts positions from the start of the sequence.
       local_window_size: likewise.
@@ -97,9 +98,7 @@ def varlen_attention(
       logits_soft_cap: as in `jaxflash.dot_product_attention`.
       sink: as in `jaxflash.dot_product_attention`.
       alibi_slopes: ``(N,)``; distances are those within the sequence.
-      score_mod: ``b`` is the number of the sequence, ``q`` and ``kv`` are positions within it. What
-        is read at ``q - kv`` is read faster where ``cu_seqlens_kv`` is the same object as
-        ``cu_seqlens_q``.
+      score_mod: ``b`` is the number of the sequence, ``q`` and ``kv`` are positions within it.
       dropout_rate: what is dropped depends on indices into the packed arrays.
       dropout_rng: as in `jaxflash.dot_product_attention`.
       precision: as in `jaxflash.dot_product_attention`.

@@ -360,8 +360,9 @@ bool takes_fewer_rows(ProgramTiles<Tiles...>, int64_t units) {
                      std::max({Tiles::kWarpGroups...}));
 }
 
-// Whether rows of a mask of ranges see few keys. Nothing says how many segments there are; a causal
-// band then makes up for what more rows cost.
+// Whether rows of a mask of ranges see few keys: of packed sequences, not causal, those of 1024
+// take 0.239 ms with two warpgroups and 0.248 with three, those of 4096 0.876 and 0.827. Nothing
+// says how many segments there are; a causal band then makes up for what more rows cost.
 inline bool see_few_keys(const ProgramTraits& program) {
   constexpr int kFewKeys = 1536;
   const CallSizes& sizes = program.sizes;
