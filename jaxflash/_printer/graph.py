@@ -364,15 +364,16 @@ class Graph:
                     added = own if added is None else added
                     found[x] = self._sum(0.0, {score: factor}) if own is added else None
             elif x is not score and x.op != "input":
-                args = [replaced(a) for a in x.args]
-                if None not in args:
-                    found[x] = self.node(x.op, tuple(args), x.dtype, x.value)
+                args = all_replaced(x.args)
+                found[x] = None if args is None else self.node(x.op, args, x.dtype, x.value)
             return found[x]
 
-        results = [replaced(x) for x in roots]
-        if added is None or None in results:
-            return None
-        return added, tuple(results)
+        def all_replaced(nodes: tuple[Node, ...]) -> tuple[Node, ...] | None:
+            results = tuple(y for x in nodes if (y := replaced(x)) is not None)
+            return results if len(results) == len(nodes) else None
+
+        results = all_replaced(roots)
+        return None if added is None or results is None else (added, results)
 
     def shown(self, x: Node, logit: Node) -> Node:
         """`x` where a logit is not -inf because of a choice: elsewhere nobody asks for it."""
