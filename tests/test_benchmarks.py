@@ -38,6 +38,19 @@ def test_rows_run_and_are_right():
     assert f"{passes} passes ran" in done.stdout
 
 
+def test_combinations_run():
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.combinations", "--platform", "cpu", "--tiny",
+         "--cases", "64/cap/packed-causal", "cross/dropout/padding"],
+        capture_output=True, text=True, cwd=_ROOT, env={**os.environ, "PYTHONSAFEPATH": ""},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    table = done.stdout
+    for name in ("64/cap/packed-causal", "64/plain/causal", "cross/plain/lengths"):
+        assert f"| {name}" in table, table
+    assert "Error" not in table, table
+
+
 def _measured(labels, name="score/sink-causal", pass_name="forward"):
     def contender(label):
         is_peer = label in timing.PEERS
