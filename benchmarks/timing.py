@@ -195,7 +195,7 @@ class Program:
                 (leaves, one.dout) for (leaves, _), one in zip(saved, sets, strict=True)
             ]
         elif pass_name == "gradient":
-            call = functools.partial(_gradient, op)
+            call = functools.partial(gradient_of, op)
             self.arguments = list(sets)
         else:
             call = functools.partial(_tangent if pass_name == "jvp" else _gradient_tangent, op)
@@ -238,9 +238,9 @@ def compile_ahead(chosen: Sequence[Case]) -> None:
         inputs = jax.eval_shape(functools.partial(draw, case), 0)
         calls: list[tuple[Callable, tuple]] = []
         if "backward" in case.passes or "gradient" in case.passes:  # the forward kernel among them
-            calls.append((_gradient, inputs))
+            calls.append((gradient_of, inputs))
         elif "forward" in case.passes:
-            calls.append((_forward, inputs))
+            calls.append((forward_of, inputs))
         if "jvp" in case.passes:
             calls.append((_tangent, (*inputs, inputs.operands)))
         if "hvp" in case.passes:
@@ -255,11 +255,11 @@ def compile_ahead(chosen: Sequence[Case]) -> None:
         list(pool.map(compile_one, [case for case in chosen if case.compiled_at_run_time]))
 
 
-def _forward(op, operands, others, dout):
+def forward_of(op, operands, others, dout):
     return op(operands, others)
 
 
-def _gradient(op, operands, others, dout):
+def gradient_of(op, operands, others, dout):
     return jax.vjp(lambda x: op(x, others), operands)[1](dout)
 
 
@@ -268,7 +268,7 @@ def _tangent(op, operands, others, dout, tangents):
 
 
 def _gradient_tangent(op, operands, others, dout, tangents):
-    return jax.jvp(lambda x: _gradient(op, x, others, dout), (operands,), (tangents,))
+    return jax.jvp(lambda x: gradient_of(op, x, others, dout), (operands,), (tangents,))
 
 
 @jax.jit

@@ -83,7 +83,8 @@ class Operands(NamedTuple):
     ``mask_value`` becomes ``mask_captures`` with its predicate.
     ``query_positions`` and ``key_positions`` replace the row and column numbers that the band of
     the spec (causal, window) compares; they come from packed sequences, not from the caller, and so
-    do the boundaries, which are one object where the caller gave one for both.
+    do the boundaries. With one object for both of these, as far as numbers are apart positions are,
+    too, and there are none.
     """
 
     query: Any  # (*B, T, N, H)

@@ -89,8 +89,9 @@ def varlen_attention(
       value: ``(key tokens, K, h)``.
       cu_seqlens_q: int32 ``(n + 1,)``, ascending from 0: sequence ``i`` has the queries
         ``cu_seqlens_q[i]`` up to, but excluding, ``cu_seqlens_q[i + 1]``. It may be empty.
-      cu_seqlens_kv: int32 ``(n + 1,)``, the same for keys and values. Faster where it is the same
-        object as ``cu_seqlens_q``.
+      cu_seqlens_kv: int32 ``(n + 1,)``, the same for keys and values. With ``alibi_slopes``, or a
+        ``score_mod`` that reads at ``q - kv``, faster where it is the same object as
+        ``cu_seqlens_q``.
       scale: as in `jaxflash.dot_product_attention`, like all that follow.
       is_causal: counts positions from the start of the sequence.
       local_window_size: likewise.

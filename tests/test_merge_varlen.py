@@ -228,6 +228,24 @@ def test_packed_sequences_are_intervals(options):
     assert re.search(r"\bmask = 1 : i64", call), call
 
 
+@pytest.mark.skipif(not _ffi.extension.kernels, reason="needs the kernels' library")
+@pytest.mark.parametrize("shared", [True, False])
+def test_band_of_packed_sequences(shared):
+    """Of numbers in the packed arrays, where these are as far apart as positions are; else it is
+    part of the intervals."""
+    shape = jax.ShapeDtypeStruct((256, 4, 64), jnp.bfloat16)
+    ends = jax.ShapeDtypeStruct((4,), jnp.int32)
+
+    def attend(q, ends, others):
+        return jaxflash.varlen_attention(
+            q, q, q, ends, ends if shared else others, is_causal=True, implementation="cuda"
+        )
+
+    call = _forward_call(attend, shape, ends, ends)
+    (right,) = re.findall(r"\bright = (\d+) : i64", call)
+    assert int(right) == (0 if shared else 1 << 30), call
+
+
 def _forward_call(function, *types) -> str:
     text = jax.jit(function).trace(*types).lower(lowering_platforms=("cuda",)).as_text()
     (call,) = (x for x in text.splitlines() if f"@{_ffi.FORWARD_TARGET}" in x)

@@ -293,8 +293,8 @@ int backward_program_kernels(const ProgramTraits& program,
                        "jaxflash::sm90::backward_kernel<%.*s, jaxflash::BandMask, "
                        "jaxflash::sm90::ProgramLogits<jaxflash::Program>>",
                        name.length, name.begin);
-    // Beside a mask the warp that loads rows and starts spills 84 bytes, and nobody waits for it.
-    // Forward and gradient with a bias and a mask array take 4.31 ms so, 5.21 with the next tile.
+    // Beside a mask the warp that loads rows and starts spills 84 bytes, consumers none. Forward
+    // and gradient with a bias and a mask array take 4.31 ms so, 5.21 with the next tile.
     if (Tile::kLoadsStarts && Tile::kRows == 64 && kernel != nullptr) kernel->harmless_spills = 128;
   });
   return list.count();

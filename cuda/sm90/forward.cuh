@@ -396,8 +396,9 @@ int forward_program_kernels(const ProgramTraits& program,
       if (program.start_capture != kKeyTerms || program.ranges) return;
     } else {
       if (!program.unit_slope && number < Choice::kWithSlope) return;
-      if (program.ranges && number < Choice::kWithSlope) return;
-      if (program.ranges && detail::see_few_keys(program) && number < Choice::kWithRanges) return;
+      const int of_ranges =
+          detail::see_few_keys(program) ? Choice::kWithRanges : Choice::kWithSlope;
+      if (program.ranges && number < of_ranges) return;
     }
     using Traits = ForwardTraits<Tile, kMath, BandMask>;
     const TypeName name = type_name<Traits>();

@@ -87,6 +87,12 @@ _SIGNATURES = {
     " int b, int h)",
 }
 
+# Those of products that started.
+_SIGNATURES |= {
+    f"started_{name}": _SIGNATURES[name].replace(f" {name}(", f" started_{name}(")
+    for name in ("logit", "logit_and_slope")
+}
+
 # Of functions whose loads along diagonals are inside their array.
 _INSIDE = "const Diagonal& diagonal, int step)"
 
@@ -324,9 +330,7 @@ class Writer:
         self, prefix: str, logit: Node, slope: Node, *, inside: bool = False
     ) -> list[str]:
         text = self._text(logit, "element")
-        factor = self._text(slope, "element")
-        if self._guards_slope:
-            factor = f"{text} == -INFINITY ? 0.0f : {factor}"
+        _, factor = self._weighed(slope, self._guards_slope, logit)
         return [
             *self._function(f"{prefix}logit", "element", [logit], text, inside=inside),
             *self._function(
@@ -379,10 +383,7 @@ class Writer:
     def _function(
         self, name: str, place: str, roots, result: str, *last: str, inside: bool = False
     ) -> list[str]:
-        # Those of products that started are as the others.
-        signature = _SIGNATURES[name.removeprefix("started_")]
-        signature = signature.replace(f" {name.removeprefix('started_')}(", f" {name}(", 1)
-        signature = f"  __device__ __forceinline__ static {signature} {{"
+        signature = f"  __device__ __forceinline__ static {_SIGNATURES[name]} {{"
         if inside:
             signature = signature.replace(") {", f", {_INSIDE} {{")
         body: list[str] = []
@@ -427,16 +428,14 @@ class Writer:
             start.args,
         )
 
-    def _weighed(self, x: Node, guarded: bool) -> tuple[list[Node], str]:
+    def _weighed(self, x: Node, guarded: bool, logit: Node | None = None) -> tuple[list[Node], str]:
         """(the nodes that it takes, the text) of what is multiplied with a probability: where the
         logit is -inf, that is 0, but `x` may be infinite or NaN."""
         text = self._text(x, "element")
         if not guarded:
             return [x], text
-        return [
-            self._logit,
-            x,
-        ], f"{self._text(self._logit, 'element')} == -INFINITY ? 0.0f : {text}"
+        logit = self._logit if logit is None else logit
+        return [logit, x], f"{self._text(logit, 'element')} == -INFINITY ? 0.0f : {text}"
 
     # ---- Text -------------------------------------------------------------------------------
 
