@@ -8,6 +8,8 @@ import hypothesis
 import jax
 import pytest
 
+import larger_machine
+
 # Before any backend starts: shardings are tested on every machine.
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -31,7 +33,6 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
-_ONE_GPU = "needs two GPUs, and there is one"
 GPU_REQUIRED = os.environ.get("JAXFLASH_REQUIRE_GPU") == "1"
 
 
@@ -39,16 +40,15 @@ def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
         pytest.skip("no GPU")
     if item.get_closest_marker("two_gpus") and len(jax.devices("gpu")) < 2:
-        pytest.skip(_ONE_GPU)
+        larger_machine.skip("two GPUs, and there is one")
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
-    """On a GPU machine a GPU test that skips is an error, unless one GPU is all there is."""
+    """On a GPU machine a GPU test that skips is an error, unless it needs a larger machine."""
     report = yield
-    if GPU_REQUIRED and report.skipped and item.get_closest_marker("gpu"):
-        if _ONE_GPU in str(report.longrepr):
-            return report
+    required = GPU_REQUIRED and item.get_closest_marker("gpu")
+    if required and report.skipped and not larger_machine.was_skipped(report):
         report.outcome = "failed"
         report.longrepr = f"skipped although JAXFLASH_REQUIRE_GPU=1: {report.longrepr}"
     return report
