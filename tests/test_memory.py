@@ -70,6 +70,16 @@ def test_no_array_of_logits(options):
     assert largest < heads * length * length / 16
 
 
+def test_tiles_of_a_narrow_window():
+    """Most of a larger tile would be beside it."""
+    products = [
+        math.prod(equation.outvars[0].aval.shape)
+        for equation in equations(_gradient(local_window_size=(32, 0)), *_shapes(4096))
+        if equation.primitive.name == "dot_general"
+    ]
+    assert max(products) == 4 * 128 * 128
+
+
 def test_compiled_memory_is_linear():
     if jax.default_backend() != "cpu":
         pytest.skip("measures the CPU compiler")
