@@ -94,10 +94,11 @@ def run(shapes, dtype, arithmetic, seed=0, left=None, right=None, implementation
         (out, lse), pull = jax.vjp(attend, query, key, value)
         return out, lse, *pull((dout, jnp.zeros_like(lse)))
 
-    step = step.lower(*(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)).compile()
-    _need_memory(step)
+    lowered = step.lower(*(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes))
+    compiled = lowered.compile()
+    _need_memory(compiled)
     query, key, value, dout = (random_array(seed + i, x, dtype) for i, x in enumerate(shapes))
-    results = step(query, key, value, dout)
+    results = compiled(query, key, value, dout)
     return Call(query, key, value, dout, *results, arithmetic, left, right)
 
 
