@@ -1,20 +1,18 @@
-"""The dropout mask: which probabilities are kept, drawn by Philox2x32-7 (Salmon et al. 2011).
+"""The dropout mask: which probabilities are kept.
 
 The mask is a function of (seed, batch, head, row, column) alone, so that every implementation,
 whatever its tiles, and every pass draws the same one. `cuda/common/dropout.cuh` is its other home.
 
 - A call of the generator decides on eight elements: two rows 8 apart, and two neighbouring columns
   with those 8 after them.
-- Counter: (start_0 + row, start_1 + column) of the call's first element. The two starts of a batch
-  element and head come from the generator itself: counter (head, batch), enciphered with the
-  first word of the seed as the key, then with the second.
-- Key: a constant, whose last round key is 0.
+- Its words are ``permute(start + (column, row))`` of the call's first element, where the start of a
+  batch element and head is ``permute(permute(seed + pi) + (head, batch))``; sums are by word.
 - Word w of the two holds the columns with column % 2 == w, in byte 2 * (row // 8 % 2) +
   column // 8 % 2. Its lower 7 bits are the element's own; the upper one goes unused.
 - An element is dropped where its bits are below (``threshold(rate)`` + r) >> 8. The random number
-  r is the call's: the upper 8 bits of what the last round multiplies, which depend on no element's
-  own bits. So each is dropped at exactly the rate (but for 2**-27 in the upper byte of word 1), and
-  two of a call are both dropped at one that differs from the square by 2**-16 at most.
+  r is the call's: the upper 8 bits of word 0 ahead of the last round. Given these, the 7 bits of
+  each element are uniform over what the other bits can be. So each is dropped at exactly the rate,
+  and two of a call are both dropped at one that differs from the square by 2**-16 at most.
 - What is kept is multiplied by ``kept_scale(rate)``.
 """
 
@@ -24,11 +22,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-_MULTIPLIER = 0xD256D193
-_INVERSE = pow(_MULTIPLIER, -1, 2**32)
-_WEYL = 0x9E3779B9
+_MULTIPLIER = np.uint32(0x9E3779B1)
 _ROUNDS = 7
-_KEY = -(_ROUNDS - 1) * _WEYL % 2**32
+_PI = (np.uint32(0x243F6A88), np.uint32(0x85A308D3))  # digits; permute() leaves 0 as it is
 _LEVELS = 1 << 15  # rates are multiples of 2**-15
 _SHARED = 8  # of the 15 bits
 _COLUMNS = 16  # of the calls that are next to each other
@@ -49,35 +45,39 @@ def kernel_parameters(seed, rate: float):
     return jnp.concatenate([seed, jnp.full((1,), threshold(rate), jnp.uint32)])
 
 
-def philox2x32(key, counter):
-    """Philox2x32-7: a key word and two counter words (uint32) to two random words.
+def permute(x0, x1):
+    """A permutation of 64 bits whose values at neighbouring numbers look independent.
 
-    The words broadcast against each other.
+    Seven rounds of a product and of a byte permutation: the one carries differences to all bits
+    above, the other back to the low ones. It stands where Philox2x32-7 or Threefry2x32-13 would
+    (Salmon et al. 2011), which take a GPU longer. docs/dropout.md says which tests it passes.
+
+    Args:
+        x0, x1: uint32, which broadcast against each other.
+
+    Returns:
+        Word 0 ahead of the last round, and the two words after it.
     """
-    shape = jnp.broadcast_shapes(*(x.shape for x in (key, *counter)))
-    # Inside `shard_map` the key may vary over mesh axes, and the loop wants one type for all three.
-    zero = (key ^ key) | (counter[0] ^ counter[0]) | (counter[1] ^ counter[1])
-    key, c0, c1 = (jnp.broadcast_to(x, shape) | zero for x in (key, *counter))
+    # Inside `shard_map` one word may vary over mesh axes that the other does not vary over, and the
+    # loop wants one type for both.
+    zero = (x0 ^ x0) | (x1 ^ x1)
 
     def cipher_round(_, state):
-        key, c0, c1 = state
-        high, low = _multiply(_MULTIPLIER, c0)
-        return key + np.uint32(_WEYL), high ^ c1 ^ key, low
+        x0, x1, multiplier = state
+        x0 = x0 * multiplier + x1
+        return x0, x1 ^ _reversed_bytes(x0), multiplier * _MULTIPLIER
 
     # A loop: of a chain, XLA's CPU compiler repeats each round for each use of it, for minutes.
-    _, c0, c1 = jax.lax.fori_loop(0, _ROUNDS, cipher_round, (key, c0, c1))
-    return c0, c1
+    state = jax.lax.fori_loop(0, _ROUNDS - 1, cipher_round, (x0 | zero, x1 | zero, _MULTIPLIER))
+    before = state[0]
+    x0, x1, _ = cipher_round(_ROUNDS - 1, state)
+    return before, x0, x1
 
 
-def _multiply(constant: int, x):
-    """(high, low) words of the 64-bit product, in 16-bit halves: JAX has no uint64 by default."""
-    mask, half = np.uint32(0xFFFF), np.uint32(16)
-    a_low, a_high = np.uint32(constant & 0xFFFF), np.uint32(constant >> 16)
-    x_low, x_high = x & mask, x >> half
-    middle = a_high * x_low + ((a_low * x_low) >> half)  # at most 2**32 - 2**16: no carry is lost
-    middle_low = a_low * x_high + (middle & mask)
-    high = a_high * x_high + (middle >> half) + (middle_low >> half)
-    return high, np.uint32(constant) * x
+def _reversed_bytes(x):
+    x = (x << np.uint32(16)) | (x >> np.uint32(16))
+    odd = np.uint32(0x00FF00FF)
+    return ((x & odd) << np.uint32(8)) | ((x >> np.uint32(8)) & odd)
 
 
 def keep(seed, rate: float, batch, head, row, first_column, num_columns: int):
@@ -102,17 +102,16 @@ def keep(seed, rate: float, batch, head, row, first_column, num_columns: int):
     first_column = jnp.asarray(first_column, jnp.int32)
     first_group, skipped = first_column // _COLUMNS, first_column % _COLUMNS
 
-    key = [seed[i].reshape((1,) * rank) for i in range(2)]
     batch, head, row = (x.astype(jnp.uint32) for x in (batch, head, row))
-    starts = philox2x32(key[1], philox2x32(key[0], (head, batch)))
+    _, *key = permute(*((seed[i] + _PI[i]).reshape((1,) * rank) for i in range(2)))
+    _, *start = permute(key[0] + head, key[1] + batch)
     # Of a group the calls that begin in its columns 0, 2, 4 and 6.
     calls = jnp.arange(groups * 4, dtype=jnp.uint32).reshape((1,) * (rank - 1) + (-1,))
     columns = calls // np.uint32(4) * np.uint32(_COLUMNS) + calls % np.uint32(4) * np.uint32(2)
     columns = columns + (first_group * _COLUMNS).astype(jnp.uint32)
-    words = philox2x32(jnp.uint32(_KEY), (starts[0] + (row & ~np.uint32(8)), starts[1] + columns))
+    before, *words = permute(start[0] + columns, start[1] + (row & ~np.uint32(8)))
 
-    # The last round makes word 1 of this.
-    shared = (words[1] * np.uint32(_INVERSE)) >> np.uint32(32 - _SHARED)
+    shared = before >> np.uint32(32 - _SHARED)
     limit = (np.uint32(threshold(rate)) + shared) >> np.uint32(_SHARED)
     upper_half = row // np.uint32(8) % np.uint32(2) * np.uint32(16)
 

@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import itertools
 import pathlib
 import shutil
 import subprocess
@@ -22,7 +23,6 @@ _SOURCE = """
 #define __device__
 #define __forceinline__ inline
 static uint32_t __ldg(const uint32_t* x) { return *x; }
-static uint32_t __umulhi(uint32_t x, uint32_t y) { return uint64_t{x} * y >> 32; }
 // Lanes run one after another, twice: what they receive the second time has been sent before.
 static int lane, exchanges;
 static uint32_t sent[32][8];
@@ -139,6 +139,45 @@ def test_fragments(library, masks, by_rows, columns, dense):
                 )
                 part = expected[first_row : first_row + 16, first_column : first_column + columns]
                 np.testing.assert_array_equal(kept, part.astype(np.float32))
+
+
+def test_permutation():
+    """Against Python's integers."""
+    numbers = (0, 1, 0x243F6A88, 0xFFFFFFFF)
+    for x0, x1 in itertools.product(numbers, numbers):
+        words, multiplier = (x0, x1), 1
+        for _ in range(7):
+            before, multiplier = words[0], multiplier * 0x9E3779B1 % 2**32
+            word = (words[0] * multiplier + words[1]) % 2**32
+            words = word, words[1] ^ int.from_bytes(word.to_bytes(4, "little"), "big")
+        expected = before, *words
+        assert tuple(map(int, _dropout.permute(jnp.uint32(x0), jnp.uint32(x1)))) == expected
+
+
+@pytest.mark.parametrize("rounds", [4, 7])
+def test_differences_leave_no_trace(monkeypatch, rounds):
+    """Of two counters a power of two apart, each bit of one word is independent of each of the
+    other's. Four rounds leave something to be seen."""
+    monkeypatch.setattr(_dropout, "_ROUNDS", rounds)
+    count = 2**16
+    random = np.random.default_rng(0)
+
+    @jax.jit
+    def signs(counters, key):
+        words = _dropout.permute(counters[0] + key[0], counters[1] + key[1])[1:]
+        places = jnp.arange(32, dtype=jnp.uint32)[:, None]
+        bits = jnp.concatenate([w[None] >> places & 1 for w in words])
+        return 1.0 - 2.0 * bits.astype(jnp.float32)
+
+    worst = 0.0
+    for axis, power in itertools.product(range(2), range(16)):
+        counters = random.integers(0, 2**16, (2, count)).astype(np.uint32)
+        key = random.integers(0, 2**32, 2).astype(np.uint32)
+        others = counters.copy()
+        others[axis] += 2**power
+        products = np.asarray(signs(counters, key)) @ np.asarray(signs(others, key)).T
+        worst = max(worst, np.abs(products).max() / np.sqrt(count))
+    assert (worst < 6.0) == (rounds == 7), worst
 
 
 def test_rates_at_both_ends(masks):

@@ -1,9 +1,10 @@
 // Dropout: which probabilities are kept. jaxflash/_dropout.py defines the same bits.
 //
-// The generator is Philox2x32-7 (Salmon et al. 2011). A call decides on eight elements: two queries
-// 8 apart, and two neighbouring keys with those 8 after them. Where rows of an accumulator fragment
-// are queries, they are one thread's. Where rows are keys, they are those of two lanes, which draw
-// a half for each other.
+// The generator's rounds are of 32-bit products and byte permutations, which run in different
+// units; with the 64-bit products of Philox a forward pass took a quarter longer, with Threefry's
+// rotations a seventh. A call decides on eight elements: two queries 8 apart, and two neighbouring
+// keys with those 8 after them. Where rows of an accumulator fragment are queries, they are one
+// thread's. Where rows are keys, they are those of two lanes, which draw a half for each other.
 #pragma once
 
 #include "common/bytes.cuh"
@@ -12,26 +13,29 @@
 
 namespace jaxflash {
 
-struct PhiloxCounter {
-  uint32_t c0;
-  uint32_t c1;
+struct RandomWords {
+  uint32_t x0;
+  uint32_t x1;
+
+  __device__ __forceinline__ RandomWords plus(uint32_t y0, uint32_t y1) const {
+    return {x0 + y0, x1 + y1};
+  }
 };
 
-inline constexpr uint32_t kPhiloxWeyl = 0x9e3779b9u;
-inline constexpr int kPhiloxRounds = 7;
+inline constexpr int kRandomRounds = 7;
 
-template <int kRounds>
-__device__ __forceinline__ PhiloxCounter philox_rounds(PhiloxCounter x, uint32_t key) {
+// The permutation of 64 bits that all draws are made of: its rounds from kFirst to kEnd.
+template <int kFirst = 0, int kEnd = kRandomRounds>
+__device__ __forceinline__ RandomWords permute(RandomWords x) {
+  uint32_t multiplier = 1;
 #pragma unroll
-  for (int round = 0; round < kRounds; ++round) {
-    // Of a 64-bit product ptxas would add the upper word of the factors, which is 0.
-    x = {__umulhi(0xd256d193u, x.c0) ^ x.c1 ^ key, 0xd256d193u * x.c0};
-    key += kPhiloxWeyl;
+  for (int round = 0; round < kEnd; ++round) {
+    multiplier *= 0x9e3779b1u;
+    if (round < kFirst) continue;
+    x.x0 = x.x0 * multiplier + x.x1;
+    x.x1 ^= permute_bytes<0x0123>(x.x0, x.x0);
   }
   return x;
-}
-__device__ __forceinline__ PhiloxCounter philox2x32(PhiloxCounter x, uint32_t key) {
-  return philox_rounds<kPhiloxRounds>(x, key);
 }
 
 // Of the fragment's elements of a thread, in columns of kColumns: a bit each. Element i is one of
@@ -111,9 +115,7 @@ class Dropout {
   Dropout() = default;
   // `parameters`: two words of the seed, and how many of 32768 are dropped. `b` and `h`: numbers.
   __device__ __forceinline__ Dropout(const uint32_t* parameters, int b, int h)
-      : start_(philox2x32(
-            philox2x32({static_cast<uint32_t>(h), static_cast<uint32_t>(b)}, __ldg(parameters)),
-            __ldg(parameters + 1))),
+      : start_(permute(key_of({__ldg(parameters), __ldg(parameters + 1)}).plus(h, b))),
         threshold_(__ldg(parameters + 2)) {}
 
   // `row` and `column` of the thread's first element, in fragments that start at multiples of 16.
@@ -126,20 +128,18 @@ class Dropout {
     // Each lane calls for its keys, or for those of its two neighbouring queries whose number is
     // as odd as its key's. The counter is that of the first element.
     const int odd_row = kRowsAreQueries ? 0 : row & 1;
-    const uint32_t query = start_.c0 + (kRowsAreQueries ? row : column + odd_row);
-    const uint32_t key = start_.c1 + (kRowsAreQueries ? column : row - odd_row);
+    const uint32_t query = kRowsAreQueries ? row : column + odd_row;
+    const uint32_t key = kRowsAreQueries ? column : row - odd_row;
 #pragma unroll
     for (int block = 0; block < Bits::kBlocks; ++block) {
-      const PhiloxCounter counter = {query + (kRowsAreQueries ? 0 : 16 * block),
-                                     key + (kRowsAreQueries ? 16 * block : 0)};
-      // The key of the last round is 0, which leaves its XOR an operand for the OR below.
-      const PhiloxCounter before = philox_rounds<kPhiloxRounds - 1>(counter, 0u - 6 * kPhiloxWeyl);
-      const PhiloxCounter x = philox_rounds<1>(before, 0);
+      const RandomWords before = permute<0, kRandomRounds - 1>(start_.plus(
+          key + (kRowsAreQueries ? 16 * block : 0), query + (kRowsAreQueries ? 0 : 16 * block)));
+      const RandomWords x = permute<kRandomRounds - 1>(before);
       // The threshold in 7 bits, rounded by 8 of the call: the upper byte, for four at once. There
       // the upper bit survives where the other 7 are no less.
-      const uint32_t rounded = (threshold_ << 16) + (before.c0 >> 8);
+      const uint32_t rounded = (threshold_ << 16) + (before.x0 >> 8);
       const uint32_t threshold = permute_bytes<0x3333>(rounded, rounded);
-      const uint32_t kept[2] = {(x.c0 | kUpper) - threshold, (x.c1 | kUpper) - threshold};
+      const uint32_t kept[2] = {(x.x0 | kUpper) - threshold, (x.x1 | kUpper) - threshold};
 #pragma unroll
       for (int odd = 0; odd < 2; ++odd) {
         uint32_t& word = bits.words[odd][block / Bits::kSharers];
@@ -171,8 +171,13 @@ class Dropout {
   }
 
  private:
-  PhiloxCounter start_;  // c0 counts queries, c1 keys
-  uint32_t threshold_;   // of 32768
+  // Not permute(seed), which is 0 for 0.
+  __device__ __forceinline__ static RandomWords key_of(RandomWords seed) {
+    return permute(seed.plus(0x243f6a88u, 0x85a308d3u));
+  }
+
+  RandomWords start_;   // x0 counts keys, x1 queries
+  uint32_t threshold_;  // of 32768
 };
 
 template <bool kDrops, bool kRowsAreQueries, int kColumns, bool kDense = !kRowsAreQueries>
