@@ -2,12 +2,14 @@
 
 import functools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 import jaxflash
+from jaxflash import _ffi
 from jaxprs import equations
 
 
@@ -105,3 +107,19 @@ def test_bytes_at_32k(function, most):
     assert memory is not None
     total = memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes
     assert total < most
+
+
+def test_workspace_of_short_sequences():
+    """Of the CUDA backward pass: queries are not padded to whole tiles."""
+    if not _ffi.extension.kernels:
+        pytest.skip("the library was built without kernels")
+
+    def loss(*qkv):
+        return jnp.sum(jaxflash.dot_product_attention(*qkv, implementation="cuda"))
+
+    query = jax.ShapeDtypeStruct((4096, 16, 8, 32), jnp.bfloat16)
+    traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(query, query, query)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    call = rf"@{_ffi.BACKWARD_TARGET}\(.*-> .*tensor<(\d+)xui8>"
+    (workspace,) = map(int, re.findall(call, text))
+    assert workspace < 4 * query.size * query.dtype.itemsize

@@ -111,7 +111,8 @@ __global__ void __launch_bounds__(kDeltaThreads, 3)
 
   float4* dq = reinterpret_cast<float4*>(workspace.dq_of(params.workspace, head_index) +
                                          first_row * workspace.dims);
-  const int vectors_of_dq = static_cast<int>(kDeltaRows * workspace.dims / 4);
+  const int64_t dq_rows = min(int64_t{kDeltaRows}, workspace.dq_rows - first_row);
+  const int vectors_of_dq = static_cast<int>(dq_rows * workspace.dims / 4);
 #pragma unroll 4
   for (int i = threadIdx.x; i < vectors_of_dq; i += kDeltaThreads) {
     dq[i] = make_float4(0.f, 0.f, 0.f, 0.f);

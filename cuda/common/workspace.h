@@ -27,25 +27,28 @@ struct ForwardWorkspace {
 
 // Row vectors are padded to a multiple of the longest row tile, so that a tile never tests its end.
 inline constexpr int32_t kWorkspaceRows = 128;
-// The accumulator of dq has columns in multiples of this: heads of 32 add half of what others do.
+// The accumulator of dq has rows and columns in multiples of these: it is the larger part, short
+// sequences would be mostly padding, and heads of 32 add half of what others do.
+inline constexpr int32_t kWorkspaceDqRows = 16;
 inline constexpr int32_t kWorkspaceDims = 32;
 // The shortest row tile: what a turn counter stands for, at least.
 inline constexpr int32_t kWorkspaceTurnRows = 16;
 
 // Buffers over (batch, query head, row), as offsets in bytes from the workspace's base.
 struct BackwardWorkspace {
-  int64_t rows;  // T, padded
-  int64_t dims;  // H, padded
-  size_t dq;     // float32 (batch, head, rows, dims), unscaled, in the family's order inside a head
-  size_t lse;    // float32 (batch, head, rows), base 2; +inf where the row sees no key: P is 0
-  size_t delta;  // float32 (batch, head, rows)
-  size_t turns;  // uint32 (batch, head, rows / kWorkspaceTurnRows): key tiles that added their dq
-  size_t added;  // uint32 (batch, head): key tiles whose dq is complete, once for each adding warp
+  int64_t rows;     // T, padded
+  int64_t dq_rows;  // T, padded less
+  int64_t dims;     // H, padded
+  size_t dq;  // float32 (batch, head, dq_rows, dims), unscaled, in the family's order inside a head
+  size_t lse;     // float32 (batch, head, rows), base 2; +inf where the row sees no key: P is 0
+  size_t delta;   // float32 (batch, head, rows)
+  size_t turns;   // uint32 (batch, head, rows / kWorkspaceTurnRows): key tiles that added their dq
+  size_t added;   // uint32 (batch, head): key tiles whose dq is complete, once for each adding warp
   size_t ticket;  // uint64: the next work item of a deterministic run
   size_t bytes;
 
   JAXFLASH_HOST_DEVICE float* dq_of(void* base, int64_t head) const {
-    return reinterpret_cast<float*>(static_cast<char*>(base) + dq) + head * rows * dims;
+    return reinterpret_cast<float*>(static_cast<char*>(base) + dq) + head * dq_rows * dims;
   }
   JAXFLASH_HOST_DEVICE float* lse_of(void* base, int64_t head) const {
     return reinterpret_cast<float*>(static_cast<char*>(base) + lse) + head * rows;
@@ -79,13 +82,14 @@ inline BackwardWorkspace backward_workspace(const Problem& problem) {
   const int64_t heads = batch_size(problem) * problem.q_heads;
   if (heads == 0) return layout;
   layout.rows = round_up(problem.q_len, kWorkspaceRows);
+  layout.dq_rows = round_up(problem.q_len, kWorkspaceDqRows);
   layout.dims = round_up(problem.head_dim, kWorkspaceDims);
   const auto take = [&layout, round_up](int64_t count) {
     const size_t begin = layout.bytes;
     layout.bytes += static_cast<size_t>(round_up(count * 4, 256));
     return begin;
   };
-  layout.dq = take(heads * layout.rows * layout.dims);
+  layout.dq = take(heads * layout.dq_rows * layout.dims);
   layout.lse = take(heads * layout.rows);
   layout.delta = take(heads * layout.rows);
   layout.turns = take(heads * (layout.rows / kWorkspaceTurnRows));

@@ -453,6 +453,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::Tile::kBlocksPerSm)
                                DqFragmentOrder::kPiece;
 #pragma unroll
     for (int m = 0; m < Traits::kDqRowTiles; ++m) {
+      if (first_row + at.dq_row + 16 * m >= workspace.dq_rows) break;
 #pragma unroll
       for (int n = 0; n < Traits::kDqColBlocks; ++n) {
         if (at.dq_col + 8 * n >= problem.head_dim) continue;

@@ -242,10 +242,11 @@ struct DqOrder {
     return (row / 16 * (workspace.dims / 8) + col / 8) * kPiece;
   }
 
-  // What 16 rows have of the columns from `col` on, at most `columns` of them, in bytes: none
-  // behind the head size that the workspace was made for.
-  __device__ __forceinline__ static int row_bytes(const BackwardWorkspace& workspace, int col,
-                                                  int columns) {
+  // What the 16 rows from `row` on have of the columns from `col` on, at most `columns` of them, in
+  // bytes: none behind the rows and the head size that the workspace was made for.
+  __device__ __forceinline__ static int row_bytes(const BackwardWorkspace& workspace, int row,
+                                                  int col, int columns) {
+    if (row >= workspace.dq_rows) return 0;
     return min(max(static_cast<int>(workspace.dims) - col, 0), columns) * 16 * 4;
   }
 

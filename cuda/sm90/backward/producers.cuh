@@ -459,7 +459,8 @@ struct BackwardProducers {
           if (args.direct_dq) {
             if (lane == 0) store_dq(args, smem, block, part, part_row, col, head);
           } else {
-            const int bytes = DqOrder::row_bytes(args.workspace, col, Traits::kDqPartDims);
+            const int bytes =
+                DqOrder::row_bytes(args.workspace, part_row, col, Traits::kDqPartDims);
             if (bytes > 0) {
               bulk_reduce_add(args.workspace.dq_of(args.workspace_data, head_index) +
                                   DqOrder::offset(args.workspace, part_row, col),
@@ -505,10 +506,11 @@ struct BackwardProducers {
         named_barrier_sync(kDqFull, Traits::kConsumerThreads + 32);
         if (adds) {
           fence_proxy_async();  // on this side of the barrier as in add_dq
-          const int bytes = DqOrder::row_bytes(args.workspace, col, Traits::kDqPartDims);
+          const int part_row = row + lane % 4 * 16;
+          const int bytes = DqOrder::row_bytes(args.workspace, part_row, col, Traits::kDqPartDims);
           if (bytes > 0) {
             bulk_reduce_add(args.workspace.dq_of(args.workspace_data, head_index) +
-                                DqOrder::offset(args.workspace, row + lane % 4 * 16, col),
+                                DqOrder::offset(args.workspace, part_row, col),
                             smem.staged_dq(lane, odd), bytes);
           }
           bulk_commit_group();
