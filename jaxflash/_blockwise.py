@@ -477,7 +477,13 @@ class Products:
 #   512 x 512      0.49, 1.81;  0.35, 1.50        1024 x 1024    1.09, 2.16;  1.00, 2.29
 #   jax.nn         2.98, 14.3;  2.37, 22.8
 _TILE_ELEMENTS = 1 << 21
-_SMALLEST_BLOCK, _LARGEST_BLOCK = 128, 1024
+# Tiles of many heads are larger than that: the products of small ones take longer, and blocks that
+# overlap at the end are computed twice. Blocks of 128, then of 256, ms of forward and gradients:
+# (32, 197, 197, 12, 64) 119 and 289, 89 and 239; (8, 1024, 1024, 16, 64) 414 and 1458, 446 and
+# 1159; (16, 300, 300, 12, 64) 89 and 258, 95 and 264.
+_SMALLEST_BLOCK, _LARGEST_BLOCK = 256, 1024
+# Where blocks leave out what a band or sequences hide.
+_SMALLEST_PART = 128
 # Of the logits, and of the queries, of a tile of many sequences. Of 32 and 64 sequences of 64, 8
 # heads of 64, gradients take 1.26 and 1.13 times the same as a batch; 1.9 and 1.45 from 1 << 20.
 _TOGETHER_ELEMENTS = 1 << 18
@@ -496,13 +502,13 @@ def tiling(spec: AttentionSpec, operands: Operands) -> tuple[Blocks, Blocks]:
         # Of a block that is longer than a sequence, most is another's: 64 sequences of 128 take 1.1
         # and 1.4 times the same as a batch, 3.4 and 2.8 in blocks of 512 (forward; gradients), and
         # one sequence as long as all of them a quarter longer than in those.
-        at_most = _SMALLEST_BLOCK
+        at_most = _SMALLEST_PART
     if spec.left is not None and spec.right is not None:
         # Of blocks much longer than the band, most is beside it. On two cores, (1, 4096, 4096, 8,
         # 64), ms, forward and gradients: 32 keys 201 and 441 in blocks of 512, 51 and 178 of 128;
         # 256 keys 157 and 687, 88 and 359.
         band = spec.left + spec.right + 1
-        at_most = min(at_most, max(_SMALLEST_BLOCK, 1 << ((band - 1) // 2).bit_length()))
+        at_most = min(at_most, max(_SMALLEST_PART, 1 << ((band - 1) // 2).bit_length()))
     rows = blocks(q.shape[-3], at_most)
     # A band, lengths and other masks leave out whole blocks, the more the smaller they are.
     hiding = (
@@ -530,7 +536,7 @@ def lengths_together(q_len: int, kv_len: int, count: int) -> list[tuple[int, int
         count: how many sequences there are.
     """
     means = [-(-length // count) for length in (q_len, kv_len)]
-    if max(means) >= _SMALLEST_BLOCK:
+    if max(means) >= _SMALLEST_PART:
         return []
     exact, longer = ([-(-mean * n // 8) * 4 for mean in means] for n in (2, 3))
     return [(exact[0], exact[1]), (longer[0], longer[1])]

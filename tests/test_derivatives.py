@@ -32,6 +32,7 @@ def _small_blocks(monkeypatch):
     """Several tiles, the last ones of which overlap the ones before them."""
     monkeypatch.setattr(_blockwise, "_LARGEST_BLOCK", 16)
     monkeypatch.setattr(_blockwise, "_SMALLEST_BLOCK", 16)
+    monkeypatch.setattr(_blockwise, "_SMALLEST_PART", 16)
 
 
 @pytest.fixture(params=["xla", pytest.param("cuda", marks=pytest.mark.gpu)])
