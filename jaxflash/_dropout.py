@@ -50,7 +50,7 @@ def permute(x0, x1):
 
     Seven rounds of a product and of a byte permutation: the one carries differences to all bits
     above, the other back to the low ones. It stands where Philox2x32-7 or Threefry2x32-13 would
-    (Salmon et al. 2011), which take a GPU longer. docs/dropout.md says which tests it passes.
+    (Salmon et al. 2011), which take a GPU longer. docs/experiments.md has the tests it passes.
 
     Args:
         x0, x1: uint32, which broadcast against each other.
