@@ -19,7 +19,7 @@
 #include "sm90/softmax.cuh"
 #include "sm90/store_rows.cuh"
 #include "sm90/tangent_traits.h"
-#include "sm90/unseen_keys.cuh"
+#include "sm90/unseen_rows.cuh"
 
 namespace jaxflash::sm90 {
 
@@ -115,7 +115,7 @@ struct TangentLoader {
   __device__ __forceinline__ static void load_all(const TangentArgs& args, SharedMemory& smem,
                                                   const Work& work, int i) {
     const int lane = threadIdx.x % 32;
-    SeenKeys<kPieceKeys> seen(work.mask.seen_keys());
+    const SeenRows<NoneHidden> seen{work.mask.seen_keys(), {}};
     Ring<Tile::kStages> ring;
     uint32_t landed_phase = 0;
     if (lane == 0 && work.tiles.begin < work.tiles.end) load_q(args, smem, work, i);
@@ -136,7 +136,7 @@ struct TangentLoader {
         uint8_t* const stage = smem.stages[ring.stage][i];
         Barrier& full = smem.full[ring.stage];
         // See ForwardProducers::load_v.
-        const bool cut = seen.is_cut(first_key, args.problem.kv_len);
+        const bool cut = seen.cut(first_key, kPieceKeys, args.problem.kv_len);
         smem.empty[ring.stage].wait(ring.phase ^ 1);
         if (lane == 0) {
           load<kPieceKeys, Traits::kValuePanels>(args.v[i], stage, cut ? smem.v_landed[i] : full,
@@ -144,9 +144,11 @@ struct TangentLoader {
         }
         __syncwarp();
         if (!cut) continue;
+        const UnseenRows<kPieceKeys, Traits::kPanelRowBytes> unseen(first_key, args.problem.kv_len,
+                                                                    seen);
         smem.v_landed[i].wait(landed_phase);
         landed_phase ^= 1;
-        clear_unseen_keys<kPieceKeys, Traits::kPieceBytes>(stage, seen, lane);
+        unseen.template clear<Traits::kValuePanels>(stage);
         fence_proxy_async();
         __syncwarp();
         if (lane == 0) full.arrive();

@@ -3,6 +3,7 @@
 
 #include "common/memory_order.cuh"
 #include "sm90/backward_traits.cuh"
+#include "sm90/unseen_rows.cuh"
 
 namespace jaxflash::sm90 {
 
@@ -30,9 +31,8 @@ struct BackwardProducers {
     const TensorMap* map;
     int inner, outer;  // coordinates of the batch axes
     int length;        // of the array along the sequence
-    Interval valid;    // the part of it that takes part
-    Hidden hidden;     // what does not of that
-    int column = 0;    // the first
+    SeenRows<Hidden> seen;
+    int column = 0;  // the first
   };
 
   // Of query rows.
@@ -43,8 +43,7 @@ struct BackwardProducers {
             inner_batch(args, block.batch) * step[0],
             outer_batch(args, block.batch) * step[1],
             args.problem.q_len,
-            block.rows,
-            hidden};
+            {block.rows, hidden}};
   }
 
   // Loads a tile of kTileRows positions of a head and, with kVector, a float of `vector` for each.
@@ -62,9 +61,7 @@ struct BackwardProducers {
     constexpr int kPanelBytes = kTileRows * Traits::kPanelRowBytes;
     constexpr int kVectorBytes = kVector ? kTileRows * 4 : 0;
     const int lane = threadIdx.x % 32;
-    const bool cut = first < from.valid.begin ||
-                     min(first + kTileRows, from.length) > from.valid.end ||
-                     from.hidden.meet({first, first + kTileRows});
+    const bool cut = from.seen.cut(first, kTileRows, from.length);
     const uint32_t barrier = cut ? landed.address() : full.address();
     if (lane == 0) {
       mbarrier_arrive_expect_tx(barrier, kPanels * kPanelBytes + kVectorBytes);
@@ -88,21 +85,10 @@ struct BackwardProducers {
     }
     __syncwarp();
     if (!cut) return;
-    while (!mbarrier_try_wait_parity(barrier, landed_phase)) {
-    }
+    const UnseenRows<kTileRows, Traits::kPanelRowBytes> unseen(first, from.length, from.seen);
+    landed.wait(landed_phase);
     landed_phase ^= 1;
-    // Swizzling moves 16-byte pieces inside a row of a panel only.
-    constexpr int kPieces = Traits::kPanelRowBytes / 16;
-#pragma unroll 1
-    for (int row = 0; row < kTileRows; ++row) {
-      const bool is_valid = first + row >= from.valid.begin && first + row < from.valid.end;
-      if (is_valid && !from.hidden.hold(first + row)) continue;
-#pragma unroll 1
-      for (int piece = lane; piece < kPanels * kPieces; piece += 32) {
-        store_shared_zero(shared_address(target) + piece / kPieces * kPanelBytes +
-                          row * Traits::kPanelRowBytes + piece % kPieces * 16);
-      }
-    }
+    unseen.template clear<kPanels>(target);
     fence_proxy_async();
     __syncwarp();
     if (lane == 0) full.arrive();
@@ -182,16 +168,16 @@ struct BackwardProducers {
   // Where a tile's k, v, dk and dv lie: this block's part.
   struct Keys {
     int first_key, kv_head, inner, outer;
-    Interval seen;  // by any row
-    Hidden hidden;  // of these
+    SeenRows<Hidden> seen;
   };
 
   __device__ __forceinline__ static Keys keys_at(const BackwardArgs& args, uint32_t position) {
     const Block block(args.problem, args.order.at(position));
-    return {
-        Traits::first_key(block),       block.kv_head,
-        inner_batch(args, block.batch), outer_batch(args, block.batch),
-        block.mask.seen_keys(),         block.mask.hidden_keys(block.mask.hull_of_hidden_keys())};
+    return {Traits::first_key(block),
+            block.kv_head,
+            inner_batch(args, block.batch),
+            outer_batch(args, block.batch),
+            {block.mask.seen_keys(), block.mask.hidden_keys(block.mask.hull_of_hidden_keys())}};
   }
 
   template <int kPanels>
@@ -199,10 +185,9 @@ struct BackwardProducers {
                                                    const int32_t (&step)[2], const Keys& keys,
                                                    const uint8_t* target, Barrier& full,
                                                    Barrier& landed, uint32_t& landed_phase) {
-    load_tile<kKeys, kPanels, false>({&map, keys.inner * step[0], keys.outer * step[1],
-                                      args.problem.kv_len, keys.seen, keys.hidden},
-                                     keys.first_key, keys.kv_head, target, nullptr, nullptr, full,
-                                     landed, landed_phase);
+    load_tile<kKeys, kPanels, false>(
+        {&map, keys.inner * step[0], keys.outer * step[1], args.problem.kv_len, keys.seen},
+        keys.first_key, keys.kv_head, target, nullptr, nullptr, full, landed, landed_phase);
   }
   __device__ __forceinline__ static void load_k(const BackwardArgs& args, SharedMemory& smem,
                                                 const Keys& keys, int stage,
@@ -224,7 +209,7 @@ struct BackwardProducers {
     const int column = cluster_rank() * Traits::kDqPanels * 64;
     load_tile<kKeys, Traits::kDqPanels, false>(
         {&args.k, keys.inner * args.k_batch_step[0], keys.outer * args.k_batch_step[1],
-         args.problem.kv_len, keys.seen, keys.hidden, column},
+         args.problem.kv_len, keys.seen, column},
         peer_key, keys.kv_head, smem.peer_k, nullptr, nullptr, smem.peer_k_full, smem.keys_landed,
         landed_phase);
   }

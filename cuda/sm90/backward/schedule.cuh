@@ -188,7 +188,7 @@ class TicketReader {
   // Of the barriers that complete once a tile, for the tile of the last ticket.
   __device__ __forceinline__ uint32_t parity() const { return (count_ - 1) % 2; }
 
- private:
+ protected:
   uint32_t count_ = 0;
 };
 
@@ -198,13 +198,15 @@ class TicketReader {
 // the way to the counter. A block only ever waits for tiles of earlier tickets, and those belong to
 // blocks that have already started. Without a counter the positions are dealt out in rounds.
 template <int kBlocks>
-class TicketDrawer {
+class TicketDrawer : TicketReader<kBlocks> {
+  using Reader = TicketReader<kBlocks>;  // where another block draws
+  using Reader::count_;
   static constexpr int kSlots = TicketBox<kBlocks>::kSlots;
 
  public:
   // All lanes of the warp.
   __device__ __forceinline__ uint32_t next(TicketBox<kBlocks>& box, uint32_t* counter) {
-    if (kBlocks > 1 && cluster_rank() != 0) return reader_.next(box);
+    if (kBlocks > 1 && cluster_rank() != 0) return Reader::next(box);
     const uint32_t slot = count_ % kSlots;
     box.empty[slot].wait(count_ / kSlots % 2 ^ 1);
     uint32_t position = blockIdx.x / kBlocks + count_ * (gridDim.x / kBlocks);
@@ -217,10 +219,6 @@ class TicketDrawer {
     ++count_;
     return position;
   }
-
- private:
-  uint32_t count_ = 0;
-  TicketReader<kBlocks> reader_;  // where another block draws
 };
 
 }  // namespace jaxflash::sm90

@@ -7,7 +7,7 @@
 #include "sm90/forward/key_terms.cuh"
 #include "sm90/forward/start_source.cuh"
 #include "sm90/forward_traits.cuh"
-#include "sm90/unseen_keys.cuh"
+#include "sm90/unseen_rows.cuh"
 
 namespace jaxflash::sm90 {
 
@@ -189,15 +189,15 @@ struct ForwardProducers {
     for (uint32_t count = 0;; ++count) {
       const Plan& plan = smem.plans.receive(count);
       if (!plan.exists) return;
-      SeenKeys<kKeys, typename Mask::Hidden> seen(plan.seen,
-                                                  plan.mask.hidden_keys(plan.hidden_hull));
+      const SeenRows<typename Mask::Hidden> seen{plan.seen,
+                                                 plan.mask.hidden_keys(plan.hidden_hull)};
       const auto tiles = plan.tiles;
       Keys keys(args, plan, args.v_batch_step);
       smem.plans.release(count);
       for (int tile = tiles.end - 1; tile >= tiles.begin;
            tile = tiles.before(tile), ring.advance()) {
         const int first_key = tile * kKeys;
-        const bool cut = seen.is_cut(first_key, args.problem.kv_len);
+        const bool cut = seen.cut(first_key, kKeys, args.problem.kv_len);
         Barrier& landed = cut ? smem.v_landed : smem.v_full[ring.stage];
         smem.v_empty[ring.stage].wait(ring.phase ^ 1);
         const uint8_t* target = smem.v[ring.stage];
@@ -208,9 +208,11 @@ struct ForwardProducers {
         // No lane may fall a whole round of the ring behind: it would misread the parity.
         __syncwarp();
         if (!cut) continue;
+        const UnseenRows<kKeys, Traits::kPanelRowBytes> unseen(first_key, args.problem.kv_len,
+                                                               seen);
         landed.wait(landed_phase);
         landed_phase ^= 1;
-        clear_unseen_keys<kKeys, Traits::kVBytes, Traits::kPanelRowBytes>(target, seen, lane);
+        unseen.template clear<Traits::kValuePanels>(target);
         fence_proxy_async();
         __syncwarp();
         if (lane == 0) smem.v_full[ring.stage].arrive();
