@@ -169,6 +169,7 @@ struct BackwardProducers {
   struct Keys {
     int first_key, kv_head, inner, outer;
     SeenRows<Hidden> seen;
+    bool has_rows;  // that see some of the tile
   };
 
   __device__ __forceinline__ static Keys keys_at(const BackwardArgs& args, uint32_t position) {
@@ -177,7 +178,8 @@ struct BackwardProducers {
             block.kv_head,
             inner_batch(args, block.batch),
             outer_batch(args, block.batch),
-            {block.mask.seen_keys(), block.mask.hidden_keys(block.mask.hull_of_hidden_keys())}};
+            {block.mask.seen_keys(), block.mask.hidden_keys(block.mask.hull_of_hidden_keys())},
+            block.steps() > 0};
   }
 
   template <int kPanels>
@@ -240,7 +242,7 @@ struct BackwardProducers {
   }
 
   // Loads k and v, and stores dk and dv. The last step of a tile is through with v before it is
-  // through with k; both are loaded as soon as there is room.
+  // through with k; both are loaded as soon as there is room. Of a tile without rows neither is.
   __device__ __forceinline__ static void move_keys(const BackwardArgs& args, SharedMemory& smem) {
     const bool first_lane = threadIdx.x % 32 == 0;
     Ring<Tile::kKeyStages> ring;
@@ -248,23 +250,25 @@ struct BackwardProducers {
     Reader reader;
     uint32_t position = reader.next(smem.tickets);
     if (position >= args.order.tiles()) return;
+    const auto load = [&](const Keys& keys) {
+      if (!keys.has_rows) return;
+      smem.v_empty[ring.stage].wait(ring.phase ^ 1);
+      load_v(args, smem, keys, ring.stage, landed_phase);
+      smem.k_empty[ring.stage].wait(ring.phase ^ 1);
+      load_k(args, smem, keys, ring.stage, landed_phase);
+      ring.advance();
+    };
     Keys stored = keys_at(args, position);
-    load_k(args, smem, stored, ring.stage, landed_phase);
-    load_v(args, smem, stored, ring.stage, landed_phase);
-    ring.advance();
+    load(stored);
     for (uint32_t dkv_phase = 0;; dkv_phase ^= 1) {
       position = reader.next(smem.tickets);
       const bool more = position < args.order.tiles();
       Keys loaded = stored;
       if (more) {
         loaded = keys_at(args, position);
-        if (Tile::kKeyStages == 1 && first_lane) prefetch_keys(args, loaded);
+        if (Tile::kKeyStages == 1 && first_lane && loaded.has_rows) prefetch_keys(args, loaded);
         __syncwarp();
-        smem.v_empty[ring.stage].wait(ring.phase ^ 1);
-        load_v(args, smem, loaded, ring.stage, landed_phase);
-        smem.k_empty[ring.stage].wait(ring.phase ^ 1);
-        load_k(args, smem, loaded, ring.stage, landed_phase);
-        ring.advance();
+        load(loaded);
       }
       smem.dkv_full.wait(dkv_phase);
       if (first_lane) {

@@ -140,11 +140,13 @@ struct SingleConsumers {
         if (head == 0 && row == block.first_row) smem.dkv_empty.wait(reader.parity() ^ 1);
       };
 
-      smem.k_full[keys.stage].wait(keys.phase);
-      smem.v_full[keys.stage].wait(keys.phase);
       HeldOperand<Tile::kHeldSteps> held_k;
-      held_k.template load<Tile::kHeadDim, Traits::kKeyPanelBytes>(
-          shared_address(smem.k[keys.stage]) + group_bytes);
+      if (block.steps() > 0) {
+        smem.k_full[keys.stage].wait(keys.phase);
+        smem.v_full[keys.stage].wait(keys.phase);
+        held_k.template load<Tile::kHeadDim, Traits::kKeyPanelBytes>(
+            shared_address(smem.k[keys.stage]) + group_bytes);
+      }
       float dp[kRows / 2];  // between two steps what the next scores start from
       const auto prepare = [&](int row, int head) {
         if (row == block.first_row) score.begin_head(args, block, head, own_key);
@@ -256,11 +258,7 @@ struct SingleConsumers {
       hold(dk);
       hold(dv);
       key_sums.end_tile(args, block, own_key);
-      if (block.steps() == 0) {
-        arrive_warp(smem.v_empty[keys.stage]);
-        arrive_warp(smem.k_empty[keys.stage]);
-      }
-      keys.advance();
+      if (block.steps() > 0) keys.advance();
       bool seen[2];
       find_seen(seen, block.mask, own_key);
       // dv replaces ds once both warpgroups are through with it (and dv of the tile before has
