@@ -352,12 +352,12 @@ int sharing_program_kernels(const ProgramTraits& program,
 
 namespace detail {
 
-// Whether tiles of fewer rows are faster, because the units of a kv head fill them better.
+// Whether tiles of fewer rows are faster, because the units of a kv head fill them better. `cost`:
+// of a row, in percent.
 template <class Choice, class... Tiles>
-bool takes_fewer_rows(ProgramTiles<Tiles...>, int64_t units) {
+bool takes_fewer_rows(ProgramTiles<Tiles...>, int64_t units, int cost) {
   return Choice::kFewerWarpGroups > 0 &&
-         fill_better(units, Choice::kFewerWarpGroups, Choice::kFewerCost,
-                     std::max({Tiles::kWarpGroups...}));
+         fill_better(units, Choice::kFewerWarpGroups, cost, std::max({Tiles::kWarpGroups...}));
 }
 
 // Whether rows of a mask of ranges see few keys: of packed sequences, not causal, those of 1024
@@ -383,11 +383,14 @@ int forward_program_kernels(const ProgramTraits& program,
   using Choice = ForwardProgramTiles<kHeadDim, kValueDim>;
   const CallSizes& sizes = program.sizes;
   const int64_t units = query_units(sizes.q_len, sizes.q_heads, sizes.kv_heads);
-  const bool fewer_rows = detail::takes_fewer_rows<Choice>(typename Choice::Tiles{}, units);
   for_each_tile(typename Choice::Tiles{}, [&](int number, auto tile) {
     using Tile = decltype(tile);
     if constexpr (Tile::kKeyTerms && kMath != Math::kBFloat16) return;
-    if (fewer_rows && Tile::kWarpGroups > Choice::kFewerWarpGroups) return;
+    constexpr int kCost = Tile::kLoadsStarts ? Choice::kFewerStartsCost : Choice::kFewerCost;
+    if (Tile::kWarpGroups > Choice::kFewerWarpGroups &&
+        detail::takes_fewer_rows<Choice>(typename Choice::Tiles{}, units, kCost)) {
+      return;
+    }
     if (program.head_dim > Tile::kHeadDim) return;
     if (!Choice::template suits<Tile>(sizes, units, program.one_sided)) return;
     if constexpr (Tile::kLoadsStarts) {

@@ -203,9 +203,10 @@ struct ForwardTileFor<256, 256> {
 // few keys, which begin anywhere: 8 documents of 512 take 0.128 ms with two warpgroups at head size
 // 128, 0.173 with three. With a causal band 0.148 and 0.126: kWithSlope for those.
 // kFewerWarpGroups: of the tiles for heads whose rows fill them better, and kFewerCost what a row
-// then costs, in percent of what it costs with the others; 0: there are none. suits(): whether a
-// tile is for calls of such sizes, whose queries of a kv head fill so many units, and whose band
-// may limit one side alone. Tiles for smaller heads than the list's are for those alone.
+// then costs, in percent of what it costs with the others (kFewerStartsCost: where tiles of starts
+// are loaded); 0: there are none. suits(): whether a tile is for calls of such sizes, whose queries
+// of a kv head fill so many units, and whose band may limit one side alone. Tiles for smaller heads
+// than the list's are for those alone.
 template <int kHeadDim, int kValueDim>
 struct ForwardProgramTiles;
 
@@ -251,6 +252,7 @@ struct ForwardProgramTiles<64, 64> {
   static constexpr int kWithRanges = 7;
   static constexpr int kFewerWarpGroups = 3;
   static constexpr int kFewerCost = 115;
+  static constexpr int kFewerStartsCost = 115;
   template <class Tile>
   static constexpr bool suits(const CallSizes& sizes, int64_t units, bool one_sided) {
     const int keys = sizes.kv_len;
@@ -283,13 +285,17 @@ struct ForwardProgramTiles<96, 96> : TilesForAllSizes {
   static constexpr int kWithRanges = 4;
   static constexpr int kFewerWarpGroups = 2;
   static constexpr int kFewerCost = 108;
+  static constexpr int kFewerStartsCost = 108;
 };
 
 // Of 256 rows two tiles of two warpgroups are full: 128 sequences take 0.181 ms with a soft cap
 // against 0.244, 0.220 with dropout against 0.361, 0.201 with a bias against 0.260. Of 384 rows two
-// of three, which are 5 to 10 % faster.
+// of three, which are 5 to 10 % faster. Of 512 and 1024 rows three are faster, too, where four of
+// two are full: 32 sequences of 512 take 0.144 ms with a padding mask against 0.157, 16 of 1024
+// 0.184 against 0.202, 0.264 with a soft cap against 0.284; not with a bias (0.171 and 0.167), nor
+// with a causal array (0.175 and 0.168), which nobody knows beforehand.
 template <>
-struct ForwardProgramTiles<128, 128> : TilesForAllSizes {
+struct ForwardProgramTiles<128, 128> {
   using Tiles = ProgramTiles<
       ForwardTile<128, 128, 3, 64, 2, 2, Overlap::kNone, Output::kStaged, true, false, true>,
       ForwardTile<128, 128, 2, 128, 2, 1, Overlap::kValues, Output::kDirect, false, false, true>,
@@ -302,7 +308,13 @@ struct ForwardProgramTiles<128, 128> : TilesForAllSizes {
   static constexpr int kWithSlope = 6;
   static constexpr int kWithRanges = 7;
   static constexpr int kFewerWarpGroups = 2;
-  static constexpr int kFewerCost = 108;
+  static constexpr int kFewerCost = 113;
+  static constexpr int kFewerStartsCost = 108;
+  // As without a program: no ragged tile of keys where there are few.
+  template <class Tile>
+  static constexpr bool suits(const CallSizes& sizes, int64_t /*units*/, bool /*one_sided*/) {
+    return Tile::kKeys != 80 || sizes.kv_len <= 80 || sizes.kv_len > 1024;
+  }
 };
 
 template <>
@@ -316,6 +328,7 @@ struct ForwardProgramTiles<192, 128> : TilesForAllSizes {
   static constexpr int kWithRanges = 2;
   static constexpr int kFewerWarpGroups = 0;
   static constexpr int kFewerCost = 100;
+  static constexpr int kFewerStartsCost = 100;
 };
 
 template <>
@@ -329,6 +342,7 @@ struct ForwardProgramTiles<192, 192> : TilesForAllSizes {
   static constexpr int kWithRanges = 2;
   static constexpr int kFewerWarpGroups = 0;
   static constexpr int kFewerCost = 100;
+  static constexpr int kFewerStartsCost = 100;
 };
 
 template <>
@@ -342,6 +356,7 @@ struct ForwardProgramTiles<256, 256> : TilesForAllSizes {
   static constexpr int kWithRanges = 2;
   static constexpr int kFewerWarpGroups = 0;
   static constexpr int kFewerCost = 100;
+  static constexpr int kFewerStartsCost = 100;
 };
 
 // --- tangent ------------------------------------------------------------------------------------
