@@ -22,7 +22,7 @@ Status launch_work(Kernel<Params> kernel, int64_t blocks, int threads, const Par
 template <class Params>
 Status make_intervals(const Params& params, cudaStream_t stream) {
   constexpr int kWarps = kMaskIntervalsThreads / 32;
-  const int64_t blocks = blocks_of(params.rows) + int64_t{blocks_of(params.keys)};
+  const int64_t blocks = blocks_of(params.q_len) + int64_t{blocks_of(params.kv_len)};
   return launch_work(Kernel<Params>(mask_intervals_kernel<Params>),
                      (params.count * blocks + kWarps - 1) / kWarps, kMaskIntervalsThreads, params,
                      stream);

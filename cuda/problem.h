@@ -259,15 +259,19 @@ struct MaskBlock {
 };
 
 // Intervals made of what blocks of kRangeBlock rows and keys of masks show: (begin, end) of whole
-// blocks; no rows or keys are one of (0, 0).
+// blocks; no rows or keys are one of (0, 0). A mask of one row is that of all rows of a call, and
+// so is one of one key.
 struct MaskIntervals {
   int64_t count;  // of masks
-  int32_t rows;
+  int32_t rows;   // of a mask
   int32_t keys;
-  int32_t* keys_of_row;  // (count, rows, 2), the hull of what each sees
-  int32_t* rows_of_key;  // (count, keys, 2)
+  int32_t q_len;  // of the call
+  int32_t kv_len;
+  int32_t* keys_of_row;  // (count, q_len, 2), the hull of what each sees
+  int32_t* rows_of_key;  // (count, kv_len, 2)
   // Of blocks of rows the longest interval of keys that all of them see, and the longest gap in the
-  // hull, or all where they see nothing: (count, ceil(rows / kRangeBlock), 2, 2). Likewise of keys.
+  // hull, or all where they see nothing: (count, ceil(q_len / kRangeBlock), 2, 2). Likewise of
+  // keys.
   int32_t* keys_inside;
   int32_t* rows_inside;
 };

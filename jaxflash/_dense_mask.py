@@ -25,14 +25,14 @@ _SHARERS = 4  # threads that have the keys of a row
 
 
 class DenseMask(NamedTuple):
-    """What a pass reads of a mask (*#B, #N, #T, #S).
+    """What a pass reads of a mask (*#B, #N, #T, #S) in a call of T queries and S keys.
 
     Attributes:
         elements: (*#B, *those of `own_type`): words along the packed axis, bits behind an end
             False; bools where no axis is packed.
         shown: what is visible.
-        sees: which rows see a key, (*#B, #N, #T).
-        is_seen: which keys a row of some head sees, (*#B, #S).
+        sees: which rows see a key, (*#B, #N, T).
+        is_seen: which keys a row of some head sees, (*#B, S).
     """
 
     elements: Any

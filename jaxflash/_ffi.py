@@ -502,16 +502,18 @@ class BatchCall:
 _INTERVAL_AXES = (("row", "pair"), ("key", "pair"), ("rowblock", "four"), ("keyblock", "four"))
 
 
-def _intervals(rows, keys):
-    shapes = (rows, 2), (keys, 2), (_range_blocks(rows), 4), (_range_blocks(keys), 4)
+def _intervals(q_len, kv_len):
+    shapes = (q_len, 2), (kv_len, 2), (_range_blocks(q_len), 4), (_range_blocks(kv_len), 4)
     return [(own, jnp.int32) for own in shapes]
 
 
 @dataclasses.dataclass(frozen=True)
 class ReadMask(BatchCall):
-    """Of a mask (*B, rows, keys) words along the keys or the rows, and intervals: see
-    DenseMaskParams in cuda/problem.h."""
+    """Of a mask (*B, rows, keys) words along the keys or the rows, and intervals in a call of such
+    lengths: see DenseMaskParams in cuda/problem.h."""
 
+    q_len: Any
+    kv_len: Any
     packs_keys: bool
     operand_axes = (("row", "key"),)
 
@@ -526,7 +528,7 @@ class ReadMask(BatchCall):
         return self._call(
             DENSE_MASK_TARGET,
             operands,
-            [(words, jnp.uint32), *_intervals(rows, keys)],
+            [(words, jnp.uint32), *_intervals(self.q_len, self.kv_len)],
             _range_blocks(rows) * _range_blocks(keys) * _MASK_BLOCK_BYTES,
             packs_keys=np.bool_(self.packs_keys),
         )
@@ -534,14 +536,16 @@ class ReadMask(BatchCall):
 
 @dataclasses.dataclass(frozen=True)
 class ReadMaskBlocks(BatchCall):
-    """Of what blocks of a mask show intervals: see MaskBlocksParams in cuda/problem.h."""
+    """Of what blocks of a mask show intervals in a call of such lengths: see MaskBlocksParams in
+    cuda/problem.h."""
 
+    q_len: Any
+    kv_len: Any
     operand_axes = (("rowblock", "keyblock"), ("rowblock", "keyblock"), ("row",), ("key",))
     result_axes = _INTERVAL_AXES
 
     def call(self, *operands):
-        rows, keys = (x.shape[-1] for x in operands[2:])
-        return self._call(MASK_BLOCKS_TARGET, operands, _intervals(rows, keys))
+        return self._call(MASK_BLOCKS_TARGET, operands, _intervals(self.q_len, self.kv_len))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxflash import _dense_mask, _ffi, _kernel_program, _pages, _partition, _plan, _ranges
 from jaxflash._dense_mask import DenseMask, Pass
 from jaxflash._kernel_program import KernelGradients, KernelProgram
-from jaxflash._ranges import BLOCK, Shown
+from jaxflash._ranges import Shown
 from jaxflash._spec import AttentionSpec, Operands, PagedOperands
 
 
@@ -131,44 +131,20 @@ def tangent(
 def read_mask(mask, pass_: Pass, q_len, kv_len) -> DenseMask:
     """What a pass reads of a mask for calls of such lengths."""
     packed = _dense_mask.packed_axis(mask, pass_)
-    read = _partition.over_batch(_ffi.ReadMask(packs_keys=pass_ == "forward"))
+    read = _partition.over_batch(_ffi.ReadMask(q_len, kv_len, packs_keys=pass_ == "forward"))
     words, *intervals = read(mask)
-    own_intervals = Shown(*intervals)
-    rows, keys = mask.shape[-2:]
-    shown = _of_call(own_intervals, rows, keys, q_len, kv_len)
+    shown = Shown(*intervals)
     own = _dense_mask.own_type(mask, pass_)
     elements = (mask if packed is None else words).reshape(*mask.shape[:-3], *own.shape)
-    sees = own_intervals.keys_of_row[..., 1] > 0
-    is_seen = jnp.any(own_intervals.rows_of_key[..., 1] > 0, axis=-2)
+    sees = shown.keys_of_row[..., 1] > 0
+    is_seen = jnp.any(shown.rows_of_key[..., 1] > 0, axis=-2)
     return DenseMask(elements, shown, sees, is_seen)
 
 
 def of_blocks(whole, empty, row_sees, key_is_seen, *, q_len, kv_len) -> Shown:
     """As `_ranges.of_blocks`."""
-    read = _partition.over_batch(_ffi.ReadMaskBlocks())
-    shown = Shown(*read(whole, empty, row_sees, key_is_seen))
-    return _of_call(shown, row_sees.shape[-1], key_is_seen.shape[-1], q_len, kv_len)
-
-
-def _of_call(shown: Shown, rows, keys, q_len, kv_len) -> Shown:
-    """What a mask of `rows` and `keys`, each of which may be one for all, shows in a call."""
-    return Shown(
-        _of_all(shown.keys_of_row, rows, q_len, q_len, keys, kv_len),
-        _of_all(shown.rows_of_key, keys, kv_len, kv_len, rows, q_len),
-        _of_all(shown.keys_inside, rows, q_len, -(-q_len // BLOCK), keys, kv_len),
-        _of_all(shown.rows_inside, keys, kv_len, -(-kv_len // BLOCK), rows, q_len),
-    )
-
-
-def _of_all(intervals, size, length, count, other_size, other_length):
-    """Intervals of `count` rows or blocks in a call, given those of a mask, an axis of which may
-    have an element for all."""
-    if other_size != other_length:
-        intervals = intervals * other_length
-    if size != length:
-        *lead, _, pairs = intervals.shape
-        intervals = jnp.broadcast_to(intervals, (*lead, count, pairs))
-    return intervals
+    read = _partition.over_batch(_ffi.ReadMaskBlocks(q_len, kv_len))
+    return Shown(*read(whole, empty, row_sees, key_is_seen))
 
 
 def _read(operands: Operands, pass_: Pass) -> DenseMask | None:

@@ -87,24 +87,29 @@ __device__ __forceinline__ void for_each_run(uint32_t bits, const Of& of) {
   }
 }
 
-// What 64 rows see of the keys, or who sees 64 keys: a warp's work.
+// What 64 rows of a call see of its keys, or who sees 64 keys: a warp's work.
 template <class Params>
 __global__ void __launch_bounds__(kMaskIntervalsThreads)
     mask_intervals_kernel(const __grid_constant__ Params params) {
   const int lane = threadIdx.x % 32;
-  const int row_blocks = blocks_of(params.rows), key_blocks = blocks_of(params.keys);
+  const int of_call = blocks_of(params.q_len) + blocks_of(params.kv_len);
   const int64_t work = (int64_t{blockIdx.x} * kMaskIntervalsThreads + threadIdx.x) / 32;
-  const int64_t number = work / (row_blocks + key_blocks);
+  const int64_t number = work / of_call;
   if (number >= params.count) return;
-  int own = static_cast<int>(work % (row_blocks + key_blocks));
-  const bool of_rows = own < row_blocks;
-  if (!of_rows) own -= row_blocks;
-  const int others = of_rows ? key_blocks : row_blocks;
+  int own = static_cast<int>(work % of_call);
+  const bool of_rows = own < blocks_of(params.q_len);
+  if (!of_rows) own -= blocks_of(params.q_len);
+  const int length = of_rows ? params.q_len : params.kv_len;
+  const int other_length = of_rows ? params.kv_len : params.q_len;
+  // Of the mask, where one row or key may be that of all.
   const int own_size = of_rows ? params.rows : params.keys;
   const int other_size = of_rows ? params.keys : params.rows;
-  const MaskBlocks<Params> blocks(params, number, of_rows, own);
+  const int own_block = own_size == 1 ? 0 : own;
+  const int others = blocks_of(other_size);
+  const int row_blocks = blocks_of(params.rows), key_blocks = blocks_of(params.keys);
+  const MaskBlocks<Params> blocks(params, number, of_rows, own_block);
   const int64_t begin =
-      number * row_blocks * key_blocks + (of_rows ? int64_t{own} * key_blocks : own);
+      number * row_blocks * key_blocks + (of_rows ? int64_t{own_block} * key_blocks : own_block);
   const int step = of_rows ? 1 : key_blocks;
 
   uint32_t seeing[2] = {0, 0};
@@ -127,23 +132,24 @@ __global__ void __launch_bounds__(kMaskIntervalsThreads)
   seeing[0] = __reduce_or_sync(~0u, seeing[0]);
   seeing[1] = __reduce_or_sync(~0u, seeing[1]);
 
+  const int unit = other_size == 1 ? other_length : kRangeBlock;
   const auto elements = [&](Interval blocks) {
-    return make_int2(blocks.begin * kRangeBlock, min(blocks.end * kRangeBlock, other_size));
+    return make_int2(blocks.begin * unit, min(blocks.end * unit, other_length));
   };
   int32_t* intervals = of_rows ? params.keys_of_row : params.rows_of_key;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int element = own * kRangeBlock + 32 * i + lane;
-    if (element >= own_size) continue;
-    const bool sees = seeing[i] >> lane & 1;
-    reinterpret_cast<int2*>(intervals)[number * own_size + element] =
+    if (element >= length) continue;
+    const bool sees = own_size == 1 ? seeing[0] & 1 : seeing[i] >> lane & 1;
+    reinterpret_cast<int2*>(intervals)[number * length + element] =
         sees ? elements(hull) : make_int2(0, 0);
   }
   if (lane == 0) {
     // Rows that see nothing are no obstacle to a gap of those beside them.
     const Interval gap = hull.end > 0 ? gaps.longest : Interval{0, others};
     int2* inside = reinterpret_cast<int2*>(of_rows ? params.keys_inside : params.rows_inside);
-    inside += (number * (of_rows ? row_blocks : key_blocks) + own) * 2;
+    inside += (number * blocks_of(length) + own) * 2;
     inside[0] = elements(wholes.longest);
     inside[1] = elements(gap);
   }

@@ -12,15 +12,25 @@ namespace {
 
 using IntervalArray = ffi::Result<ffi::Buffer<ffi::S32>>;
 
-// What both make of masks (*B, rows, keys).
+// Whether a mask of so many rows or keys is one of a call: it may have one for all.
+bool fits(int64_t size, int64_t length) { return size == length || size == 1; }
+
+// What both make of masks (*B, rows, keys): intervals of a call's rows and keys.
 ffi::Error set_intervals(const Lead& lead, int64_t rows, int64_t keys, IntervalArray keys_of_row,
                          IntervalArray rows_of_key, IntervalArray keys_inside,
                          IntervalArray rows_inside, MaskIntervals* intervals) {
-  if (std::max(rows, keys) > kMaxLength) return invalid("a mask has at most 2^30 rows and keys");
-  const int64_t row_blocks = blocks_of(static_cast<int32_t>(rows));
-  const int64_t key_blocks = blocks_of(static_cast<int32_t>(keys));
-  if (!lead.has_shape(keys_of_row->dimensions(), {rows, 2}) ||
-      !lead.has_shape(rows_of_key->dimensions(), {keys, 2}) ||
+  const auto row_dims = keys_of_row->dimensions(), key_dims = rows_of_key->dimensions();
+  if (row_dims.size() < 2 || key_dims.size() < 2) return invalid("intervals are pairs");
+  const int64_t q_len = row_dims[row_dims.size() - 2], kv_len = key_dims[key_dims.size() - 2];
+  if (std::max(q_len, kv_len) > kMaxLength) {
+    return invalid("a mask has at most 2^30 rows and keys");
+  }
+  if (!fits(rows, q_len) || !fits(keys, kv_len)) {
+    return invalid("a mask has the rows and keys of the call, or one for all");
+  }
+  const int64_t row_blocks = blocks_of(static_cast<int32_t>(q_len));
+  const int64_t key_blocks = blocks_of(static_cast<int32_t>(kv_len));
+  if (!lead.has_shape(row_dims, {q_len, 2}) || !lead.has_shape(key_dims, {kv_len, 2}) ||
       !lead.has_shape(keys_inside->dimensions(), {row_blocks, 4}) ||
       !lead.has_shape(rows_inside->dimensions(), {key_blocks, 4})) {
     return invalid("the intervals of a mask have its leading axes");
@@ -28,6 +38,8 @@ ffi::Error set_intervals(const Lead& lead, int64_t rows, int64_t keys, IntervalA
   intervals->count = lead.count();
   intervals->rows = static_cast<int32_t>(rows);
   intervals->keys = static_cast<int32_t>(keys);
+  intervals->q_len = static_cast<int32_t>(q_len);
+  intervals->kv_len = static_cast<int32_t>(kv_len);
   intervals->keys_of_row = keys_of_row->typed_data();
   intervals->rows_of_key = rows_of_key->typed_data();
   intervals->keys_inside = keys_inside->typed_data();
