@@ -476,7 +476,7 @@ class Products:
 #   256 x 512      0.80, 1.76;  1.10, 1.41        512 x 1024     0.56, 2.15;  0.78, 2.26
 #   512 x 512      0.49, 1.81;  0.35, 1.50        1024 x 1024    1.09, 2.16;  1.00, 2.29
 #   jax.nn         2.98, 14.3;  2.37, 22.8
-_TILE_ELEMENTS = 1 << 21
+TILE_ELEMENTS = 1 << 21
 # Tiles of many heads are larger than that: the products of small ones take longer, and blocks that
 # overlap at the end are computed twice. Blocks of 128, then of 256, ms of forward and gradients:
 # (32, 197, 197, 12, 64) 119 and 289, 89 and 239; (8, 1024, 1024, 16, 64) 414 and 1458, 446 and
@@ -492,11 +492,11 @@ _FEW_SUMMED_KEYS = 256
 
 
 def tiling(spec: AttentionSpec, operands: Operands) -> tuple[Blocks, Blocks]:
-    """(rows, columns) as blocks: tiles of about `_TILE_ELEMENTS`, wide where rows are few."""
+    """(rows, columns) as blocks: tiles of about `TILE_ELEMENTS`, wide where rows are few."""
     q, kv_len = operands.query, operands.key.shape[-3]
     # A symbolic number (jax.export) counts as 1.
     heads = math.prod(n for n in (*q.shape[:-3], q.shape[-2]) if isinstance(n, int))
-    at_most = 1 << (max(math.isqrt(_TILE_ELEMENTS // heads).bit_length() - 1, 0))
+    at_most = 1 << (max(math.isqrt(TILE_ELEMENTS // heads).bit_length() - 1, 0))
     at_most = min(max(at_most, _SMALLEST_BLOCK), _LARGEST_BLOCK)
     if operands.query_segment_ids is not None:
         # Of a block that is longer than a sequence, most is another's: 64 sequences of 128 take 1.1
@@ -520,7 +520,7 @@ def tiling(spec: AttentionSpec, operands: Operands) -> tuple[Blocks, Blocks]:
         operands.mask,
     )
     if all(x is None for x in hiding) and isinstance(rows.size, int):
-        at_most = max(at_most, _TILE_ELEMENTS // (heads * rows.size))
+        at_most = max(at_most, TILE_ELEMENTS // (heads * rows.size))
     if isinstance(operands.key, Pages):
         return rows, operands.key.blocks(at_most)
     return rows, blocks(kv_len, at_most)

@@ -25,6 +25,7 @@ from jaxflash import (
     _blockwise,
     _kernel_program,
     _kernels,
+    _parts,
     _plan,
     _platform,
     _primitive,
@@ -102,10 +103,10 @@ def with_plan(spec: AttentionSpec, path: Path, operands: Operands) -> Operands:
 _OF_KERNELS = frozenset(("query", "key", "value"))
 
 
-def _forward(spec: AttentionSpec, path: Path, operands: Operands):
+def _forward(spec: AttentionSpec, path: Path, operands: Operands, in_parts: bool = False):
     @_mapped_together
     def blockwise(operands):
-        return _short.forward(spec, operands)
+        return (_parts if in_parts else _short).forward(spec, operands)
 
     def kernels(operands):
         return _kernels.forward(spec, _kernel_program.make(spec, operands, "forward"), operands)
@@ -122,11 +123,13 @@ def _backward(
     lse,
     dout,
     dlse,
+    in_parts: bool = False,
 ) -> Operands:
     """Gradients of the operands `wanted`, None for others; dlse may be None."""
 
     def blockwise(operands, out, lse, dout, dlse):
-        return _short.backward(spec, operands, out, lse, dout, dlse, frozenset(wanted))
+        way = _parts if in_parts else _short
+        return way.backward(spec, operands, out, lse, dout, dlse, frozenset(wanted))
 
     def kernels(operands, out, lse, dout, dlse):
         gradients = {}
@@ -163,12 +166,19 @@ def _backward(
 
 
 def _tangent(
-    spec: AttentionSpec, path: Path, operands: Operands, out, lse, tangents: dict[str, Any]
+    spec: AttentionSpec,
+    path: Path,
+    operands: Operands,
+    out,
+    lse,
+    tangents: dict[str, Any],
+    in_parts: bool = False,
 ):
     """(tangent of out, tangent of lse), of their dtypes, given those of operands by name."""
 
     def blockwise(operands, out, lse, tangents):
-        return _blockwise.tangent(spec, operands, out, lse, tangents)
+        way = _parts if in_parts else _blockwise
+        return way.tangent(spec, operands, out, lse, tangents)
 
     def kernels(operands, out, lse, tangents):
         terms = []
@@ -207,23 +217,42 @@ def _tangent(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Pass(_primitive.Op):
-    """A linear pass over a call whose (operands, out, lse) are its first arguments."""
+class _OfCall(_primitive.Op):
+    """A pass over a call whose operands are its first arguments."""
 
     spec: AttentionSpec
     path: Path
     given: tuple[str, ...]  # the operands of the call
-    moving: tuple[str, ...]  # those whose tangents or gradients the pass is about
+    in_parts: bool = dataclasses.field(default=False, kw_only=True)  # see `_parts`
 
     @property
     def partitioned(self):
         return self.path != "xla"
 
+    def on_one_cpu(self, types, calls=1):
+        divides = _parts.divides(self.spec, self._operands(types), calls)
+        return dataclasses.replace(self, in_parts=True) if divides else self
+
+    def mapped(self, in_axes, args):
+        if not self.in_parts:
+            return super().mapped(in_axes, args)
+        types = (_primitive.one_of(x, axis) for x, axis in zip(args, in_axes, strict=True))
+        return _parts.mapped(self.spec, self._operands(types), self, in_axes, args)
+
+    def _operands(self, args) -> Operands:
+        return Operands.of_named(dict(zip(self.given, args, strict=False)))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pass(_OfCall):
+    """A linear pass, whose arguments are (operands, out, lse) and what it is linear in."""
+
+    moving: tuple[str, ...]  # the operands whose tangents or gradients it is about
+
     def _split(self, args) -> tuple[tuple[Operands, Any, Any], Sequence]:
         """((operands, out, lse), what the pass is linear in)."""
-        operands = Operands.of_named(dict(zip(self.given, args, strict=False)))
         out, lse, *linear = args[len(self.given) :]
-        return (operands, out, lse), linear
+        return (self._operands(args), out, lse), linear
 
     def _linear(self, saved: Sequence, linear: Sequence) -> list:
         """The pass for other linear arguments, of which some may be None, that is zero."""
@@ -272,7 +301,9 @@ class _Tangent(_Pass):
     def __call__(self, *args):
         (operands, out, lse), tangents = self._split(args)
         tangents = dict(zip(self.moving, tangents, strict=True))
-        return list(_tangent(self.spec, self.path, operands, out, lse, tangents))
+        return list(
+            _tangent(self.spec, self.path, operands, out, lse, tangents, in_parts=self.in_parts)
+        )
 
     def _differentiable(self, saved, linear):
         tangents = dict(zip(self.moving, linear, strict=True))
@@ -296,7 +327,9 @@ class _Gradient(_Pass):
     def __call__(self, *args):
         (operands, out, lse), (dout, *dlse) = self._split(args)
         dlse = dlse[0] if dlse else None
-        gradients = _backward(self.spec, self.path, self.moving, operands, out, lse, dout, dlse)
+        gradients = _backward(
+            self.spec, self.path, self.moving, operands, out, lse, dout, dlse, self.in_parts
+        )
         gradients = gradients.named()
         return [gradients[name] for name in self.moving]
 
@@ -329,20 +362,11 @@ def _gradient(of: _Pass, saved, dout, dlse=None) -> list:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Forward(_primitive.Op):
+class _Forward(_OfCall):
     """(out, lse) of the operands `given`."""
 
-    spec: AttentionSpec
-    path: Path
-    given: tuple[str, ...]
-
-    @property
-    def partitioned(self):
-        return self.path != "xla"
-
     def __call__(self, *args):
-        operands = Operands.of_named(dict(zip(self.given, args, strict=True)))
-        return list(_forward(self.spec, self.path, operands))
+        return list(_forward(self.spec, self.path, self._operands(args), self.in_parts))
 
     def jvp(self, primals, results, tangents):
         moving = {
@@ -372,7 +396,7 @@ class _Forward(_primitive.Op):
         return results
 
     def _differentiable(self, primals):
-        return Operands.of_named(dict(zip(self.given, primals, strict=True))).differentiable()
+        return self._operands(primals).differentiable()
 
 
 def _tangents(forward: _Forward, args: Sequence, results: Sequence, moving: dict[str, Any]):

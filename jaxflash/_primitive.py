@@ -35,9 +35,18 @@ class Op:
     # Whether it lowers to something that is partitioned over devices by a rule of its own.
     partitioned = False
 
+    def on_one_cpu(self, types: Sequence, calls: int = 1) -> Op:
+        """The op for a program of one CPU device, where no axis has a sharding to keep: for
+        arguments of such types, when `jax.vmap` maps so many calls."""
+        return self
+
     def __call__(self, *args) -> list:
         """The results, in operations that JAX lowers."""
         raise NotImplementedError
+
+    def mapped(self, in_axes: tuple[int | None, ...], args: Sequence) -> list:
+        """What `jax.vmap` of the op gives, in such operations."""
+        return jax.vmap(self, in_axes)(*args)
 
     def jvp(self, primals: Sequence, results: Sequence, tangents: Sequence) -> list:
         """Tangents of all results; a tangent that is None is zero."""
@@ -65,8 +74,14 @@ class _Mapped(Op):
     def partitioned(self):
         return self.op.partitioned
 
+    def on_one_cpu(self, types, calls=1):
+        pairs = list(zip(types, self.in_axes, strict=True))
+        count = next(x.shape[axis] for x, axis in pairs if axis is not None)
+        op = self.op.on_one_cpu([one_of(x, axis) for x, axis in pairs], calls * count)
+        return self if op is self.op else dataclasses.replace(self, op=op)
+
     def __call__(self, *args):
-        return jax.vmap(self.op, self.in_axes)(*args)
+        return self.op.mapped(self.in_axes, args)
 
     def jvp(self, primals, results, tangents):
         moved = [i for i, tangent in enumerate(tangents) if tangent is not None]
@@ -98,6 +113,12 @@ class _Mapped(Op):
             x.sum(axis=0) if x is not None and axis is None else x
             for x, axis in zip(results, self.in_axes, strict=True)
         ]
+
+
+def one_of(mapped, axis: int | None):
+    """The type of what `jax.vmap` maps, given that of all."""
+    shape = [n for i, n in enumerate(mapped.shape) if axis is None or i != axis % mapped.ndim]
+    return jax.ShapeDtypeStruct(shape, mapped.dtype)
 
 
 def _placed(values: Sequence, places: Sequence[int], count: int) -> list[Any]:
@@ -147,6 +168,18 @@ def _batching_rule(args, axes, *, op: Op):
     return results, [0] * len(results)
 
 
+def _lowered(ctx, *args, op: Op):
+    op = op.on_one_cpu(ctx.avals_in) if _is_of_one_cpu(ctx) else op
+    return mlir.lower_fun(_traced_once(op), multiple_results=True)(ctx, *args)
+
+
+def _is_of_one_cpu(ctx) -> bool:
+    """Whether what is lowered is known to run on one CPU device, and on nothing else."""
+    platforms = ctx.platforms or ctx.module_context.platforms
+    devices = getattr(ctx.module_context.axis_context, "num_devices", None)
+    return tuple(platforms) == ("cpu",) and devices == 1
+
+
 @functools.cache
 def _primitive(partitioned: bool):
     from jax.extend.core import Primitive  # takes as long to import as the rest of the package
@@ -158,10 +191,7 @@ def _primitive(partitioned: bool):
     primitive.def_abstract_eval(
         lambda *types, op: list(jax.make_jaxpr(_traced_once(op))(*types).out_avals)
     )
-    mlir.register_lowering(
-        primitive,
-        mlir.lower_fun(lambda *args, op: _traced_once(op)(*args), multiple_results=True),
-    )
+    mlir.register_lowering(primitive, _lowered)
     ad.primitive_jvps[primitive] = _jvp_rule
     ad.primitive_transposes[primitive] = _transpose_rule
     batching.primitive_batchers[primitive] = _batching_rule

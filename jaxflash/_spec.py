@@ -110,6 +110,7 @@ class Operands(NamedTuple):
     # (*#B, #N, ceil(T / 64), 4), of keys that it shows to all of 64 rows, and to none; and of rows
     rows_inside: Any = None
     keys_inside: Any = None  # (*#B, #N, ceil(S / 64), 4)
+    first_element: Any = None  # () int32, number of the first batch element, of a part of a batch
     captures: tuple[Any, ...] = ()  # (*#B, *own shape) each
     mask_captures: tuple[Any, ...] = ()  # likewise, without a gradient
 

@@ -124,6 +124,7 @@ class Tiles:
         self._q_ids = self._per_row(operands.query_segment_ids)
         self._kv_ids = self._per_column(operands.key_segment_ids)
         self._seed = operands.dropout_seed
+        self._first_element = operands.first_element
 
         self._scores = None
         if spec.program is not None:
@@ -332,6 +333,8 @@ class Tiles:
         batch = self._iota(0, 1)
         for axis, extent in enumerate(self._batch):
             batch = batch * extent + self._iota(axis, extent)
+        if self._first_element is not None:
+            batch = batch + self._first_element
         head = self._iota(nb, self._kv_heads) * self._group + self._iota(nb + 1, self._group)
         return batch, head
 
