@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxflash import _blockwise, _short
 from jaxflash._spec import AttentionSpec, Operands
@@ -39,12 +40,12 @@ def forward(spec: AttentionSpec, operands: Operands):
     """What `_blockwise.forward` returns."""
 
     def of_part(block: Block):
-        return _short.forward(spec, _part(operands, block))
+        return _short.forward(spec, _part(operands, block)), ()
 
     parts = _parts(spec, operands)
     if parts is None:
         return _short.forward(spec, operands)
-    return _in_turn(parts, operands.query, of_part)
+    return _in_turn(parts, operands.query, of_part)[0]
 
 
 def backward(
@@ -52,25 +53,33 @@ def backward(
 ) -> Operands:
     """What `_blockwise.backward` returns."""
     parts = _parts(spec, operands)
-    of_parts: frozenset[str] = frozenset()
-    if parts is not None:
-        given = operands.named()
-        of_parts = frozenset(
-            name for name in wanted - {"sink"} if given[name].shape[0] == parts.length
-        )
-    # To the gradient of a capture that batch elements share, all of them add.
-    if parts is None or not of_parts or wanted - of_parts - {"sink"}:
+    if parts is None:
         return _short.backward(spec, operands, out, lse, dout, dlse, wanted)
+    given = operands.named()
+    in_parts = wanted - {"sink"}
+    # Captures that batch elements share: all parts add to their gradients, in float32, and none may
+    # have an element of another one.
+    shared = [name for name in in_parts if given[name].shape[0] != parts.length]
+    if shared:
+        size = next(n for n in range(parts.size, 0, -1) if parts.length % n == 0)
+        parts = blocks(parts.length, size, multiple=1)
+    dtype = _blockwise.compute_dtype(operands.query)
+    wide = operands.replacing({name: given[name].astype(dtype) for name in shared})
 
     def of_part(block: Block):
         out_here, lse_here, dout_here, dlse_here = (
             None if x is None else cut(x, block, 0) for x in (out, lse, dout, dlse)
         )
-        part = _part(operands, block)
-        gradients = _short.backward(spec, part, out_here, lse_here, dout_here, dlse_here, of_parts)
-        return gradients.named()
+        part = _part(wide, block)
+        gradients = _short.backward(spec, part, out_here, lse_here, dout_here, dlse_here, in_parts)
+        gradients = gradients.named()
+        sums = {name: gradients.pop(name) for name in shared}
+        return gradients, sums
 
-    gradients = _in_turn(parts, operands.query, of_part)
+    gradients = {}
+    if in_parts:
+        gradients, sums = _in_turn(parts, operands.query, of_part)
+        gradients |= {name: x.astype(given[name].dtype) for name, x in sums.items()}
     if "sink" in wanted:
         gradients["sink"] = _blockwise.sink_gradient(operands, out, lse, dout, dlse)
     return operands.holding(gradients)
@@ -82,12 +91,12 @@ def tangent(spec: AttentionSpec, operands: Operands, out, lse, tangents: dict[st
     def of_part(block: Block):
         out_here, lse_here = (cut(x, block, 0) for x in (out, lse))
         moved = {name: _cut(name, x, block) for name, x in tangents.items()}
-        return _blockwise.tangent(spec, _part(operands, block), out_here, lse_here, moved)
+        return _blockwise.tangent(spec, _part(operands, block), out_here, lse_here, moved), ()
 
     parts = _parts(spec, operands)
     if parts is None:
         return _blockwise.tangent(spec, operands, out, lse, tangents)
-    return _in_turn(parts, operands.query, of_part)
+    return _in_turn(parts, operands.query, of_part)[0]
 
 
 def mapped(
@@ -113,9 +122,9 @@ def mapped(
                 x if axis is None else cut_along(x, axis=axis)
                 for x, axis in zip(args, in_axes, strict=True)
             )
-        )
+        ), ()
 
-    return _in_turn(parts, args[0], of_part)
+    return _in_turn(parts, args[0], of_part)[0]
 
 
 def divides(spec: AttentionSpec, operands: Operands, calls: int) -> bool:
@@ -178,16 +187,19 @@ def _part(operands: Operands, block: Block) -> Operands:
     return operands.replacing(part)._replace(first_element=first)
 
 
-def _in_turn(parts: Blocks, like, of_part: Callable[[Block], Any]):
-    """The results of all parts, along their first axes."""
-    count = parts.length
+def _in_turn(parts: Blocks, like, of_part: Callable[[Block], tuple[Any, Any]]) -> tuple[Any, Any]:
+    """Of two pytrees of each part: the first ones along their first axes, the others added up."""
 
-    def body(i, results):
-        block = parts[i]
-        return jax.tree.map(lambda x, of: put(x, block, 0, of), results, of_part(block))
+    def empty(shape, x):
+        return _blockwise.filled(0, like, shape, x.dtype)
 
-    types = jax.eval_shape(lambda: of_part(parts[0]))
-    results = jax.tree.map(
-        lambda x: _blockwise.filled(0, like, (count, *x.shape[1:]), x.dtype), types
-    )
-    return _blockwise.loop(0, parts.count, body, results)
+    def body(i, state):
+        (results, sums), block = state, parts[i]
+        of, added = of_part(block)
+        results = jax.tree.map(lambda x, of: put(x, block, 0, of), results, of)
+        return results, jax.tree.map(jnp.add, sums, added)
+
+    results, sums = jax.eval_shape(lambda: of_part(parts[0]))
+    results = jax.tree.map(lambda x: empty((parts.length, *x.shape[1:]), x), results)
+    sums = jax.tree.map(lambda x: empty(x.shape, x), sums)
+    return _blockwise.loop(0, parts.count, body, (results, sums))
