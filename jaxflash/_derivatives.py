@@ -475,9 +475,17 @@ def _no_second_derivative(*_):
     )
 
 
-_forward_once = jax.custom_jvp(_forward, nondiff_argnums=(0, 1))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _forward_once(spec: AttentionSpec, path: Path, operands: Operands):
+    return _forward(spec, path, operands)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def _backward_once(spec: AttentionSpec, path: Path, wanted: tuple[str, ...], *arrays):
+    return _backward(spec, path, wanted, *arrays)
+
+
 _forward_once.defjvp(_no_second_derivative)
-_backward_once = jax.custom_jvp(_backward, nondiff_argnums=(0, 1, 2))
 _backward_once.defjvp(_no_second_derivative)
 
 _attention = _with_every_derivative if _primitive.available else _with_first_derivatives
