@@ -544,7 +544,7 @@ def test_dense_bias_beside_a_mask_on_hopper(head_dim, mask_shape):
     assert f"BackwardTile<{head_dim}, {head_dim}, 64, 128" in compiled.tile, compiled
     assert compiled.tile.endswith("0, 2>"), compiled  # BackwardTile::kStartStages
     assert not compiled.serialised, compiled
-    assert compiled.spilled <= (108 if _MORE_SPILLS else 84), compiled
+    assert compiled.spilled <= (116 if _MORE_SPILLS else 88), compiled
 
 
 @pytest.mark.parametrize("mask", [1, 2], ids=["ranges", "segments"])
