@@ -33,14 +33,14 @@ _AT_ONCE = _blockwise.TILE_ELEMENTS
 _FEW_ROWS = 16
 
 # What has no batch axes.
-_SHARED = ("sink", "dropout_seed", "query_boundaries", "key_boundaries", "scale", "first_element")
+_SHARED = ("sink", "dropout_seed", "scale")
 
 
 def forward(spec: AttentionSpec, operands: Operands):
     """What `_blockwise.forward` returns."""
 
     def of_part(block: Block):
-        return _short.forward(spec, _part(operands, block)), ()
+        return _blockwise.forward(spec, _part(operands, block)), ()
 
     parts = _parts(spec, operands)
     if parts is None:
@@ -71,8 +71,9 @@ def backward(
             None if x is None else cut(x, block, 0) for x in (out, lse, dout, dlse)
         )
         part = _part(wide, block)
-        gradients = _short.backward(spec, part, out_here, lse_here, dout_here, dlse_here, in_parts)
-        gradients = gradients.named()
+        gradients = _blockwise.backward(
+            spec, part, out_here, lse_here, dout_here, dlse_here, in_parts
+        ).named()
         sums = {name: gradients.pop(name) for name in shared}
         return gradients, sums
 
@@ -141,7 +142,7 @@ def _parts(spec: AttentionSpec, operands: Operands) -> Blocks | None:
 
 def _of_batch(spec: AttentionSpec, operands: Operands) -> Blocks | None:
     query = operands.query
-    if len(query.shape) == 3:
+    if len(query.shape) == 3 or operands.query_boundaries is not None:
         return None
     first = {
         name: x if name in _SHARED else jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
