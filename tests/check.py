@@ -7,6 +7,7 @@ TF32, float32), and a result may be at most twice as wrong as that, plus a floor
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -44,12 +45,12 @@ DITHERS = (1.0, 1.17, 1.37)
 _FEW = 16
 _ONLY_OUTPUT = 0.0
 _DITHERS_OF_FEW = (*DITHERS, _ONLY_OUTPUT, 1.07, 1.13, 1.23, 1.29, 1.43, 1.51, 1.63, 1.81)
-_CPU = jax.devices("cpu")[0]
 # The truth of most rows is small: compiling it takes longer than computing it.
 _QUICK: dict[str, bool | int] = {"xla_backend_optimization_level": 0}
 if jax.__version_info__ < (0, 11):  # which has no other emitters any more
     _QUICK["xla_cpu_use_fusion_emitters"] = False
-_compiled_quickly = functools.partial(jax.jit, compiler_options=_QUICK)
+# Of more elements than these, logits or keys of all query heads, it takes minutes on a CPU.
+_SMALL = 2**20
 
 FACTOR = 2.0  # allowed error / error of the plain computation
 UNIT = 2.0**-24  # largest relative error of one rounding in float32
@@ -142,6 +143,27 @@ def split(arrays) -> tuple[dict, dict]:
     return with_gradient, {name: x for name, x in arrays.items() if name not in with_gradient}
 
 
+# ---- The truth's device --------------------------------------------------------------------------
+
+
+def _compiled(case: AttentionCase):
+    """`jax.jit` for truth and plain computation."""
+    return functools.partial(jax.jit, compiler_options=None if _truth_on_gpu(case) else _QUICK)
+
+
+@contextlib.contextmanager
+def _in_float64(case: AttentionCase):
+    """What computes the truth runs where XLA is quickest at it, its operands as they are given."""
+    device = jax.devices("gpu" if _truth_on_gpu(case) else "cpu")[0]
+    with jax.default_device(device), jax.enable_x64(True):
+        yield
+
+
+def _truth_on_gpu(case: AttentionCase) -> bool:
+    keys = math.prod(case.batch) * case.kv_length * case.q_heads * case.head_dim
+    return on_gpu() and max(math.prod(case.shapes["logits"]), keys) > _SMALL
+
+
 # ---- Running ------------------------------------------------------------------------------------
 
 
@@ -213,7 +235,7 @@ def _expected_tangents(case, arithmetic: str, kernels: bool) -> dict[str, Bound]
     wide = jnp.float64 if case.dtype == "float64" else jnp.float32
     weights = _dropout_weights(case, others) if case.dropout_rate else None
 
-    @_compiled_quickly
+    @_compiled(case)
     def truth_of(moving, others, tangents):
         def attend(moving):
             arguments = case.arguments({**moving, **others})
@@ -226,7 +248,7 @@ def _expected_tangents(case, arithmetic: str, kernels: bool) -> dict[str, Bound]
         natural = jnp.abs(t_lse[..., None] * out), jnp.abs(t_lse) + 1
         return (t_out, t_lse), natural, lse
 
-    @_compiled_quickly
+    @_compiled(case)
     def plain_of(moving, tangents):
         def run(dither):
             attend = _plain_computation(
@@ -240,7 +262,7 @@ def _expected_tangents(case, arithmetic: str, kernels: bool) -> dict[str, Bound]
     def cast(operands, dtype):
         return {name: jnp.asarray(x, dtype) for name, x in operands.items()}
 
-    with jax.default_device(_CPU), jax.enable_x64(True):
+    with _in_float64(case):
         truth, natural, lse = jax.device_get(
             truth_of(cast(moving, np.float64), others, cast(tangents, np.float64))
         )
@@ -253,9 +275,9 @@ def _expected_tangents(case, arithmetic: str, kernels: bool) -> dict[str, Bound]
 
 @functools.lru_cache(maxsize=4)
 def expected(case: AttentionCase, arithmetic: str, kernels: bool = False) -> dict[str, Bound]:
-    """Truth and allowed error of out, lse and each gradient, computed on the CPU."""
+    """Truth and allowed error of out, lse and each gradient, computed by XLA."""
     arrays, (dout, dlse) = case.arrays(clean=True), case.cotangents()
-    with jax.default_device(_CPU), jax.enable_x64(True):
+    with _in_float64(case):
         truth, natural = _truth(case, arrays, dout, dlse)
         few = {name for name, x in truth.items() if name[0] == "d" and x.size <= _FEW}
         dithers = _DITHERS_OF_FEW if few else DITHERS
@@ -288,7 +310,7 @@ def _truth(case, arrays, dout, dlse):
             **{**arguments, "precision": "highest"}, return_residual=True
         )
 
-    @_compiled_quickly
+    @_compiled(case)
     def run(with_gradient, others, dout, dlse):
         (out, lse), pull = jax.vjp(lambda operands: attend(operands, others), with_gradient)
         # The gradient of a logit is p * (dp - delta + dlse): what the delta part alone does says
@@ -324,7 +346,7 @@ def _plain(case, arrays, dout, dlse, arithmetic, kernels, dithers):
     weights = _dropout_weights(case, arrays) if case.dropout_rate else None
     wide = jnp.float64 if case.dtype == "float64" else jnp.float32
 
-    def run(with_gradient, dout, dlse, dither):
+    def run(with_gradient, weights, dout, dlse, dither):
         upcast = {name: jnp.asarray(x, wide) for name, x in with_gradient.items()}
         attend = _plain_computation(case, arrays, weights, arithmetic, kernels, dither, _product)
         (out, lse), pull = jax.vjp(attend, upcast)
@@ -339,11 +361,11 @@ def _plain(case, arrays, dout, dlse, arithmetic, kernels, dithers):
             f"d{name}": x for name, x in gradients.items()
         }
 
-    @_compiled_quickly
+    @_compiled(case)
     def run_all(*arguments):
         return jax.lax.map(lambda dither: run(*arguments, dither), jnp.asarray(dithers, wide))
 
-    return jax.device_get(run_all(split(arrays)[0], dout, dlse))
+    return jax.device_get(run_all(split(arrays)[0], weights, dout, dlse))
 
 
 def plain_attention(
@@ -459,6 +481,7 @@ def _dropout_weights(case, arrays):
         eye,
         dropout_rate=case.dropout_rate,
         dropout_rng=arrays["dropout_rng"],
+        precision="highest",
     )
     return np.moveaxis(np.asarray(probabilities) * case.kv_length, -2, -3)
 

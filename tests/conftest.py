@@ -10,7 +10,11 @@ import pytest
 
 import larger_machine
 
-# Before any backend starts: shardings are tested on every machine.
+# Before any backend starts. On a GPU XLA compiles candidates for each matrix product, and times
+# them; a test computes it once or twice, and compiling would be most of what the tests take.
+_NO_CANDIDATES = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_NO_CANDIDATES}".strip()
+# Shardings are tested on every machine.
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
