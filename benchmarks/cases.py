@@ -62,7 +62,7 @@ class Case:
     alibi: bool = False
     dropout_rate: float = 0.0
     bias: str | None = None  # shape, in the letters B, N, T, S and 1
-    relative: bool = False  # a score_mod: bias of (N, 2 T), read by q - kv
+    relative: bool = False  # a score_mod: bias of (N, T + S), read by q - kv
     capture_gradient: bool = True  # that of bias or table is computed too
     deterministic_backward: bool = False
     passes: tuple[str, ...] = ("forward", "backward")
@@ -112,7 +112,7 @@ class Case:
             sizes["S"] = self.kv_len or self.q_len
             shapes["bias"] = tuple(sizes[letter] for letter in self.bias)
         if self.relative:
-            shapes["table"] = (self.q_heads, 2 * self.q_len)
+            shapes["table"] = (self.q_heads, self.q_len + (self.kv_len or self.q_len))
         return shapes
 
     @property

@@ -100,8 +100,9 @@ def _arguments(case: Case, operands: Arrays, others: Arrays) -> dict[str, Any]:
         arguments["cu_seqlens_kv"] = arguments["cu_seqlens_q"]
     if case.relative:
         table = arguments.pop("table")
+        kv_len = table.shape[1] - case.q_len
         arguments["score_mod"] = lambda score, b, h, q, kv: (
-            score + table[h, q - kv + table.shape[1] // 2].astype(jnp.float32)
+            score + table[h, q - kv + kv_len].astype(jnp.float32)
         )
     return arguments
 

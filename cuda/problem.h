@@ -46,7 +46,7 @@ struct Tensor {
 // where given) and sees the keys p - left ... p + right, both ends included.
 struct Band {
   int32_t left;   // >= 0; kUnlimited without a limit
-  int32_t right;  // 0 for causal; may be negative; kUnlimited without a limit
+  int32_t right;  // >= 0, 0 for causal; kUnlimited without a limit
   bool bottom_right;
   const int32_t* q_lengths;   // (prod B) valid queries of a sequence, or nullptr for T
   const int32_t* kv_lengths;  // (prod B) valid keys of a sequence, or nullptr for S

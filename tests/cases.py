@@ -1256,6 +1256,43 @@ DECODE_SCORES = (
          q_heads=32, kv_heads=8, head_dim=128, dtype="bfloat16", gpu_only=True, **_BOTTOM_RIGHT),
 )  # fmt: skip
 
+# What the portable kernels read by words and by pairs of neighbours, past a tile of keys and from
+# the middle of one on: float32, and on Hopper head sizes whose rows are no multiple of 16 bytes.
+PORTABLE = (
+    _row("portable-mask-60", mask="BNTS", q_len=200, kv_len=421, head_dim=60, dtype="bfloat16"),
+    _row("portable-mask-window-60", mask="B1TS", q_len=300, kv_len=500, head_dim=60,
+         local_window_size=(170, 30), dtype="bfloat16", gpu_only=True),
+    _row("portable-mask-window-100", mask="B1TS", q_len=300, kv_len=420, head_dim=100,
+         local_window_size=(120, 60), kv_lengths=(420, 333), dtype="float16",
+         causal_alignment="bottom_right", gpu_only=True),
+    _row("portable-mask-poison-100", mask="B1TS", poison=True, q_len=300, kv_len=420, head_dim=100,
+         kv_lengths=(420, 333), dtype="float16", gpu_only=True),
+    _row("portable-mask-gqa-lengths-100", mask="BNTS", q_len=150, kv_len=330, head_dim=100,
+         q_heads=4, kv_heads=2, query_lengths=(150, 70), kv_lengths=(129, 330), dtype="bfloat16",
+         gpu_only=True),
+    _row("portable-mask-segments-dropout-60", mask="11TS", segments="pair", q_len=150, kv_len=300,
+         head_dim=60, dropout_rate=0.2, dtype="bfloat16", gpu_only=True),
+    _row("portable-mask-function-100", mask="BNTS", mask_value="head-windows", q_len=170,
+         kv_len=290, head_dim=100, dtype="float16", gpu_only=True),
+    _row("portable-mask-keys-250", mask="B11S", is_causal=True, q_len=140, kv_len=270,
+         head_dim=250, causal_alignment="bottom_right", dtype="bfloat16", gpu_only=True),
+    _row("portable-mask-float32-64", mask="B1TS", q_len=200, kv_len=321, head_dim=64),
+    _row("portable-mask-window-float32-128", mask="BNTS", q_len=150, kv_len=300, head_dim=128,
+         local_window_size=(90, 20), gpu_only=True),
+    _row("portable-mask-float32-highest-64", mask="B1TS", q_len=150, kv_len=260, head_dim=64,
+         precision="highest", is_causal=True, gpu_only=True),
+    _row("portable-bias-window-60", bias="BNTS", q_len=200, kv_len=300, head_dim=60,
+         local_window_size=(111, 17), dtype="bfloat16"),
+    _row("portable-bias-mask-100", bias="1NTS", mask="B1TS", poison=True, q_len=200, kv_len=318,
+         head_dim=100, dtype="float16", gpu_only=True),
+    _row("portable-bias-mask-window-100", bias="1NTS", mask="B1TS", q_len=200, kv_len=318,
+         head_dim=100, local_window_size=(77, 40), dtype="bfloat16", gpu_only=True),
+    _row("portable-bias-cap-float32-64", bias="BNTS", logits_soft_cap=3.0, q_len=200, kv_len=302,
+         head_dim=64, local_window_size=(131, None), gpu_only=True),
+    _row("portable-bias-odd-float32-128", bias="1NTS", q_len=130, kv_len=301, head_dim=128,
+         is_causal=True, gpu_only=True),
+)  # fmt: skip
+
 # Shapes of real models, too large for the dense truth on two CPU cores.
 LARGE = (
     _row("gpu-causal-1k", batch=(1,), q_len=1024, q_heads=4, head_dim=128, is_causal=True,
@@ -1287,5 +1324,5 @@ LARGE = (
 
 CASES = (
     *BASE, *HEADS, *BANDS, *SCORES, *SCORES_OF_TILES, *PACKED, *SCORE_MOD_ROWS, *MASK_VALUE_ROWS,
-    *GRADIENTS_OF_CAPTURES, *FAULTS, *DECODE, *DECODE_SCORES, *LARGE
+    *GRADIENTS_OF_CAPTURES, *FAULTS, *DECODE, *DECODE_SCORES, *PORTABLE, *LARGE
 )  # fmt: skip

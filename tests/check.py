@@ -233,7 +233,6 @@ def _moving(case, arrays) -> tuple[dict, dict, dict]:
 def _expected_tangents(case, arithmetic: str, kernels: bool) -> dict[str, Bound]:
     moving, others, tangents = _moving(case, case.arrays(clean=True))
     wide = jnp.float64 if case.dtype == "float64" else jnp.float32
-    weights = _dropout_weights(case, others) if case.dropout_rate else None
 
     @_compiled(case)
     def truth_of(moving, others, tangents):
@@ -249,7 +248,7 @@ def _expected_tangents(case, arithmetic: str, kernels: bool) -> dict[str, Bound]
         return (t_out, t_lse), natural, lse
 
     @_compiled(case)
-    def plain_of(moving, tangents):
+    def plain_of(moving, weights, tangents):
         def run(dither):
             attend = _plain_computation(
                 case, others, weights, arithmetic, kernels, dither, _tangent_product
@@ -266,7 +265,8 @@ def _expected_tangents(case, arithmetic: str, kernels: bool) -> dict[str, Bound]
         truth, natural, lse = jax.device_get(
             truth_of(cast(moving, np.float64), others, cast(tangents, np.float64))
         )
-        plain = jax.device_get(plain_of(cast(moving, wide), cast(tangents, wide)))
+        weights = _dropout_weights(case, others) if case.dropout_rate else None
+        plain = jax.device_get(plain_of(cast(moving, wide), weights, cast(tangents, wide)))
     return {
         name: _bound(name, *values, _floor_given_lse(lse))
         for name, *values in zip(("tout", "tlse"), truth, plain, natural, strict=True)
@@ -471,19 +471,19 @@ def _dropout_weights(case, arrays):
     logits, and values that tell the keys apart."""
     if case.kv_length == 0:
         return np.zeros(case.shapes["logits"], np.float32)
-    eye = np.broadcast_to(
-        np.eye(case.kv_length, dtype=np.float32)[:, None, :],
-        (*case.batch, case.kv_length, case.num_kv_heads, case.kv_length),
-    )
-    probabilities = jaxflash.reference.dot_product_attention(
-        np.zeros(case.shapes["query"], np.float32),
-        np.zeros(case.shapes["key"], np.float32),
-        eye,
-        dropout_rate=case.dropout_rate,
-        dropout_rng=arrays["dropout_rng"],
-        precision="highest",
-    )
-    return np.moveaxis(np.asarray(probabilities) * case.kv_length, -2, -3)
+
+    @_compiled(case)
+    def attend(dropout_rng):
+        query, key = (jnp.zeros(case.shapes[name], jnp.float32) for name in ("query", "key"))
+        eye = jnp.eye(case.kv_length, dtype=jnp.float32)[:, None, :]
+        shape = (*case.batch, case.kv_length, case.num_kv_heads, case.kv_length)
+        return jaxflash.reference.dot_product_attention(
+            query, key, jnp.broadcast_to(eye, shape), precision="highest",
+            dropout_rate=case.dropout_rate, dropout_rng=dropout_rng,
+        )  # fmt: skip
+
+    probabilities = np.asarray(attend(arrays["dropout_rng"]))
+    return np.moveaxis(probabilities * case.kv_length, -2, -3)
 
 
 # ---- Comparing ----------------------------------------------------------------------------------

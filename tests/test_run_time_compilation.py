@@ -336,6 +336,29 @@ def test_masks_of_programs_elsewhere(pass_name, mask):
     assert compiled.name.startswith(f"sm80 {pass_name}")
 
 
+# Bytes that loads of an element each took up to 676 of.
+@pytest.mark.parametrize(
+    ("mask", "bias", "bounds"),
+    [(True, False, (40, 80)), (False, True, (32, 104)), (True, True, (24, 336))],
+    ids=["mask", "bias", "mask and bias"],
+)
+def test_elements_share_loads_elsewhere(mask, bias, bounds):
+    options = {}
+    if mask:
+        options["mask"] = jnp.zeros((1, 1, 64, 64), jnp.bool_)
+    if bias:
+        options["bias"] = jnp.zeros((1, 2, 64, 64), jnp.bfloat16)
+    for head_dim, bound in zip((64, 128), bounds, strict=True):
+        qkv = 3 * (jnp.zeros((1, 64, 2, head_dim), jnp.bfloat16),)
+        program = _kernel_program.make(*_api.described(*qkv, **options), "forward")
+        assert program is not None
+        kind = 3 if mask else 0
+        compiled = _program(
+            program.source, pass_name="forward", head_dim=head_dim, mask=kind, **_A100
+        )
+        assert compiled.spilled <= bound, compiled
+
+
 def _dense_bias_program(
     head_dim: int, dtype: str, pass_name="forward", bias=(1, 2, 64, 64), **options
 ) -> _kernel_program.KernelProgram:
@@ -839,6 +862,19 @@ def test_dense_bias_and_dropout_in_the_forward_on_hopper(head_dim):
 @pytest.mark.parametrize("scale", [0.0, -0.125, 1e-30])
 def test_bias_is_not_divided_by_any_scale(scale):
     assert "kStarts = false" in _dense_bias(64, "bfloat16", scale=scale)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "head_dim", "highest_precision"),
+    [(_A100, 256, False), (_RTX_4090, 256, True), (_A100, 128, True), (_RTX_4090, 128, False)],
+)
+def test_tangents_of_float32_elsewhere(gpu, head_dim, highest_precision):
+    compiled = _program(
+        programs.SCALE, pass_name="tangent", head_dim=head_dim, dtype="float32",
+        highest_precision=highest_precision, **gpu,
+    )  # fmt: skip
+    math = "float32" if highest_precision else "tf32"
+    assert compiled.name == f"sm80 tangent {math} {head_dim}"
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,9 @@ inline constexpr int32_t kWorkspaceRows = 128;
 // sequences would be mostly padding, and heads of 32 add half of what others do.
 inline constexpr int32_t kWorkspaceDqRows = 16;
 inline constexpr int32_t kWorkspaceDims = 32;
+// Words that the accumulator has at least: the turns of ordered gradients of captures lie there as
+// well (common/capture_gradient.h), fewer than two for each block that a GPU holds.
+inline constexpr int64_t kWorkspaceDqWords = 4096;
 // The shortest row tile: what a turn counter stands for, at least.
 inline constexpr int32_t kWorkspaceTurnRows = 16;
 
@@ -89,7 +92,8 @@ inline BackwardWorkspace backward_workspace(const Problem& problem) {
     layout.bytes += static_cast<size_t>(round_up(count * 4, 256));
     return begin;
   };
-  layout.dq = take(heads * layout.dq_rows * layout.dims);
+  const int64_t dq_words = heads * layout.dq_rows * layout.dims;
+  layout.dq = take(dq_words < kWorkspaceDqWords ? kWorkspaceDqWords : dq_words);
   layout.lse = take(heads * layout.rows);
   layout.delta = take(heads * layout.rows);
   layout.turns = take(heads * (layout.rows / kWorkspaceTurnRows));

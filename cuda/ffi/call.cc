@@ -5,7 +5,7 @@
 namespace jaxflash {
 
 int32_t clamp_side(int64_t side) {
-  return static_cast<int32_t>(std::min<int64_t>(std::max<int64_t>(side, -kMaxLength), kUnlimited));
+  return static_cast<int32_t>(std::min<int64_t>(side, kUnlimited));
 }
 
 std::optional<MaskKind> mask_of(int64_t kind) {
@@ -120,6 +120,9 @@ ffi::Error describe_shapes(const Attributes& attributes, ffi::AnyBuffer q, Shape
   set_sizes(q_shape.length(), k_shape.length(), q_shape.heads(), k_shape.heads(), q_shape.dim(),
             v_shape.dim(), problem);
   problem->scale = attributes.scale;
+  if (attributes.left < 0 || attributes.right < 0) {
+    return invalid("left and right, the sides of a window, must not be negative");
+  }
   problem->band.left = clamp_side(attributes.left);
   problem->band.right = clamp_side(attributes.right);
   problem->band.bottom_right = attributes.bottom_right;

@@ -87,7 +87,7 @@ int backward_program_kernels(const ProgramTraits& program,
                   const TypeName name = type_name<Traits>();
                   list.add<Tile>(number, "sm80/backward_kernel.cuh", Traits::kSharedBytes,
                                  "jaxflash::sm80::backward_kernel<%.*s, jaxflash::BandMask, "
-                                 "jaxflash::sm80::ProgramScores<jaxflash::Program>>",
+                                 "jaxflash::sm80::ProgramScores<jaxflash::Program, false>>",
                                  name.length, name.begin);
                 });
   return list.count();

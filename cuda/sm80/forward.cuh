@@ -65,7 +65,7 @@ int forward_program_kernels(const ProgramTraits& program,
     list.add<Tile>(number, "sm80/forward_kernel.cuh", ForwardSmem<kMath, kHeadDim, Tile>::kBytes,
                    "jaxflash::sm80::forward_kernel<static_cast<jaxflash::Math>(%d), "
                    "%d, %.*s, jaxflash::BandMask, "
-                   "jaxflash::sm80::ProgramScores<jaxflash::Program>, %d>",
+                   "jaxflash::sm80::ProgramScores<jaxflash::Program, true>, %d>",
                    static_cast<int>(kMath), kHeadDim, name.length, name.begin,
                    static_cast<int>(program.paged));
   });

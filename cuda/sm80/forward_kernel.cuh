@@ -94,7 +94,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSM)
   };
   const Interval seen_keys = mask.keys(cut_rows(work.first_row, Tile::kRows));
   Interval keys = seen_keys;
-  if constexpr (Scores::kDrops) keys.begin = keys.begin / 16 * 16;
+  constexpr int kTileMultiple = Scores::template kTileMultiple<Tile::kKeys>;
+  keys.begin = keys.begin / kTileMultiple * kTileMultiple;
   const auto hidden = mask.hidden_keys(mask.hull_of_hidden_keys());
 
   // Keys at keys.end and beyond are zero: a probability of 0 does not silence a NaN.
@@ -145,6 +146,15 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSM)
     }
     cp_async_commit_group();
 
+    // The thread's first element, and all of them by their distance from it.
+    const int s_lane = static_cast<int>(laneid());
+    const int s_row = warp_rows.begin + s_lane / 4;
+    const int s_key = first_key + s_lane % 4 * 2;
+    Shown<Scores::kHasWords, kRowTiles, Tile::kKeys> shown;
+    if constexpr (Scores::kHasWords) {
+      if (sees && !mask.full(warp_rows, tile_keys)) scores.load(shown, s_row, first_key);
+    }
+
     float s[kRowTiles][kKeyBlocks][4] = {};
     if (sees) {
       gemm<kMath, kHeadDim / kK>(
@@ -160,7 +170,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSM)
     }
     stage = next_stage;
     if (!sees) continue;
-    if constexpr (Scores::kDrops) {
+    if constexpr (kTileMultiple > 1) {
       // Nobody sees the keys before: a probability of 0 does not silence a NaN. Every warp clears
       // them, so that none has to wait for another.
       if (first_key < seen_keys.begin) {
@@ -175,10 +185,6 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSM)
       __syncwarp();
     }
 
-    // The thread's first element, and all of them by their distance from it.
-    const int s_lane = static_cast<int>(laneid());
-    const int s_row = warp_rows.begin + s_lane / 4;
-    const int s_key = first_key + s_lane % 4 * 2;
     const auto for_each_score = [&](auto change) {
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
@@ -194,9 +200,12 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSM)
       for_each_score([&](float& x, int row, int key) { x = scores.logit(x, row, key); });
     }
     if (!mask.full(warp_rows, tile_keys)) {
+      if constexpr (Scores::kHasWords) scores.make_bits(shown, mask, s_row, s_key);
       for_each_score([&](float& x, int row, int key) {
-        // A branch: loads of all elements at once take 900 bytes of spills with a mask array.
-        if (!mask.visible(s_row + row, s_key + key) || !scores.shows(row, key)) x = -INFINITY;
+        // A branch: what the program loads for all elements at once would spill.
+        if (!is_inside(shown, mask, s_row, s_key, row, key) || !scores.shows(row, key)) {
+          x = -INFINITY;
+        }
       });
     }
 

@@ -39,7 +39,7 @@ int tangent_program_kernels(const ProgramTraits& program,
         number, "sm80/tangent_kernel.cuh", Traits::kSharedBytes,
         "jaxflash::sm80::tangent_kernel<jaxflash::sm80::TangentTraits<"
         "static_cast<jaxflash::Math>(%d), %d, %.*s>, jaxflash::BandMask, "
-        "jaxflash::sm80::ProgramScores<jaxflash::Program>>",
+        "jaxflash::sm80::ProgramScores<jaxflash::Program, true>>",
         static_cast<int>(kMath), kHeadDim, tile.length, tile.begin);
   });
   return list.count();

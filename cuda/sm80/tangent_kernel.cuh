@@ -69,7 +69,8 @@ __global__ void __launch_bounds__(Traits::Tile::kThreads, Traits::Tile::kBlocksP
   };
   const Interval seen_keys = mask.keys(cut_rows(work.first_row, Tile::kRows));
   Interval keys = seen_keys;
-  if constexpr (Scores::kDrops) keys.begin = keys.begin / 16 * 16;
+  constexpr int kTileMultiple = Scores::template kTileMultiple<Tile::kKeys>;
+  keys.begin = keys.begin / kTileMultiple * kTileMultiple;
 
   const Element* const k_gmem = part_of(params.k, kv_head);
   const Element* const tk_gmem = part_of(params.tk, kv_head);
@@ -141,6 +142,11 @@ __global__ void __launch_bounds__(Traits::Tile::kThreads, Traits::Tile::kBlocksP
     cp_async_commit_group();
 
     if (sees) {
+      const bool full = mask.full(warp_rows, {first_key, next_key});
+      Shown<Scores::kHasWords, kRowTiles, Tile::kKeys> shown;
+      if constexpr (Scores::kHasWords) {
+        if (!full) scores.load(shown, first_row, first_key);
+      }
       float s[kRowTiles][kKeyBlocks][4] = {};
       float t[kRowTiles][kKeyBlocks][4] = {};
       const auto multiply = [&](float (&sum)[kRowTiles][kKeyBlocks][4], const Rows& rows,
@@ -153,7 +159,7 @@ __global__ void __launch_bounds__(Traits::Tile::kThreads, Traits::Tile::kBlocksP
       multiply(s, q_smem, kKey);
       multiply(t, q_smem, kKeyTangent);
       multiply(t, tq_smem, kKey);
-      if constexpr (Scores::kDrops) {
+      if constexpr (kTileMultiple > 1) {
         if (first_key < seen_keys.begin) {
           clear_rows<32>(v_smem, seen_keys.begin - first_key, lane_index());
           clear_rows<32>(tv_smem, seen_keys.begin - first_key, lane_index());
@@ -163,8 +169,8 @@ __global__ void __launch_bounds__(Traits::Tile::kThreads, Traits::Tile::kBlocksP
 
       // Probabilities in place of products, and tangents of logits in place of theirs.
       const int s_key = first_key + static_cast<int>(lane_index() % 4) * 2;
-      const bool full = mask.full(warp_rows, {first_key, next_key});
       scores.begin_tile(first_row, s_key);
+      if constexpr (Scores::kHasWords) scores.make_bits(shown, mask, first_row, s_key);
       bool waiting = false;
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
@@ -184,12 +190,12 @@ __global__ void __launch_bounds__(Traits::Tile::kThreads, Traits::Tile::kBlocksP
               slope *= problem.scale;
             }
             const float tangent = scores.tangent(t[m][n][i] * slope, s[m][n][i], row, key);
-            bool shown = full;
+            bool visible = full;
             if (!full) {
-              shown = mask.visible(first_row + row, s_key + key) & scores.shows(row, key);
+              visible = is_inside(shown, mask, first_row, s_key, row, key) & scores.shows(row, key);
             }
-            s[m][n][i] = shown ? exp2_approx(logit - lse_log2[m][i / 2]) : 0.f;
-            t[m][n][i] = shown ? tangent : 0.f;
+            s[m][n][i] = visible ? exp2_approx(logit - lse_log2[m][i / 2]) : 0.f;
+            t[m][n][i] = visible ? tangent : 0.f;
           }
         }
       }

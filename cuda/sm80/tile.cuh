@@ -360,17 +360,24 @@ __device__ __forceinline__ void load_rows_async(const Tile& tile, const Rows& ro
   constexpr int kChunk = Tile::kChunk;
   constexpr int kChunks = Tile::kChunks;
   if (aligned) {
-    static_assert(kThreads % kChunks == 0, "a thread stays in its column");
-    constexpr int kRowsPerPass = kThreads / kChunks;
-    const int row = thread / kChunks, col = thread % kChunks * kChunk;
-    const int valid_rows = col < cols ? end_row - first_row : 0;
-    auto source = rows.at(first_row + row, col);
+    constexpr int kThreadsOfRow = kThreads < kChunks ? kThreads : kChunks;
+    static_assert(kThreads % kThreadsOfRow == 0 && kChunks % kThreadsOfRow == 0,
+                  "a thread stays in its columns");
+    constexpr int kRowsPerPass = kThreads / kThreadsOfRow;
+    const int row = thread / kThreadsOfRow;
 #pragma unroll
-    for (int pass = 0; pass < Tile::kRows; pass += kRowsPerPass) {
-      if (Tile::kRows % kRowsPerPass == 0 || pass + row < Tile::kRows) {
-        cp_async_16(tile.address(pass + row, col), source.get(), pass + row < valid_rows ? 16 : 0);
+    for (int chunk = 0; chunk < kChunks; chunk += kThreadsOfRow) {
+      const int col = (chunk + static_cast<int>(thread % kThreadsOfRow)) * kChunk;
+      const int valid_rows = col < cols ? end_row - first_row : 0;
+      auto source = rows.at(first_row + row, col);
+#pragma unroll
+      for (int pass = 0; pass < Tile::kRows; pass += kRowsPerPass) {
+        if (Tile::kRows % kRowsPerPass == 0 || pass + row < Tile::kRows) {
+          cp_async_16(tile.address(pass + row, col), source.get(),
+                      pass + row < valid_rows ? 16 : 0);
+        }
+        source.advance(kRowsPerPass);
       }
-      source.advance(kRowsPerPass);
     }
   } else {
 #pragma unroll 1

@@ -4,6 +4,7 @@
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 
@@ -125,17 +126,21 @@ inline bool takes_sizes(const Problem& problem) {
 
 using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
 
-// The driver's function, looked up once so that the library does not link against the driver.
+// The driver's function, looked up so that the library does not link against the driver: until it
+// is found, an error of another call may be in the way.
 inline EncodeTiled encode_tiled() {
-  static const EncodeTiled function = [] {
-    void* entry = nullptr;
-    cudaDriverEntryPointQueryResult found;
-    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry,
-                                                               12000, cudaEnableDefault, &found);
-    if (error != cudaSuccess) cudaGetLastError();
-    const bool ok = error == cudaSuccess && found == cudaDriverEntryPointSuccess;
-    return ok ? reinterpret_cast<EncodeTiled>(entry) : nullptr;
-  }();
+  static std::atomic<EncodeTiled> known = nullptr;
+  EncodeTiled function = known;
+  if (function != nullptr) return function;
+  void* entry = nullptr;
+  cudaDriverEntryPointQueryResult found;
+  const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry,
+                                                             12000, cudaEnableDefault, &found);
+  if (error != cudaSuccess) cudaGetLastError();
+  if (error == cudaSuccess && found == cudaDriverEntryPointSuccess) {
+    function = reinterpret_cast<EncodeTiled>(entry);
+    known = function;
+  }
   return function;
 }
 
