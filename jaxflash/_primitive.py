@@ -175,9 +175,12 @@ def _lowered(ctx, *args, op: Op):
 
 def _is_of_one_cpu(ctx) -> bool:
     """Whether what is lowered is known to run on one CPU device, and on nothing else."""
-    platforms = ctx.platforms or ctx.module_context.platforms
-    devices = getattr(ctx.module_context.axis_context, "num_devices", None)
-    return tuple(platforms) == ("cpu",) and devices == 1
+    module = ctx.module_context
+    # What is exported may be called on several devices.
+    if getattr(module.lowering_parameters, "for_export", False):
+        return False
+    devices = getattr(module.axis_context, "num_devices", None)
+    return tuple(ctx.platforms or module.platforms) == ("cpu",) and devices == 1
 
 
 @functools.cache

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -133,16 +134,22 @@ def test_parts_of_several_elements(parts, monkeypatch):
     np.testing.assert_allclose(alone, in_twos, rtol=1e-6, atol=1e-6)
 
 
-def test_what_is_sharded_stays_whole(parts):
-    """Cutting an axis that is split over devices would gather it."""
+@pytest.mark.parametrize("exported", [False, True])
+def test_what_is_sharded_stays_whole(exported, parts):
+    """Cutting an axis that is split over devices would gather it; what is exported on one device
+    may be called on several."""
     mesh = cpu_mesh(x=2, y=2)
     sharding = NamedSharding(mesh, P("x", None, "y"))
-    qkv = [jax.device_put(x[:4], sharding) for x in _operands()[:3]]
+    qkv = [jnp.asarray(x) for x in _operands(4)[:3]]
+    sharded = [jax.device_put(x, sharding) for x in qkv]
 
     def loss(qkv):
         return jnp.sum(jaxflash.dot_product_attention(*qkv, is_causal=True) ** 2)
 
-    text = jax.jit(jax.value_and_grad(loss)).lower(qkv).compile().as_text()
+    step = jax.jit(jax.value_and_grad(loss))
+    if exported:
+        step = jax.jit(export.export(step, platforms=["cpu"])(qkv).call)
+    text = step.lower(sharded).compile().as_text()
     assert "all-gather" not in text
     assert not parts
 
