@@ -73,10 +73,11 @@ def mesh_of(*arrays) -> contextlib.AbstractContextManager:
 
 def as_of_query(query, out, lse):
     """(out, lse) split as the caller's query is, where that is an axis that `alike` gathered."""
-    parts = _parts(query)
-    if not any(parts):
+    mesh = _mesh_of_parts(query)
+    if mesh is None:
         return out, lse
-    return _resharded(out, query, (*parts[:-1], None)), _resharded(lse, query, parts[:-1])
+    parts = _parts(query)[:-1]
+    return _resharded(out, mesh, (*parts, None)), _resharded(lse, mesh, parts)
 
 
 def _varying_alike(operands):
@@ -111,7 +112,8 @@ def _split_alike(operands: Operands, capture_axes: dict[str, tuple[str, ...]]) -
         capture_axes: trailing axes of the first captures, and of the first that a mask has. Of
             others only the batch axes are known.
     """
-    if not any(any(_parts(x)) for x in jax.tree.leaves(operands)):
+    mesh = _mesh_of_parts(operands)
+    if mesh is None:
         return operands
     split = _split_of(operands)
     if split.key_repeats > 1:
@@ -140,7 +142,7 @@ def _split_alike(operands: Operands, capture_axes: dict[str, tuple[str, ...]]) -
             *(None if size == 1 else part for size, part in zip(x.shape, batch, strict=False)),
             *map(part_of, trailing, x.shape[num_batch:]),
         ]
-        return _resharded(x, operands.query, parts)
+        return _resharded(x, mesh, parts)
 
     named = operands.named()
     return operands.replacing({name: place(name, x) for name, x in named.items()})
@@ -169,7 +171,8 @@ def _split_of(operands: Operands) -> _Split:
 
 def _paged_split_alike(operands: PagedOperands) -> PagedOperands:
     query, key_pages, value_pages, page_table, lengths, sink, _ = operands
-    if not any(any(_parts(x)) for x in jax.tree.leaves(operands)):
+    mesh = _mesh_of_parts(operands)
+    if mesh is None:
         return operands
     batch_rank = query.ndim - 3
     batch = tuple(
@@ -186,7 +189,6 @@ def _paged_split_alike(operands: PagedOperands) -> PagedOperands:
         if names and key_pages.shape[-2] % math.prod(sizes[name] for name in names) == 0:
             heads = names
             break
-    mesh = next(x for x in jax.tree.leaves(operands) if any(_parts(x)))
     return operands._replace(
         query=_resharded(query, mesh, (*batch, None, heads, None)),
         key_pages=_resharded(key_pages, mesh, (None, None, heads, None)),
@@ -199,7 +201,7 @@ def _paged_split_alike(operands: PagedOperands) -> PagedOperands:
 
 def _repeated_heads(x, repeats: int):
     """Each of the heads (axis -2) `repeats` times, whole: what follows splits them."""
-    x = _resharded(x, x, (*_parts(x)[:-2], None, None))
+    x = _resharded(x, _mesh_of_parts(x), (*_parts(x)[:-2], None, None))
     shape = (*x.shape[:-2], x.shape[-2], repeats, x.shape[-1])
     x = jnp.broadcast_to(x[..., None, :], shape)
     return x.reshape(*shape[:-3], shape[-3] * repeats, shape[-1])
@@ -210,9 +212,15 @@ def _parts(x) -> tuple:
     return _split.padded(jax.typeof(x).sharding.spec, x.ndim)
 
 
-def _resharded(x, like, parts):
-    """`x` split in this way over the mesh of `like`."""
-    spec = PartitionSpec(*(part or None for part in parts))
+def _mesh_of_parts(arrays):
+    """The explicit mesh over which some of the arrays are split, whichever these are; None if none
+    is."""
+    split = (x for x in jax.tree.leaves(arrays) if any(_parts(x)))
+    return next((jax.typeof(x).sharding.mesh for x in split), None)
+
+
+def _resharded(x, mesh, parts):
+    """`x` split in this way over the mesh."""
     if list(map(_split.names_of, parts)) == list(map(_split.names_of, _parts(x))):
         return x
-    return reshard(x, NamedSharding(jax.typeof(like).sharding.mesh, spec))
+    return reshard(x, NamedSharding(mesh, PartitionSpec(*(part or None for part in parts))))

@@ -1107,6 +1107,75 @@ def test_explicit_mesh_of_the_arguments(options):
     _close(run(jaxflash.dot_product_attention, placed), run(_dense, qkv))
 
 
+# How the operand is split that alone is on the mesh.
+_ALONE = {
+    "query": ("b", None, "h"),
+    "key": ("h", None, "b"),
+    "value": ("h",),
+    "bias": ("b", "h"),
+    "mask": ("b", None, "h"),
+    "query_seq_lengths": ("b",),
+    "key_value_seq_lengths": ("h",),
+    "query_ids": ("b",),
+    "key_ids": ("b", "h"),
+    "sink": ("h",),
+    "alibi_slopes": ("b", "h"),
+    "table": ("h",),
+}
+
+
+def _of_all_operands(attend):
+    """Arrays by the names of `_ALONE`, and what gives a loss and the gradients of them."""
+    rng = np.random.default_rng(0)
+    arrays = dict(
+        zip(("query", "key", "value"), _qkv(8), strict=True),
+        bias=rng.standard_normal((8, N, 1, S), np.float32),
+        mask=rng.random((8, 1, T, S)) < 0.8,
+        query_seq_lengths=_LENGTHS_ON_A_MESH,
+        key_value_seq_lengths=_LENGTHS_ON_A_MESH,
+        query_ids=np.tile(np.arange(T, dtype=np.int32) // 9, (8, 1)),
+        key_ids=np.tile(np.arange(S, dtype=np.int32) // 9, (8, 1)),
+        sink=_SLOPES_ON_A_MESH,
+        alibi_slopes=np.tile(_SLOPES_ON_A_MESH, (8, 1)),
+        table=rng.standard_normal((N, T), np.float32),
+    )
+
+    def loss(query, key, value, query_ids, key_ids, table, **others):
+        def score_mod(score, b, h, q, kv):
+            return score + table[h, q]
+
+        ids = query_ids, key_ids
+        return _loss(attend, segment_ids=ids, score_mod=score_mod, **others)(query, key, value)
+
+    def run(arrays):
+        floats = {name: x for name, x in arrays.items() if x.dtype == np.float32}
+        others = {name: x for name, x in arrays.items() if name not in floats}
+        step = jax.value_and_grad(lambda floats, others: loss(**floats, **others))
+        return jax.jit(step, compiler_options={"xla_backend_optimization_level": 0})(floats, others)
+
+    return arrays, run
+
+
+@functools.cache
+def _expected_of_all_operands():
+    arrays, run = _of_all_operands(_dense)
+    return run(arrays)
+
+
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize("name", _ALONE)
+def test_explicit_mesh_of_one_argument(name):
+    """Whichever it is, the others go there with it, and its gradient stays where it is."""
+    arrays, run = _of_all_operands(jaxflash.dot_product_attention)
+    placed = jax.tree.map(jnp.asarray, arrays)
+    (placed[name],) = _sharded([arrays[name]], _explicit_mesh(), _ALONE[name])
+    actual = run(placed)
+    _close(actual, _expected_of_all_operands())
+    if name in actual[1]:
+        gradient = actual[1][name]
+        assert gradient.sharding.is_equivalent_to(placed[name].sharding, gradient.ndim)
+
+
 @needs_kernels
 @pytest.mark.parametrize("specs", _EXPLICIT.values(), ids=_EXPLICIT)
 def test_explicit_mesh_of_the_kernels(specs):
