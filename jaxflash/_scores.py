@@ -351,8 +351,17 @@ def trace(
         captures: arrays that the function takes as arguments, or their types.
         dtype: of the score and of the result.
         inlined: equations that are replaced by what they call.
+
+    Raises:
+        ValueError: the function closes over a Ref, which is no array.
     """
     closed = _traced(_of_varying(function), (*_argument_types(dtype), *captures))
+    for x in closed.consts:
+        if isinstance(x, jax.Ref):
+            raise ValueError(
+                "score_mod and functions of a mask must capture arrays, and one of them captures a "
+                f"Ref, {jax.typeof(x)}: read it before the call, ref[...]"
+            )
     closed_over = []
     # Constants become arguments after the given captures; those of an inner call come to light
     # when the call is inlined.

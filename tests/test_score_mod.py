@@ -343,6 +343,24 @@ def test_wrong_functions(score_mod, said):
             attention(*_qkv(), score_mod=score_mod)
 
 
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("argument", ["score_mod", "mask"])
+def test_refs_are_read_before_the_call(argument, traced):
+    q, k, v = _qkv()
+
+    def out(slopes):
+        ref = jax.new_ref(slopes)
+        options = {
+            "score_mod": lambda s, b, h, q, kv: s * jax.jit(lambda: ref[h])(),
+            "mask": jaxflash.masks.function(lambda b, h, q, kv: kv < ref[h].astype(q.dtype)),
+        }
+        return jaxflash.dot_product_attention(q, k, v, **{argument: options[argument]})
+
+    said = rf"{argument}.* captures a Ref.*float32\[{_N}\].*read it before the call, ref\[\.\.\.\]"
+    with pytest.raises(ValueError, match=said):
+        (jax.jit(out) if traced else out)(jnp.ones(_N))
+
+
 def test_errors_inside_the_function_are_its_own():
     empty = jnp.zeros((0,))
     with pytest.raises((TypeError, ValueError, IndexError)):
