@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxflash import _dropout
 from jaxflash._pages import Pages
-from jaxflash._spec import AttentionSpec, Operands
+from jaxflash._spec import AttentionSpec, Operands, compute_dtype
 from jaxflash._tile import Block, Blocks, Tiles, blocks, captures_of, cut, is_one, put
 
 
@@ -28,7 +28,7 @@ def forward(spec: AttentionSpec, operands: Operands):
     """(out (*B, T, N, h) in the dtype of the query, lse (*B, T, N) in float32 or float64). Key and
     value may be `Pages`."""
     q, k, v = operands.query, operands.key, operands.value
-    dtype = compute_dtype(q)
+    dtype = compute_dtype(q.dtype)
     *batch, q_len, q_heads, _ = q.shape
     kv_heads, value_dim = v.shape[-2:]
 
@@ -114,7 +114,7 @@ def backward(
         wanted: names among those of `Operands.differentiable`.
     """
     q, k, v = operands.query, operands.key, operands.value
-    dtype = compute_dtype(q)
+    dtype = compute_dtype(q.dtype)
     batch = q.shape[:-3]
     kv_heads = k.shape[-2]
 
@@ -210,7 +210,9 @@ def backward(
         query=filled(0, q_all, q_all.shape, dtype) if "query" in wanted else None,
         key=zeros("key") if "key" in wanted else None,
         value=zeros("value") if "value" in wanted else None,
-        captures={name: filled(0, x, x.shape, dtype) for name, x in moving.items()},
+        captures={
+            name: filled(0, x, x.shape, compute_dtype(dtype, x.dtype)) for name, x in moving.items()
+        },
     )
     sums = loop(0, tiles.column_count, key_block, sums)
     gradients = {"key": sums.key, "value": sums.value, **sums.captures}
@@ -266,7 +268,7 @@ def tangent(spec: AttentionSpec, operands: Operands, out, lse, tangents: dict[st
         tangents: by name, of some that `Operands.differentiable` names; others are zero.
     """
     q, k, v = operands.query, operands.key, operands.value
-    dtype = compute_dtype(q)
+    dtype = compute_dtype(q.dtype)
     *batch, _, _, _ = q.shape
     kv_heads, value_dim = v.shape[-2:]
 
@@ -561,10 +563,6 @@ def relative(logits, bound):
 def _(primals, tangents):
     t_logits, t_bound = tangents
     return relative(*primals), t_logits - t_bound
-
-
-def compute_dtype(q):
-    return jnp.float64 if q.dtype == jnp.float64 else jnp.float32
 
 
 def loop(begin, end, body, state):

@@ -35,7 +35,7 @@ from jaxflash import (
     _support,
     _tile_sum,
 )
-from jaxflash._spec import AttentionSpec, Operands
+from jaxflash._spec import AttentionSpec, Operands, compute_dtype
 
 CHECKPOINT_NAME = "context"
 
@@ -83,7 +83,7 @@ def with_scaled_query(operands):
     query, scale = operands.query, operands.scale
     if scale is None:
         return operands
-    dtype = _blockwise.compute_dtype(query)
+    dtype = compute_dtype(query.dtype)
     query = (query.astype(dtype) * scale.astype(dtype)).astype(query.dtype)
     return operands._replace(query=query, scale=None)
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxflash import _blockwise, _short
-from jaxflash._spec import AttentionSpec, Operands
+from jaxflash._spec import AttentionSpec, Operands, compute_dtype
 from jaxflash._tile import Block, Blocks, blocks, cut, put
 
 # Logits of a part's tile, for each core; where those of all elements together are no more than
@@ -57,14 +57,14 @@ def backward(
         return _short.backward(spec, operands, out, lse, dout, dlse, wanted)
     given = operands.named()
     in_parts = wanted - {"sink"}
-    # Captures that batch elements share: all parts add to their gradients, in float32, and none may
-    # have an element of another one.
+    # Captures that batch elements share: all parts add to their gradients, which are not rounded in
+    # between, and none may have an element of another one.
     shared = [name for name in in_parts if given[name].shape[0] != parts.length]
     if shared:
         size = next(n for n in range(parts.size, 0, -1) if parts.length % n == 0)
         parts = blocks(parts.length, size, multiple=1)
-    dtype = _blockwise.compute_dtype(operands.query)
-    wide = operands.replacing({name: given[name].astype(dtype) for name in shared})
+    dtypes = {name: compute_dtype(operands.query.dtype, given[name].dtype) for name in shared}
+    wide = operands.replacing({name: given[name].astype(dtypes[name]) for name in shared})
 
     def of_part(block: Block):
         out_here, lse_here, dout_here, dlse_here = (

@@ -29,7 +29,14 @@ import numpy as np
 
 from jaxflash import _dense_mask, _predicate
 from jaxflash._arguments import computed, is_abstract
-from jaxflash._spec import PLANNED, AttentionSpec, Operands, ScoreMod, checked_score_mod
+from jaxflash._spec import (
+    PLANNED,
+    AttentionSpec,
+    Operands,
+    ScoreMod,
+    checked_score_mod,
+    compute_dtype,
+)
 
 if TYPE_CHECKING:
     from jax.extend import core  # takes as long to import as the rest of the package
@@ -135,7 +142,7 @@ def compose(
         return spec, operands._replace(**nothing)
     spec, operands = _with_predicate(spec, operands)
     batch_rank = len(operands.query.shape) - 3
-    dtype = jnp.float64 if operands.query.dtype == jnp.float64 else jnp.float32
+    dtype = compute_dtype(operands.query.dtype)
     built_in, own = _BuiltIn(None, False, spec.logits_soft_cap), []
     if operands.bias is not None:
         shape = operands.bias.shape

@@ -155,6 +155,11 @@ class Operands(NamedTuple):
 _CAPTURES = ("captures", "mask_captures")
 
 
+def compute_dtype(*dtypes):
+    """That of sums, and of what is computed for each logit, of arrays of these dtypes."""
+    return jnp.float64 if any(dtype == jnp.float64 for dtype in dtypes) else jnp.float32
+
+
 class PagedOperands(NamedTuple):
     """The arrays of a call whose keys and values lie in pages; what was not given is None."""
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxflash import _dropout, _ranges
-from jaxflash._spec import AttentionSpec, Operands
+from jaxflash._spec import AttentionSpec, Operands, compute_dtype
 from jaxflash._tile_scores import Indices, Place, Sizes, TileScores
 
 _INT32_MAX = 2**31 - 1
@@ -116,7 +116,7 @@ class Tiles:
         self._kv_heads = operands.key.shape[-2]
         self._group = operands.query.shape[-2] // self._kv_heads
         self._rank = len(self._batch) + 4
-        self.dtype = jnp.float64 if operands.query.dtype == jnp.float64 else jnp.float32
+        self.dtype = compute_dtype(operands.query.dtype)
 
         self._mask = None if operands.mask is None else _grouped(operands.mask, operands)
         self._q_len = self._per_batch(operands.query_seq_lengths)
@@ -363,7 +363,7 @@ def captures_of(spec: AttentionSpec, operands: Operands) -> dict[str, Any]:
     """The captures with a gradient, by name, as `Tiles` wants them."""
     if spec.program is None:
         return {}
-    dtype = jnp.float64 if operands.query.dtype == jnp.float64 else jnp.float32
+    dtype = compute_dtype(operands.query.dtype)
     scores = TileScores(spec.program, sizes_of(operands), dtype, {})
     return {
         name: scores.prepared(_number(name), x)

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec
 
 from jaxflash import _scores
 from jaxflash._scores import ARGUMENTS, Program, View, constant, is_literal
+from jaxflash._spec import compute_dtype
 
 if TYPE_CHECKING:
     from jax.extend import core
@@ -94,12 +95,14 @@ class TileScores:
 
     def read(self, capture: int, x, place: Place) -> tuple[Any, ...]:
         """What a tile reads of a capture: an array for each element that the program takes of it,
-        then all of it if the program uses more than elements. Linear in `x`."""
+        then all of it if the program uses more than elements. Linear in `x`; in the dtype of sums,
+        that of the array's gradient among them."""
+        dtype = compute_dtype(self._dtype, x.dtype)
         reads = tuple(
-            self._element(number, x, place).astype(self._dtype)
+            self._element(number, x, place).astype(dtype)
             for number in self._program.numbers[capture]
         )
-        return (*reads, x.astype(self._dtype)) if self._program.is_whole[capture] else reads
+        return (*reads, x.astype(dtype)) if self._program.is_whole[capture] else reads
 
     def add(self, capture: int, total, place: Place, reads: tuple[Any, ...]):
         """The transpose of `read`, added to `total`, which is shaped like the capture."""
@@ -356,7 +359,7 @@ class _Split:
         return result.val if is_literal(result) else values[result]
 
     def _cast(self, values: dict[Any, Any]) -> dict[Any, Any]:
-        """The values as the program has them, of what was read in the dtype of the tiles."""
+        """The values as the program has them, of what was read in the dtype of sums."""
         for variable, casts in self._casts.items():
             for dtype in casts if variable in values else ():
                 x = values[variable]
@@ -413,13 +416,15 @@ def _hidden_tangent(split: _Split, primals, tangents):
     def shown(x):
         return jnp.where(visible, x, jnp.zeros_like(x))
 
-    tangent = jnp.zeros_like(value)
+    dtype = compute_dtype(value.dtype, *(t.dtype for t in t_floats))
+    tangent = jnp.zeros_like(value, dtype)
     for partial, t in zip(split.partials(*arguments), t_floats, strict=True):
-        tangent = tangent + shown(partial) * t
+        tangent = tangent + shown(partial).astype(dtype) * t.astype(dtype)
     floats, integers, whole = arguments
     if whole:
-        tangent = tangent + shown(split.moved_by_whole(floats, integers, whole, t_whole))
-    return value, tangent
+        moved = split.moved_by_whole(floats, integers, whole, t_whole)
+        tangent = tangent + shown(moved).astype(dtype)
+    return value, tangent.astype(value.dtype)
 
 
 # ---- Slices --------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from jaxflash import _blockwise, _dropout
 from jaxflash._primitive import Op, bind
-from jaxflash._spec import AttentionSpec, Operands
+from jaxflash._spec import AttentionSpec, Operands, compute_dtype
 from jaxflash._tile import Tile, Tiles, captures_of, cut, put
 
 
@@ -248,7 +248,7 @@ class _TileSum(Op):
         q, k, v = (by_kind[kind] for kind in ("query", "key", "value"))
         *batch, kv_heads, group, q_len, head_dim = q.shape
         kv_len = k.shape[-2]
-        dtype = _blockwise.compute_dtype(q)
+        dtype = compute_dtype(q.dtype)
 
         def result_type(kind):
             if kind == "out":
@@ -260,7 +260,8 @@ class _TileSum(Op):
 
         def zeros(i, accumulated: bool):
             like, shape, result_dtype = types[i]
-            return _blockwise.filled(0, like, shape, dtype if accumulated else result_dtype)
+            summed_dtype = compute_dtype(dtype, result_dtype) if accumulated else result_dtype
+            return _blockwise.filled(0, like, shape, summed_dtype)
 
         if 0 in q.shape or 0 in k.shape:
             return [zeros(i, False) for i in range(len(types))]

@@ -121,6 +121,25 @@ def test_vmap_of_a_capture_that_all_share(parts):
     assert set(parts) == {5}
 
 
+def test_a_float64_capture_that_all_share(parts):
+    query, key, value, _ = _operands()
+
+    def loss(attend, times):
+        def score_mod(score, b, h, q, kv):
+            return score - 0.1 * jnp.abs(times[q] - times[kv]).astype(jnp.float32)
+
+        return jnp.sum(attend(query, key, value, score_mod=score_mod) ** 2)
+
+    with jax.enable_x64(True):
+        times = 1.7e9 + jnp.arange(40, dtype=jnp.float64)
+        actual, expected = (
+            jax.jit(jax.grad(functools.partial(loss, module.dot_product_attention)))(times)
+            for module in (jaxflash, jaxflash.reference)
+        )
+    np.testing.assert_allclose(actual, expected, rtol=2e-4, atol=2e-5)
+    assert set(parts) == {5}
+
+
 def test_parts_of_several_elements(parts, monkeypatch):
     """Of 5 elements two at a time: the last part takes an element again."""
     query, key, value, _ = _operands()

@@ -281,6 +281,29 @@ def test_float64_captures():
             assert any("float64" in reason for reason in reasons)
 
 
+@pytest.mark.parametrize("whole", [False, True], ids=["elements", "whole"])
+def test_float64_captures_keep_their_precision(whole):
+    """Time stamps in seconds, which float32 rounds to multiples of 128. The tangents of elements as
+    well: those of whole arrays are of float32 where they meet them."""
+
+    def make(times):
+        def score_mod(score, b, h, q, kv):
+            since = jnp.abs((times if whole else times[q]) - times[kv])
+            return score - 0.1 * jnp.max(since).astype(jnp.float32)
+
+        return score_mod
+
+    def derivatives(attention, times):
+        def loss(times):
+            return _loss(attention, times, _qkv(), make)
+
+        moved = jnp.cos(times) if whole else times
+        return jax.jvp(loss, (times,), (moved,)), jax.jvp(jax.grad(loss), (times,), (moved,))
+
+    with jax.enable_x64(True):
+        _assert_equal(derivatives, 1.7e9 + jnp.arange(_S, dtype=jnp.float64) ** 2)
+
+
 @_needs_kernels
 def test_more_captures_than_kernels_take():
     arrays = [jnp.full(_N, float(i)) for i in range(9)]
