@@ -351,7 +351,7 @@ def trace(
     function: Callable, captures: Sequence[Any], dtype, inlined: dict[str, str] = _CALLS
 ) -> tuple[Program, tuple[Any, ...]]:
     """The program of ``function(score, b, h, q, kv, distance, *captures)``, and all its captures:
-    the given ones, then the arrays that the function closes over.
+    the given ones, then the arrays that the function closes over, complex ones as two each.
 
     Args:
         function: of scalars, and of captures of the given types.
@@ -377,6 +377,7 @@ def trace(
         closed = _inlined(closed, inlined)
         if not closed.consts:
             break
+    closed, closed_over = _of_real_arrays(closed, closed_over)
     types: list[Any] = closed.in_avals[len(ARGUMENTS) :]
     shapes = tuple(t.shape for t in types)
     return Program(_text(closed), shapes, closed), (*captures, *closed_over)
@@ -418,6 +419,51 @@ def _inlined(closed: core.ClosedJaxpr, calls: dict[str, str]) -> core.ClosedJaxp
         return [_read(values, atom) for atom in jaxpr.outvars]
 
     return _traced(function, [v.aval for v in (*jaxpr.invars, *jaxpr.constvars)])
+
+
+# Equations that choose elements of their first operand.
+_CHOOSING = frozenset({"dynamic_slice", "slice", "squeeze", "reshape"})
+
+
+def _of_real_arrays(
+    closed: core.ClosedJaxpr, arrays: list[Any]
+) -> tuple[core.ClosedJaxpr, list[Any]]:
+    """The same jaxpr of real arrays instead of `arrays`, its last arguments: of complex ones the
+    real and the imaginary part, so that all arrays with a derivative are floating. Elements are
+    chosen of the parts, and put together then."""
+    jaxpr = closed.jaxpr
+    count = len(jaxpr.invars) - len(arrays)
+    split = [jnp.iscomplexobj(x) for x in arrays]
+    if not any(split):
+        return closed, arrays
+    pairs = [
+        (x.real, x.imag) if is_split else (x,) for x, is_split in zip(arrays, split, strict=True)
+    ]
+    real = list(itertools.chain(*pairs))
+
+    def function(*arguments):
+        values = dict(zip(jaxpr.invars, arguments[:count], strict=False))
+        parts: dict[core.Var, list[Any]] = {}
+        rest = iter(arguments[count:])
+        for variable, is_split in zip(jaxpr.invars[count:], split, strict=True):
+            if is_split:
+                parts[variable] = [next(rest), next(rest)]
+            else:
+                values[variable] = next(rest)
+        for eqn in jaxpr.eqns:
+            complex_ones = [x for x in eqn.invars if not is_literal(x) and x in parts]
+            if complex_ones and eqn.primitive.name in _CHOOSING:
+                (array,), (chosen,) = complex_ones, eqn.outvars
+                of_each = [{**values, array: part} for part in parts[array]]
+                for of_one in of_each:
+                    evaluate([eqn], of_one)
+                parts[chosen] = [of_one[chosen] for of_one in of_each]
+                continue
+            values |= {x: jax.lax.complex(*parts[x]) for x in complex_ones if x not in values}
+            evaluate([eqn], values)
+        return [_read(values, atom) for atom in jaxpr.outvars]
+
+    return _traced(function, [*closed.in_avals[:count], *real]), real
 
 
 def evaluate(eqns, values: dict[core.Var, Any], calls: dict[str, str] | None = None) -> None:

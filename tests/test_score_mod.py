@@ -304,6 +304,38 @@ def test_float64_captures_keep_their_precision(whole):
         _assert_equal(derivatives, 1.7e9 + jnp.arange(_S, dtype=jnp.float64) ** 2)
 
 
+@pytest.mark.parametrize("whole", [False, True], ids=["elements", "whole"])
+@pytest.mark.parametrize("x64", [False, True])
+def test_complex_captures(x64, whole):
+    """As of rotary embeddings: derivatives by what they are made of, and by themselves."""
+
+    def make(turns):
+        def score_mod(score, b, h, q, kv):
+            turned = turns[q] * jnp.conj(turns[kv])
+            if whole:
+                turned = turned * jnp.mean(turns)
+            return score + turned.real.astype(jnp.float32)
+
+        return score_mod
+
+    def derivatives(attention, angles):
+        def loss(angles):
+            return _loss(attention, jnp.exp(jax.lax.complex(0.1 * angles, angles)), _qkv(), make)
+
+        by_themselves = jax.grad(_loss, 1)(
+            attention, jax.lax.complex(angles, 1 - angles), _qkv(), make
+        )
+        return by_themselves, jax.jvp(jax.value_and_grad(loss), (angles,), (jnp.cos(angles),))
+
+    with jax.enable_x64(x64):
+        angles = jnp.linspace(0.0, 2.0, _S)
+        _assert_equal(derivatives, angles)
+        turns = jnp.exp(jax.lax.complex(angles, angles))
+        if _support._ffi.extension.kernels:
+            reason, *_ = jaxflash.supported(*_qkv(), score_mod=make(turns))
+            assert ("dtype float64" if x64 else "`complex`") in reason
+
+
 @_needs_kernels
 def test_more_captures_than_kernels_take():
     arrays = [jnp.full(_N, float(i)) for i in range(9)]
