@@ -166,6 +166,20 @@ def test_heads_over_two_devices(kv_heads, manual):
         )
 
 
+@pytest.mark.two_gpus
+@pytest.mark.parametrize("placed", [0, 1], ids=["query", "key"])
+def test_explicit_mesh_of_two_devices(placed):
+    """The kernels of both run where one operand alone is on the mesh."""
+    devices = np.array(jax.devices("gpu")[:2])
+    mesh = jax.sharding.Mesh(devices, ("b",), axis_types=(jax.sharding.AxisType.Explicit,))
+    qkv = _qkv()
+    expected = jax.jit(_step)(*qkv)
+    qkv[placed] = jax.device_put(qkv[placed], NamedSharding(mesh, PartitionSpec("b")))
+    actual = jax.jit(_step)(*qkv)
+    assert len(actual[0].devices()) == 2
+    assert_same_bits(actual, expected)
+
+
 def test_other_work_on_the_gpu():
     """Matrix products on another stream come and go: blocks start late, and in another order."""
     qkv = jax.device_put(_qkv(length=2000))
