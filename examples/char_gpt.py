@@ -145,7 +145,10 @@ def _options(description: str) -> argparse.Namespace:
         help="plot of the loss curves",
     )
     own.add_argument(
-        "--no-compare", dest="compare", action="store_false", help="leave out the plain jnp run"
+        "--compare",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="a plain jnp run beside it",
     )
     options = parse(own)
     # Before the training, not after it.

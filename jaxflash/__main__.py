@@ -212,8 +212,12 @@ def _check_outputs(arguments: argparse.Namespace) -> None:
     files = [arguments.plot] if arguments.plot else []
     files += [Path(arguments.json)] if arguments.json not in (None, "-") else []
     for file in files:
-        if file.is_dir() or not os.access(file.parent, os.W_OK):
+        if file.is_dir():
+            raise ValueError(f"cannot write {file}: it is a folder")
+        if not os.access(file.parent, os.W_OK):
             raise ValueError(f"cannot write {file}: no folder {file.parent} that can be written to")
+        if file.exists() and not os.access(file, os.W_OK):
+            raise ValueError(f"cannot write {file}: it may not be written to")
 
 
 # ---- What is asked of the machine ----------------------------------------------------------------
@@ -318,6 +322,9 @@ class _Plain:
         yield lambda step: None
 
 
+_WIDEST = 1000  # columns of a table
+
+
 class _Rich(_Plain):
     """Text with a progress bar on stderr and tables with rules."""
 
@@ -340,13 +347,17 @@ class _Rich(_Plain):
         for row in rows:
             bad = any("FAILED" in cell for cell in row)
             table.add_row(*row, style="bold red" if bad else "bold" if "jaxflash" in row else "")
+        anywhere = self._console.options.update(width=_WIDEST)
+        if self._console.measure(table, options=anywhere).minimum > self._console.width:
+            return super().table(header, rows)  # whose lines are wrapped, and no number cut off
         self._console.print(table)
 
     @contextlib.contextmanager
     def progress(self, steps: int) -> Iterator[Callable[[str], None]]:
         import rich.progress
 
-        with rich.progress.Progress(console=self._errors, transient=True) as bar:
+        shown = self._errors.is_terminal
+        with rich.progress.Progress(console=self._errors, transient=True, disable=not shown) as bar:
             task = bar.add_task("", total=steps)
 
             def step(text: str) -> None:

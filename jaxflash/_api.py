@@ -272,8 +272,9 @@ def supported(
     """Every reason why the CUDA kernels cannot take a call on this machine; none if they can.
 
     Takes the arguments of `dot_product_attention`; arrays may be `jax.ShapeDtypeStruct`.
-    Nothing is computed, and no JAX backend is started. A machine without a suitable GPU is a
-    reason too, although programs can still be lowered and exported for CUDA on it.
+    Of such types alone nothing is computed, and no JAX backend is started. A machine without a
+    suitable GPU is a reason too, although programs can still be lowered and exported for CUDA on
+    it.
 
     Args:
       query: as in `dot_product_attention`.

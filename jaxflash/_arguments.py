@@ -23,7 +23,7 @@ def array(name: str, x: Any) -> jax.Array:
         raise ValueError(f"{name} must be an array, got None")
     try:
         return jnp.asarray(x)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{name} must be an array, got {type(x).__name__}: {error}") from error
 
 

@@ -82,9 +82,9 @@ def attention_fn(
         number of first keys and hides the others, as that of a module with a cache does
         (``decode=True``). The number becomes `key_value_seq_lengths`, so that no more of the cache
         is read, and the query is at the position of the last visible key, from which windows and
-        slopes count. Without the promise the mask is read as an array, because its contents are not
-        known when the program is traced. If the promise is broken, the output is NaN. It has no
-        effect on calls with several queries.
+        slopes count, and which is the ``q`` of a `score_mod`. Without the promise the mask is read
+        as an array, because its contents are not known when the program is traced. If the promise
+        is broken, the output is NaN. It has no effect on calls with several queries.
       **options: every other option of `jaxflash.dot_product_attention` except
         `return_residual`: `local_window_size`, `key_value_seq_lengths`, `segment_ids`, `scale`,
         `logits_soft_cap`, `sink`, `alibi_slopes`, `implementation` and so on.
@@ -158,6 +158,8 @@ def attention_fn(
         if (others := options.get("key_value_seq_lengths")) is not None:
             lengths = jnp.minimum(lengths, array("key_value_seq_lengths", others))
         options = {"causal_alignment": "bottom_right", **options, "key_value_seq_lengths": lengths}
+        if options.get("score_mod") is not None:
+            options["score_mod"] = _at_last_key(options["score_mod"], lengths)
     _check_position(query, key, is_causal, options)
     if deterministic:
         dropout_rate, dropout_rng = 0.0, None
@@ -194,6 +196,18 @@ def _prefix(mask, shape) -> tuple[jax.Array, jax.Array]:
     lengths = jnp.sum(visible, axis=-1, dtype=jnp.int32)
     numbers = jax.lax.broadcasted_iota(jnp.int32, visible.shape, visible.ndim - 1)
     return lengths, jnp.all(visible == (numbers < lengths[..., None]), axis=-1)
+
+
+def _at_last_key(score_mod, lengths):
+    """The function for a query that is row 0 of the call and stands at the last of its keys."""
+    if not callable(score_mod):
+        return score_mod  # the call says what is wrong
+    positions = lengths.reshape(-1) - 1
+
+    def of_row(score, b, h, q, kv):
+        return score_mod(score, b, h, q + positions[b], kv)
+
+    return of_row
 
 
 def _check_position(query, key, is_causal, options) -> None:

@@ -12,7 +12,10 @@ from jaxflash._arguments import array
 
 
 def merge_attention(
-    outs: ArrayLike | Sequence[ArrayLike], lses: ArrayLike | Sequence[ArrayLike]
+    outs: ArrayLike | Sequence[ArrayLike],
+    lses: ArrayLike | Sequence[ArrayLike],
+    *,
+    sink: ArrayLike | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     r"""Merges attention results over disjoint sets of keys into the result over all of them.
 
@@ -26,7 +29,9 @@ def merge_attention(
     decoding, and a prefix that many sequences share. Up to rounding, merging is associative and
     commutative, so partial results may be merged in any order and grouping.
 
-    A `sink` counts once: pass it to only one of the partial calls.
+    A sink counts once: give it to the last merge, and to none of the partial calls. (One of these
+    may have it instead if every row sees a key there: one that sees none has an lse of -inf, sink
+    or not.)
 
     A row that sees no key in any part has output 0, lse -inf and gradients 0.
 
@@ -35,13 +40,15 @@ def merge_attention(
             (\*B, T, N, h).
         lses: the logarithms of their softmax denominators, stacked as (P, \*B, T, N) or a sequence
             of P arrays (\*B, T, N).
+        sink: (N,), as of `jaxflash.dot_product_attention`, of which no part knows. None: without.
 
     Returns:
         The pair (out, lse): out (\*B, T, N, h) in the dtype of `outs`, lse (\*B, T, N) in float32.
         Both are differentiable. The arithmetic is float32 (float64, as is lse, for float64).
 
     Raises:
-        ValueError: the shapes or dtypes of `outs` and `lses` do not match.
+        ValueError: the shapes or dtypes of `outs` and `lses` do not match, or those of `sink` are
+            others.
 
     Examples:
         Two halves of the keys::
@@ -63,9 +70,21 @@ def merge_attention(
     # The maximum only keeps exp in range: its gradient is zero.
     maximum = jax.lax.stop_gradient(jnp.max(lses, axis=0))
     no_key = maximum == -jnp.inf
+    if sink is not None:
+        sink = array("sink", sink)
+        if sink.shape != lses.shape[-1:] or not jnp.issubdtype(sink.dtype, jnp.floating):
+            raise ValueError(
+                f"sink must be a floating array of shape (N,) = {lses.shape[-1:]}, "
+                f"got {sink.dtype}{list(sink.shape)}"
+            )
+        sink = jnp.broadcast_to(sink.astype(dtype), maximum.shape)
+        maximum = jnp.maximum(maximum, jax.lax.stop_gradient(sink))
     maximum = jnp.where(no_key, 0.0, maximum)
     weights = jnp.exp(lses - maximum[None])
-    total = jnp.where(no_key, 1.0, jnp.sum(weights, axis=0))
+    total = jnp.sum(weights, axis=0)
+    if sink is not None:
+        total += jnp.exp(jnp.where(no_key, -jnp.inf, sink) - maximum)
+    total = jnp.where(no_key, 1.0, total)
     lse = jnp.where(no_key, -jnp.inf, maximum + jnp.log(total))
     # Whatever stands in a part that saw no key: 0 * NaN would be NaN.
     parts = jnp.where((weights > 0.0)[..., None], outs.astype(dtype), 0.0)

@@ -240,15 +240,16 @@ class MultiheadAttention(eqx.Module):
     def _dropout(self, key, inference) -> dict[str, Any]:
         inference = self.dropout.inference if inference is None else inference
         rate = self.dropout.p
+        traced = isinstance(inference, jax.core.Tracer)
+        if traced or (isinstance(rate, jax.core.Tracer) and not inference):
+            raise ValueError(
+                "dropout.p and inference must be known at trace time: use eqx.filter_jit, which "
+                "leaves the numbers of a module as they are, instead of jax.jit, which traces them"
+            )
         if inference or (isinstance(rate, (int, float)) and rate == 0):
             return {}
         if key is None:
             raise RuntimeError(f"dropout of {rate} needs a key, or inference=True")
-        if isinstance(rate, jax.core.Tracer):
-            raise ValueError(
-                "dropout.p must be known at trace time: use eqx.filter_jit, which leaves the "
-                "numbers of a module as they are, instead of jax.jit, which traces them"
-            )
         return dict(dropout_rate=rate, dropout_rng=key)
 
 

@@ -310,6 +310,8 @@ def intervals(begin: ArrayLike, end: ArrayLike, of: Literal["query", "key"] = "q
 
     def checked(name, x):
         name = f"masks.intervals: {name}"
+        if isinstance(x, int):  # of any size
+            x = max(-_INT32_MAX, min(x, _INT32_MAX))
         x = _arguments.array(name, x)
         if not jnp.issubdtype(x.dtype, jnp.integer):
             raise ValueError(f"{name} must have an integer dtype, got {x.dtype}")

@@ -212,6 +212,26 @@ def test_nnx_decode_in_a_window():
     _close(run(lambda i: None, attention_fn=attention_fn), run(window))
 
 
+@_as_flax_promotes
+def test_nnx_decode_with_a_score_function():
+    """It gets the query's position, as without a cache."""
+    table = jax.random.normal(jax.random.key(5), (HEADS, 11))
+
+    def score_mod(score, b, h, q, kv):
+        return score + table[h, q - kv + 5]
+
+    def module(**options):
+        attention_fn = functools.partial(jaxflash.attention_fn, score_mod=score_mod, **options)
+        return _nnx_module(attention_fn=attention_fn)
+
+    expected = module()(_x()[:, :5], is_causal=True)
+    decoding = module(mask_is_prefix=True)
+    decoding.init_cache((B, 5, FEATURES))
+    step = nnx.jit(lambda module, x: module(x, decode=True))
+    outs = [step(decoding, _x()[:, i : i + 1]) for i in range(5)]
+    _close(jnp.concatenate(outs, axis=1), expected)
+
+
 def _one_query():
     query, key, value = _qkv()
     return query[:, :1], key, value

@@ -62,6 +62,18 @@ def test_report(tmp_path):
         assert text in done.stdout
 
 
+@pytest.mark.parametrize(("width", "ruled"), [(40, False), (200, True)])
+def test_tables_are_never_cut_off(width, ruled, monkeypatch, capsys):
+    pytest.importorskip("rich")
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    row = ["4096", "backward", "jaxflash", "123.456", "1.8e-05 FAILED", "some more of a line"]
+    command._Rich().table([f"column {i}" for i in range(len(row))], [row])
+    text = capsys.readouterr().out
+    assert ("\u2500" in text) == ruled
+    assert all(cell in text for cell in row)
+
+
 def test_plain_text_without_rich(tmp_path):
     code = (
         "import runpy, sys; sys.modules['rich'] = None\n"

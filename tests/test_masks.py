@@ -566,6 +566,13 @@ def test_visited_tiles(mask, path):
     _check_inside(ranges, visible[None, None], is_longest=True)
 
 
+def test_intervals_to_any_end():
+    mask = masks.intervals(-(2**40), 2**40) & masks.intervals(1, 2**31)
+    np.testing.assert_array_equal(
+        masks.as_array(mask, (1, 2, 3)), np.broadcast_to(np.arange(3) > 0, (1, 2, 3))
+    )
+
+
 @pytest.mark.parametrize("dtype", ["int32", "int64"])
 def test_intervals_of_segments(dtype):
     """The smallest ones, in any order of the ids, but for those that share a bucket of a table:

@@ -85,6 +85,39 @@ def test_merge_of_rows_without_keys():
     _close((out[:, 0], lse[:, 0]), jaxflash.merge_attention(outs[1:, :, 0], lses[1:, :, 0]))
 
 
+def test_merge_adds_a_sink():
+    """One part shows some rows nothing, and all parts show nothing to some."""
+    query, key, value = (_normal(2, 8, N, H, seed=i) for i in range(3))
+    sink = _normal(N, seed=3)
+
+    def whole(query, key, value, sink):
+        return jaxflash.dot_product_attention(
+            query, key, value, sink=sink, query_seq_lengths=jnp.array([8, 3]), is_causal=True,
+            return_residual=True,
+        )  # fmt: skip
+
+    def merged(query, key, value, sink):
+        attend = functools.partial(
+            jaxflash.dot_product_attention, query_seq_lengths=jnp.array([8, 3]),
+            return_residual=True,
+        )  # fmt: skip
+        later = jaxflash.masks.function(lambda b, h, q, kv: q >= kv + 4)
+        parts = (
+            attend(query, key[:, :4], value[:, :4], is_causal=True),
+            attend(query, key[:, 4:], value[:, 4:], mask=later),
+        )
+        return jaxflash.merge_attention(*zip(*parts, strict=True), sink=sink)
+
+    def run(f):
+        values, pull = jax.vjp(f, query, key, value, sink)
+        return values, pull((_normal(2, 8, N, H, seed=4), _normal(2, 8, N, seed=5)))
+
+    _close(jax.jit(run, static_argnums=0)(merged), jax.jit(run, static_argnums=0)(whole))
+    for wrong in (np.ones(N + 1, np.float32), np.ones(N, np.int32)):
+        with pytest.raises(ValueError, match="sink must be a floating array"):
+            jaxflash.merge_attention([query], [query[..., 0]], sink=wrong)
+
+
 def test_merge_is_associative():
     outs, lses = _normal(3, 2, 5, N, VALUE), _normal(3, 2, 5, N, seed=1)
     out, lse = jaxflash.merge_attention(outs[:2], lses[:2])

@@ -93,6 +93,10 @@ ERRORS = {
         dict(query_seq_lengths=_ones(3, dtype=np.int32)),
         ["query_seq_lengths", "(3,)", "(2,)"],
     ),
+    "key lengths too large": (
+        dict(key_value_seq_lengths=[3, 2**40]),
+        ["key_value_seq_lengths", "list"],
+    ),
     "key lengths shape": (
         dict(key_value_seq_lengths=_ones(2, 1, dtype=np.int32)),
         ["key_value_seq_lengths", "(2, 1)"],
