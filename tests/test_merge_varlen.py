@@ -88,17 +88,17 @@ def test_merge_of_rows_without_keys():
 def test_merge_adds_a_sink():
     """One part shows some rows nothing, and all parts show nothing to some."""
     query, key, value = (_normal(2, 8, N, H, seed=i) for i in range(3))
-    sink = _normal(N, seed=3)
+    sink, lengths = _normal(N, seed=3), np.array([8, 3], np.int32)
 
     def whole(query, key, value, sink):
         return jaxflash.dot_product_attention(
-            query, key, value, sink=sink, query_seq_lengths=jnp.array([8, 3]), is_causal=True,
+            query, key, value, sink=sink, query_seq_lengths=lengths, is_causal=True,
             return_residual=True,
         )  # fmt: skip
 
     def merged(query, key, value, sink):
         attend = functools.partial(
-            jaxflash.dot_product_attention, query_seq_lengths=jnp.array([8, 3]),
+            jaxflash.dot_product_attention, query_seq_lengths=lengths,
             return_residual=True,
         )  # fmt: skip
         later = jaxflash.masks.function(lambda b, h, q, kv: q >= kv + 4)

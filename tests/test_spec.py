@@ -95,7 +95,7 @@ ERRORS = {
     ),
     "key lengths too large": (
         dict(key_value_seq_lengths=[3, 2**40]),
-        ["key_value_seq_lengths", "list"],
+        ["key_value_seq_lengths", "int32"],
     ),
     "key lengths shape": (
         dict(key_value_seq_lengths=_ones(2, 1, dtype=np.int32)),
