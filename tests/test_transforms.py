@@ -1122,6 +1122,8 @@ _ALONE = {
     "alibi_slopes": ("b", "h"),
     "table": ("h",),
 }
+if jax.__version_info__ < (0, 11):  # which does not index what is split, in any function
+    del _ALONE["table"]
 
 
 def _of_all_operands(attend):
