@@ -21,14 +21,15 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxflash import _dense_mask, _predicate
+from jaxflash import _dense_mask, _jaxpr, _predicate
 from jaxflash._arguments import computed, is_abstract
+from jaxflash._jaxpr import is_literal
 from jaxflash._spec import (
     PLANNED,
     AttentionSpec,
@@ -43,23 +44,6 @@ if TYPE_CHECKING:
 
 # Arguments of a program; its captures follow them.
 ARGUMENTS = ("score", "b", "h", "q", "kv", "distance")
-
-# Equations that call a jaxpr, and the parameter that holds it.
-_CALLS = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "remat2": "jaxpr",
-    "checkpoint": "jaxpr",
-}
-# Those with a derivative of their own, which stays with them until they have been differentiated.
-_CUSTOM_DERIVATIVES = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
-
-
-def is_literal(atom) -> TypeGuard[core.Literal]:
-    """Whether an operand of an equation is a constant, and no variable."""
-    return hasattr(atom, "val")
 
 
 def constant(index) -> Any:
@@ -330,7 +314,7 @@ def trace_predicate(function: Callable, captures: Sequence[Any]) -> tuple[Progra
     def of_score(score, b, h, q, kv, distance, *captures):
         return function(b, h, q, kv, *captures)
 
-    return trace(of_score, captures, jnp.float32, {**_CALLS, **_CUSTOM_DERIVATIVES})
+    return trace(of_score, captures, jnp.float32, {**_jaxpr.CALLS, **_jaxpr.CUSTOM_DERIVATIVES})
 
 
 @functools.lru_cache(maxsize=256)
@@ -348,7 +332,7 @@ def dense_predicate(mask_axes: tuple[int, ...], mask_type, packed: int | None) -
 
 
 def trace(
-    function: Callable, captures: Sequence[Any], dtype, inlined: dict[str, str] = _CALLS
+    function: Callable, captures: Sequence[Any], dtype, inlined: dict[str, str] = _jaxpr.CALLS
 ) -> tuple[Program, tuple[Any, ...]]:
     """The program of ``function(score, b, h, q, kv, distance, *captures)``, and all its captures:
     the given ones, then the arrays that the function closes over, complex ones as two each.
@@ -362,7 +346,7 @@ def trace(
     Raises:
         ValueError: the function closes over a Ref, which is no array.
     """
-    closed = _traced(_of_varying(function), (*_argument_types(dtype), *captures))
+    closed = _jaxpr.traced(_of_varying(function), (*_argument_types(dtype), *captures))
     for x in closed.consts:
         if isinstance(x, jax.Ref):
             raise ValueError(
@@ -374,10 +358,10 @@ def trace(
     # when the call is inlined.
     while True:
         closed_over += closed.consts
-        closed = _inlined(closed, inlined)
+        closed = _jaxpr.inlined(closed, inlined)
         if not closed.consts:
             break
-    closed, closed_over = _of_real_arrays(closed, closed_over)
+    closed, closed_over = _jaxpr.of_real_arrays(closed, closed_over)
     types: list[Any] = closed.in_avals[len(ARGUMENTS) :]
     shapes = tuple(t.shape for t in types)
     return Program(_text(closed), shapes, closed), (*captures, *closed_over)
@@ -401,121 +385,6 @@ def _argument_types(dtype) -> tuple[jax.ShapeDtypeStruct, ...]:
     return jax.ShapeDtypeStruct((), dtype), *integers
 
 
-def _traced(function: Callable, types) -> core.ClosedJaxpr:
-    return jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(t.shape, t.dtype) for t in types))
-
-
-def _inlined(closed: core.ClosedJaxpr, calls: dict[str, str]) -> core.ClosedJaxpr:
-    """The same jaxpr without equations of the given kinds of calls; its constants are its last
-    arguments, and its own constants are those of the calls.
-    """
-    jaxpr = closed.jaxpr
-
-    def function(*arguments):
-        count = len(jaxpr.invars)
-        values = dict(zip(jaxpr.invars, arguments, strict=False))
-        values.update(zip(jaxpr.constvars, arguments[count:], strict=True))
-        evaluate(jaxpr.eqns, values, calls)
-        return [_read(values, atom) for atom in jaxpr.outvars]
-
-    return _traced(function, [v.aval for v in (*jaxpr.invars, *jaxpr.constvars)])
-
-
-# Equations that choose elements of their first operand.
-_CHOOSING = frozenset({"dynamic_slice", "slice", "squeeze", "reshape"})
-
-
-def _of_real_arrays(
-    closed: core.ClosedJaxpr, arrays: list[Any]
-) -> tuple[core.ClosedJaxpr, list[Any]]:
-    """The same jaxpr of real arrays instead of `arrays`, its last arguments: of complex ones the
-    real and the imaginary part, so that all arrays with a derivative are floating. Elements are
-    chosen of the parts, and put together then."""
-    jaxpr = closed.jaxpr
-    count = len(jaxpr.invars) - len(arrays)
-    split = [jnp.iscomplexobj(x) for x in arrays]
-    if not any(split):
-        return closed, arrays
-    pairs = [
-        (x.real, x.imag) if is_split else (x,) for x, is_split in zip(arrays, split, strict=True)
-    ]
-    real = list(itertools.chain(*pairs))
-
-    def function(*arguments):
-        values = dict(zip(jaxpr.invars, arguments[:count], strict=False))
-        parts: dict[core.Var, list[Any]] = {}
-        rest = iter(arguments[count:])
-        for variable, is_split in zip(jaxpr.invars[count:], split, strict=True):
-            if is_split:
-                parts[variable] = [next(rest), next(rest)]
-            else:
-                values[variable] = next(rest)
-        for eqn in jaxpr.eqns:
-            complex_ones = [x for x in eqn.invars if not is_literal(x) and x in parts]
-            if complex_ones and eqn.primitive.name in _CHOOSING:
-                (array,), (chosen,) = complex_ones, eqn.outvars
-                of_each = [{**values, array: part} for part in parts[array]]
-                for of_one in of_each:
-                    evaluate([eqn], of_one)
-                parts[chosen] = [of_one[chosen] for of_one in of_each]
-                continue
-            values |= {x: jax.lax.complex(*parts[x]) for x in complex_ones if x not in values}
-            evaluate([eqn], values)
-        return [_read(values, atom) for atom in jaxpr.outvars]
-
-    return _traced(function, [*closed.in_avals[:count], *real]), real
-
-
-def evaluate(eqns, values: dict[core.Var, Any], calls: dict[str, str] | None = None) -> None:
-    """Adds to `values` the results of equations, those of the given kinds of calls inlined."""
-    for eqn in eqns:
-        inputs = [_read(values, atom) for atom in eqn.invars]
-        if calls and eqn.primitive.name in calls:
-            inner = eqn.params[calls[eqn.primitive.name]]
-            jaxpr = getattr(inner, "jaxpr", inner)
-            inside = dict(zip(jaxpr.invars, inputs, strict=True))
-            inside.update(zip(jaxpr.constvars, getattr(inner, "consts", ()), strict=True))
-            evaluate(jaxpr.eqns, inside, calls)
-            results = [_read(inside, atom) for atom in jaxpr.outvars]
-        elif _is_of_types_alone(eqn):
-            results = inputs
-        else:
-            results = _bound(eqn, inputs)
-        values.update(zip(eqn.outvars, results, strict=True))
-
-
-def _is_of_types_alone(eqn) -> bool:
-    """Whether an equation is there for the types that values have inside `shard_map`: a cast to one
-    that varies over more mesh axes, of which `_bound` adds those that are needed; or a sum over no
-    axes, as transposes have it."""
-    name = eqn.primitive.name
-    return name == "pvary" or (name == "reduce_sum" and not eqn.params["axes"])
-
-
-# Equations that hold others: their operands must have the types that those were traced with.
-_HOLDING_OTHERS = frozenset({"cond", "scan", "while"})
-
-
-def _bound(eqn, inputs: Sequence[Any]) -> Sequence[Any]:
-    """The results of an equation."""
-    # Inside `shard_map` an equation wants operands that vary over the same mesh axes.
-    varying = [jax.typeof(x).manual_axis_type.varying for x in inputs]
-    if eqn.primitive.name in _HOLDING_OTHERS:
-        wanted = [atom.aval.manual_axis_type.varying for atom in eqn.invars]
-    else:
-        wanted = [frozenset().union(*varying)] * len(inputs)
-    inputs = [
-        jax.lax.pcast(x, tuple(axes - own), to="varying") if axes - own else x
-        for x, own, axes in zip(inputs, varying, wanted, strict=True)
-    ]
-    results = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
-    return results if eqn.primitive.multiple_results else [results]
-
-
-def _read(values: dict[core.Var, Any], atom):
-    return atom.val if is_literal(atom) else values[atom]
-
-
 def _differentiated(
     closed: core.ClosedJaxpr, positions: tuple[int, ...]
 ) -> tuple[core.ClosedJaxpr, tuple[Any, ...]]:
@@ -525,8 +394,8 @@ def _differentiated(
 
     function = jaxpr_as_fun(closed)
     both = jax.value_and_grad(lambda *arguments: function(*arguments)[0], argnums=positions)
-    flat = _traced(lambda *arguments: jax.tree.leaves(both(*arguments)), closed.in_avals)
-    inlined = _inlined(flat, {**_CALLS, **_CUSTOM_DERIVATIVES})
+    flat = _jaxpr.traced(lambda *arguments: jax.tree.leaves(both(*arguments)), closed.in_avals)
+    inlined = _jaxpr.inlined(flat, {**_jaxpr.CALLS, **_jaxpr.CUSTOM_DERIVATIVES})
     return inlined, (*flat.consts, *inlined.consts)
 
 
@@ -547,7 +416,7 @@ def _with_partials(
 
         def read(atom):
             if is_literal(atom) or atom not in views or not views[atom].has_derivative:
-                return _read(values, atom)
+                return _jaxpr.read(values, atom)
             if atom not in loads:
                 loads[atom] = views[atom]
                 shift = next(shifts, None)
@@ -564,11 +433,13 @@ def _with_partials(
             if view is None:
                 inputs = [read(atom) for atom in eqn.invars]
             else:
-                inputs = [_read(values, first), *map(read, eqn.invars[1:])]
+                inputs = [_jaxpr.read(values, first), *map(read, eqn.invars[1:])]
                 views[eqn.outvars[0]] = view
-            values.update(zip(eqn.outvars, _bound(eqn, inputs), strict=True))
+            values.update(zip(eqn.outvars, _jaxpr.bound(eqn, inputs), strict=True))
         logit = read(jaxpr.outvars[0])
-        indices = [_read(values, i) for view in loads.values() for i in view.index if _is_read(i)]
+        indices = [
+            _jaxpr.read(values, i) for view in loads.values() for i in view.index if _is_read(i)
+        ]
         return logit, tuple(loads.values()), indices
 
     found: list[View] = []
@@ -578,7 +449,7 @@ def _with_partials(
         found.extend(views)
         return logit
 
-    _traced(find, closed.in_avals)
+    _jaxpr.traced(find, closed.in_avals)
     loads = tuple(found)
     numbers = itertools.count(1 + len(loads))
     numbered = tuple(
@@ -599,8 +470,8 @@ def _with_partials(
 
     score: Any = closed.in_avals[0]
     types = (*(jax.ShapeDtypeStruct((), score.dtype),) * len(loads), *closed.in_avals)
-    flat = _traced(function, types)
-    inlined = _inlined(flat, {**_CALLS, **_CUSTOM_DERIVATIVES})
+    flat = _jaxpr.traced(function, types)
+    inlined = _jaxpr.inlined(flat, {**_jaxpr.CALLS, **_jaxpr.CUSTOM_DERIVATIVES})
     if flat.consts or inlined.consts:
         raise NotImplementedError("its rule for derivatives has arrays of its own")
     return inlined, numbered
@@ -650,7 +521,7 @@ def _text(closed: core.ClosedJaxpr) -> str:
     mesh = jax.sharding.get_abstract_mesh()
     text = f"{closed}\n{mesh}" if mesh.shape else str(closed)
     text += _text_of_constants(_constants(closed))
-    if not re.search("|".join(_CUSTOM_DERIVATIVES) + "|0x[0-9a-f]{6}", text):
+    if not re.search("|".join(_jaxpr.CUSTOM_DERIVATIVES) + "|0x[0-9a-f]{6}", text):
         return text
     # Rules of custom derivatives are objects, new ones for every trace. What they do counts.
     types: list[Any] = closed.in_avals

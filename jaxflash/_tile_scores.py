@@ -19,8 +19,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxflash import _scores
-from jaxflash._scores import ARGUMENTS, Program, View, constant, is_literal
+from jaxflash import _jaxpr
+from jaxflash._jaxpr import is_literal
+from jaxflash._scores import ARGUMENTS, Program, View, constant
 from jaxflash._spec import compute_dtype
 
 if TYPE_CHECKING:
@@ -334,7 +335,7 @@ class _Split:
 
         def value(*elements):
             values = self._cast(dict(zip(ordered, elements, strict=True)))
-            _scores.evaluate(eqns, values)
+            _jaxpr.evaluate(eqns, values)
             return values[atom]
 
         return _over_tile(value, [integers[v] for v in ordered])
@@ -354,7 +355,7 @@ class _Split:
         given = zip((*self.floats, *self.integers), (*floats, *integers), strict=True)
         values = self._cast(dict(given))
         values.update(zip((self.captures[i] for i in self.whole), whole, strict=True))
-        _scores.evaluate(self._value_eqns, values)
+        _jaxpr.evaluate(self._value_eqns, values)
         result = self._result
         return result.val if is_literal(result) else values[result]
 

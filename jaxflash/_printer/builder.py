@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
+from jaxflash._jaxpr import is_literal
 from jaxflash._printer import CAPTURE_DTYPES, MAX_CAPTURE_RANK, NotPrintable
 from jaxflash._printer.formats import COMPUTED, INTEGER_FORMATS, WITH_SUFFIX
 from jaxflash._printer.graph import (
@@ -22,7 +23,7 @@ from jaxflash._printer.graph import (
     Node,
     wraps,
 )
-from jaxflash._scores import Program, Result, View, is_literal
+from jaxflash._scores import Program, Result, View
 
 if TYPE_CHECKING:
     from jax.extend import core

@@ -1,0 +1,145 @@
+"""Jaxprs of score functions and masks: traced, calls inlined, equations evaluated one by one."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import jax
+import jax.numpy as jnp
+
+if TYPE_CHECKING:
+    from jax.extend import core  # takes as long to import as the rest of the package
+
+# Equations that call a jaxpr, and the parameter that holds it.
+CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+}
+# Those with a derivative of their own, which stays with them until they have been differentiated.
+CUSTOM_DERIVATIVES = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
+
+
+def is_literal(atom) -> TypeGuard[core.Literal]:
+    """Whether an operand of an equation is a constant, and no variable."""
+    return hasattr(atom, "val")
+
+
+def traced(function: Callable, types) -> core.ClosedJaxpr:
+    return jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(t.shape, t.dtype) for t in types))
+
+
+def inlined(closed: core.ClosedJaxpr, calls: dict[str, str]) -> core.ClosedJaxpr:
+    """The same jaxpr without equations of the given kinds of calls; its constants are its last
+    arguments, and its own constants are those of the calls.
+    """
+    jaxpr = closed.jaxpr
+
+    def function(*arguments):
+        count = len(jaxpr.invars)
+        values = dict(zip(jaxpr.invars, arguments, strict=False))
+        values.update(zip(jaxpr.constvars, arguments[count:], strict=True))
+        evaluate(jaxpr.eqns, values, calls)
+        return [read(values, atom) for atom in jaxpr.outvars]
+
+    return traced(function, [v.aval for v in (*jaxpr.invars, *jaxpr.constvars)])
+
+
+# Equations that choose elements of their first operand.
+_CHOOSING = frozenset({"dynamic_slice", "slice", "squeeze", "reshape"})
+
+
+def of_real_arrays(
+    closed: core.ClosedJaxpr, arrays: list[Any]
+) -> tuple[core.ClosedJaxpr, list[Any]]:
+    """The same jaxpr of real arrays instead of `arrays`, its last arguments: of complex ones the
+    real and the imaginary part, so that all arrays with a derivative are floating. Elements are
+    chosen of the parts, and put together then."""
+    jaxpr = closed.jaxpr
+    count = len(jaxpr.invars) - len(arrays)
+    split = [jnp.iscomplexobj(x) for x in arrays]
+    if not any(split):
+        return closed, arrays
+    pairs = [
+        (x.real, x.imag) if is_split else (x,) for x, is_split in zip(arrays, split, strict=True)
+    ]
+    real = list(itertools.chain(*pairs))
+
+    def function(*arguments):
+        values = dict(zip(jaxpr.invars, arguments[:count], strict=False))
+        parts: dict[core.Var, list[Any]] = {}
+        rest = iter(arguments[count:])
+        for variable, is_split in zip(jaxpr.invars[count:], split, strict=True):
+            if is_split:
+                parts[variable] = [next(rest), next(rest)]
+            else:
+                values[variable] = next(rest)
+        for eqn in jaxpr.eqns:
+            complex_ones = [x for x in eqn.invars if not is_literal(x) and x in parts]
+            if complex_ones and eqn.primitive.name in _CHOOSING:
+                (array,), (chosen,) = complex_ones, eqn.outvars
+                of_each = [{**values, array: part} for part in parts[array]]
+                for of_one in of_each:
+                    evaluate([eqn], of_one)
+                parts[chosen] = [of_one[chosen] for of_one in of_each]
+                continue
+            values |= {x: jax.lax.complex(*parts[x]) for x in complex_ones if x not in values}
+            evaluate([eqn], values)
+        return [read(values, atom) for atom in jaxpr.outvars]
+
+    return traced(function, [*closed.in_avals[:count], *real]), real
+
+
+def evaluate(eqns, values: dict[core.Var, Any], calls: dict[str, str] | None = None) -> None:
+    """Adds to `values` the results of equations, those of the given kinds of calls inlined."""
+    for eqn in eqns:
+        inputs = [read(values, atom) for atom in eqn.invars]
+        if calls and eqn.primitive.name in calls:
+            inner = eqn.params[calls[eqn.primitive.name]]
+            jaxpr = getattr(inner, "jaxpr", inner)
+            inside = dict(zip(jaxpr.invars, inputs, strict=True))
+            inside.update(zip(jaxpr.constvars, getattr(inner, "consts", ()), strict=True))
+            evaluate(jaxpr.eqns, inside, calls)
+            results = [read(inside, atom) for atom in jaxpr.outvars]
+        elif _is_of_types_alone(eqn):
+            results = inputs
+        else:
+            results = bound(eqn, inputs)
+        values.update(zip(eqn.outvars, results, strict=True))
+
+
+def _is_of_types_alone(eqn) -> bool:
+    """Whether an equation is there for the types that values have inside `shard_map`: a cast to one
+    that varies over more mesh axes, of which `bound` adds those that are needed; or a sum over no
+    axes, as transposes have it."""
+    name = eqn.primitive.name
+    return name == "pvary" or (name == "reduce_sum" and not eqn.params["axes"])
+
+
+# Equations that hold others: their operands must have the types that those were traced with.
+_HOLDING_OTHERS = frozenset({"cond", "scan", "while"})
+
+
+def bound(eqn, inputs: Sequence[Any]) -> Sequence[Any]:
+    """The results of an equation."""
+    # Inside `shard_map` an equation wants operands that vary over the same mesh axes.
+    varying = [jax.typeof(x).manual_axis_type.varying for x in inputs]
+    if eqn.primitive.name in _HOLDING_OTHERS:
+        wanted = [atom.aval.manual_axis_type.varying for atom in eqn.invars]
+    else:
+        wanted = [frozenset().union(*varying)] * len(inputs)
+    inputs = [
+        jax.lax.pcast(x, tuple(axes - own), to="varying") if axes - own else x
+        for x, own, axes in zip(inputs, varying, wanted, strict=True)
+    ]
+    results = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
+    return results if eqn.primitive.multiple_results else [results]
+
+
+def read(values: dict[core.Var, Any], atom):
+    return atom.val if is_literal(atom) else values[atom]
