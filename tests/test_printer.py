@@ -1034,6 +1034,45 @@ def test_refusal_names_the_primitive_and_shows_the_equation(primitive):
         assert primitive.split("_")[0] in text or primitive == "reduce_sum"
 
 
+def _doubled(s, b, h, q, kv):
+    x = q
+    for _ in range(60):
+        x = jnp.maximum(x + kv, x - kv)
+    return s + x.astype(jnp.float32)
+
+
+def _remainders(s, b, h, q, kv):
+    x = q - kv
+    for i in range(20):
+        x = (x + i) % (101 - i)
+    return s + _ROWS[0, x]
+
+
+def _hidden_parts(s, b, h, q, kv):
+    x = s
+    for _ in range(20):
+        x = x * (x + 1.0)
+    return jnp.where(q >= kv, x, -jnp.inf)
+
+
+@pytest.mark.parametrize("function", [_doubled, _remainders, _hidden_parts])
+def test_shared_expressions_are_visited_once(function):
+    """As many paths as they have uses, multiplied, would take for ever."""
+    assert len(_printed(function)) < 1 << 17
+
+
+def test_deep_functions_are_refused():
+    """Before Python's recursion ends."""
+
+    def chain(s, b, h, q, kv):
+        for _ in range(2000):
+            s = jnp.tanh(s)
+        return s
+
+    with pytest.raises(_printer.NotPrintable, match="201 operations one within the other"):
+        _printed(chain)
+
+
 @pytest.mark.parametrize(
     ("capture", "said"),
     [

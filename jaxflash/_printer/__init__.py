@@ -9,6 +9,8 @@ Here is what can be printed; `cuda` prints, imported with the first call that ha
 from __future__ import annotations
 
 MAX_CAPTURES, MAX_CAPTURE_RANK, MAX_KEY_SUMS = 8, 6, 2  # cuda/problem.h
+# Operations one within the other, which take up to three calls each of Python's thousand.
+MAX_DEPTH = 200
 # As Python names what a capture or a sink holds, and as the kernels store it.
 CAPTURE_DTYPES = {
     "float32": "float",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from jaxflash._jaxpr import is_literal
-from jaxflash._printer import CAPTURE_DTYPES, MAX_CAPTURE_RANK, NotPrintable
+from jaxflash._printer import CAPTURE_DTYPES, MAX_CAPTURE_RANK, MAX_DEPTH, NotPrintable
 from jaxflash._printer.formats import COMPUTED, INTEGER_FORMATS, WITH_SUFFIX
 from jaxflash._printer.graph import (
     COLUMN,
@@ -179,6 +179,10 @@ class Builder:
         result = self._operation(eqn, name, dtype, args)
         if result is None:
             _refuse(eqn, "has no counterpart in CUDA")
+        if result.depth > MAX_DEPTH:
+            raise NotPrintable(
+                f"has {result.depth} operations one within the other; allowed are {MAX_DEPTH}"
+            )
         if str(out.dtype) == "int64" and wraps(result):
             self._too_wide[eqn.outvars[0]] = eqn
         return [result]

@@ -258,7 +258,7 @@ def _key_sums(
     and the loads that they serve: all those of a capture, or none."""
     sums: dict[Node, KeySum] = {}
     loads: list[KeyLoad] = []
-    if sizes is None:
+    if sizes is None or not captures:
         return [], []
     logit, slope = Builder(graph).build(program)
     slope = graph.shown(slope, logit)
@@ -301,6 +301,8 @@ def _stored(
 def _diagonal_sum(graph: Graph, program: Program, captures: Sequence[int]) -> DiagonalSum | None:
     """What the backward kernel sums along diagonals: for the first of some captures whose only load
     has one value there, and a factor of d score that the head knows."""
+    if not captures:
+        return None
     logit, slope = Builder(graph).build(program)
     slope = graph.shown(slope, logit)
     for capture in captures:

@@ -7,6 +7,7 @@ end up in coefficients.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -35,6 +36,21 @@ class Node:
     deps: int
     value: Any
     number: int
+    depth: int  # the most operations one within the other
+    facts: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False)  # see `_fact`
+
+
+def _fact(function: Callable[[Node], Any]) -> Callable[[Node], Any]:
+    """A function of a node, computed once for each: as many paths lead to what several expressions
+    share as it has uses, multiplied."""
+
+    @functools.wraps(function)
+    def once(x: Node):
+        if function.__name__ not in x.facts:
+            x.facts[function.__name__] = function(x)
+        return x.facts[function.__name__]
+
+    return once
 
 
 class Graph:
@@ -42,6 +58,7 @@ class Graph:
 
     def __init__(self, distance_is_difference: bool):
         self._nodes: dict[Any, Node] = {}
+        self._floats_by_parts: dict[Node, Node | None] = {}
         self._distance_is_difference = distance_is_difference
         self.subtracts_positions = False
 
@@ -54,7 +71,8 @@ class Graph:
         if key not in self._nodes:
             for a in args:
                 deps |= a.deps
-            self._nodes[key] = Node(op, args, dtype, deps, value, len(self._nodes))
+            depth = 1 + max((a.depth for a in args), default=0)
+            self._nodes[key] = Node(op, args, dtype, deps, value, len(self._nodes), depth)
         return self._nodes[key]
 
     def constant(self, value, dtype: str = "float32") -> Node:
@@ -157,6 +175,11 @@ class Graph:
 
     def _to_float_by_parts(self, x: Node) -> Node | None:
         """Converted where the parts are known: conversions are slow, adding floats is not."""
+        if x not in self._floats_by_parts:
+            self._floats_by_parts[x] = self._sum_of_converted(x)
+        return self._floats_by_parts[x]
+
+    def _sum_of_converted(self, x: Node) -> Node | None:
         if wraps(x):
             return None
         if x.op == "input" and x.value == "distance":
@@ -386,20 +409,29 @@ class Graph:
 
     def given(self, x: Node, condition: Node, holds: bool = True) -> Node:
         """`x` where a condition holds, or where it does not."""
-        if x.op == "select" and x.args[0] is condition:
-            return self.given(x.args[1 if holds else 2], condition, holds)
-        if x.op == "sum":
-            result = self.constant(x.value[0])
-            for coefficient, term in zip(x.value[1], x.args, strict=True):
-                term = self.given(term, condition, holds)
-                result = self.add(result, self.scaled(term, coefficient))
-            return result
-        if x.op == "product":
-            result = self.constant(1.0)
-            for factor in x.args:
-                result = self.multiply(result, self.given(factor, condition, holds))
-            return result
-        return x
+        found: dict[Node, Node] = {}
+
+        def given(x: Node) -> Node:
+            if x not in found:
+                found[x] = replaced(x)
+            return found[x]
+
+        def replaced(x: Node) -> Node:
+            if x.op == "select" and x.args[0] is condition:
+                return given(x.args[1 if holds else 2])
+            if x.op == "sum":
+                result = self.constant(x.value[0])
+                for coefficient, term in zip(x.value[1], x.args, strict=True):
+                    result = self.add(result, self.scaled(given(term), coefficient))
+                return result
+            if x.op == "product":
+                result = self.constant(1.0)
+                for factor in x.args:
+                    result = self.multiply(result, given(factor))
+                return result
+            return x
+
+        return given(x)
 
 
 COMPARE: dict[str, Callable] = {
@@ -437,6 +469,7 @@ _LARGEST_INPUT = 2**30 + 2**16
 _RANGED = ("add", "sub", "mul", "neg", "abs", "min", "max", "select", "div", "rem", "and")
 
 
+@_fact
 def _range(x: Node) -> tuple[int, int]:
     """Bounds of an int32."""
     if x.op == "constant":
@@ -501,6 +534,16 @@ def wraps(x: Node) -> bool:
     return x.dtype != "int32" or _range(x) == _INT32_RANGE
 
 
+def below(x: Node) -> set[Node]:
+    """A node and those that it is made of."""
+    found, left = {x}, [x]
+    while left:
+        new = set(left.pop().args) - found
+        found |= new
+        left += new
+    return found
+
+
 def _times(x: float, factor: float) -> float:
     """Finite values stay finite: -finfo.max times log2(e) still means a finite logit."""
     result = x * factor
@@ -533,6 +576,7 @@ def _polynomial(x: Node) -> tuple[Node, dict[int, float]] | None:
     return (atom, powers) if atom.op == "tanh" else None
 
 
+@_fact
 def _absorbs(x: Node) -> bool:
     """Whether a factor costs nothing: there is one already, or it is applied before the score."""
     if not x.deps & SCORE:
@@ -549,6 +593,7 @@ def _absorbs(x: Node) -> bool:
     return False
 
 
+@_fact
 def is_finite(x: Node) -> bool:
     """Whether a float is finite whatever the score and the captures are."""
     if x.op == "constant":
@@ -564,6 +609,7 @@ def is_finite(x: Node) -> bool:
     return False
 
 
+@_fact
 def depends_on_difference(x: Node) -> bool:
     """Whether a node depends on the numbers of row and column through their difference alone."""
     if not x.deps & ELEMENT:
@@ -612,6 +658,7 @@ def _at_origin(graph: Graph, x: Node) -> Node:
     return graph.integer(x.op, *(_at_origin(graph, a) for a in x.args))
 
 
+@_fact
 def _affine(x: Node) -> tuple[int, int] | None:
     """Coefficients of q and kv of an integer that is linear in them; None for another."""
     if not x.deps:

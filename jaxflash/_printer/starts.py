@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Collection
 
-from jaxflash._printer.graph import COLUMN, FLOATS, ROW, Graph, Node, linear
+from jaxflash._printer.graph import COLUMN, FLOATS, ROW, Graph, Node, below, linear
 
 # Quotients of larger ones might overflow, where the sum does not.
 _MAX_CONSTANT = 1e30
@@ -34,9 +34,7 @@ class Start:
 
     @property
     def is_of_head(self) -> bool:
-        nodes: set[Node] = set()
-        _collect(self.added, nodes)
-        return any((x.op, x.value) == ("input", "h") for x in nodes)
+        return any((x.op, x.value) == ("input", "h") for x in below(self.added))
 
     @property
     def follows_queries(self) -> bool:
@@ -62,8 +60,7 @@ def start_of(
 ) -> Start | None:
     """Of an addend; None where it does not have one such load, in terms or as a factor of them.
     `of_rows`: only where rows have loads of their own."""
-    nodes: set[Node] = set()
-    _collect(addend, nodes)
+    nodes = below(addend)
     of_neighbours = [x for x in nodes if x.op == "load" and is_of_neighbours(x, paired)]
     if of_rows and not any(x.deps & ROW for x in of_neighbours):
         return None
@@ -82,7 +79,7 @@ def _over_scale(graph: Graph, addend: Node, load: Node) -> Node | None:
     if addend.op == "select":
         condition, *branches = addend.args
         yes, no = (_over_scale(graph, x, load) for x in branches)
-        if _depends(condition, load) or yes is None or no is None:
+        if load in below(condition) or yes is None or no is None:
             return None
         return graph.select(condition, yes, no)
     constant, terms = linear(addend)
@@ -92,19 +89,8 @@ def _over_scale(graph: Graph, addend: Node, load: Node) -> Node | None:
         for factor in term.args if term.op == "product" else (term,):
             if factor is load:
                 factor = neighbour
-            elif _depends(factor, load):
+            elif load in below(factor):
                 return None
             product = graph.multiply(product, factor)
         value = graph.add(value, graph.scaled(product, coefficient))
     return value
-
-
-def _collect(x: Node, nodes: set[Node]) -> None:
-    if x not in nodes:
-        nodes.add(x)
-        for a in x.args:
-            _collect(a, nodes)
-
-
-def _depends(x: Node, on: Node) -> bool:
-    return x is on or any(_depends(a, on) for a in x.args)

@@ -23,6 +23,7 @@ from jaxflash._printer.graph import (
     FLOAT_MAX,
     Graph,
     Node,
+    below,
     is_finite,
     is_nonnegative,
     wraps,
@@ -217,8 +218,8 @@ class Writer:
         if self._gradient_matrix is not None:
             self._need(self._gradient_matrix, "end")
             self._visit(self._gradient_matrix, seen)
-        below = _below(self._logit) | (set() if self._slope is None else _below(self._slope))
-        self._diagonals = {x: load for x, load in lowering.diagonals.items() if x in below}
+        shown = below(self._logit) | (set() if self._slope is None else below(self._slope))
+        self._diagonals = {x: load for x, load in lowering.diagonals.items() if x in shown}
         for load in self._diagonals.values():
             self._need(load.offset, "end")
             self._visit(load.offset, seen)
@@ -530,16 +531,6 @@ class Writer:
         if op in ("add", "sub") and not wraps(x):
             return f"{args[0]} {'+' if op == 'add' else '-'} {args[1]}"
         return INTEGER_FORMATS[op].format(*args)
-
-
-def _below(x: Node) -> set[Node]:
-    """A node and those that it is made of."""
-    found, left = {x}, [x]
-    while left:
-        new = set(left.pop().args) - found
-        found |= new
-        left += new
-    return found
 
 
 def _literal(x: Node) -> str:
