@@ -104,13 +104,14 @@ _OF_KERNELS = frozenset(("query", "key", "value"))
 
 
 def _forward(spec: AttentionSpec, path: Path, operands: Operands, in_parts: bool = False):
-    @_mapped_together
     def blockwise(operands):
         return (_parts if in_parts else _short).forward(spec, operands)
 
     def kernels(operands):
         return _kernels.forward(spec, _kernel_program.make(spec, operands, "forward"), operands)
 
+    if not _primitive.available:
+        blockwise = _mapped_together(blockwise)
     return on_path(path, kernels, blockwise)(operands)
 
 
@@ -229,6 +230,12 @@ class _OfCall(_primitive.Op):
     def partitioned(self):
         return self.path != "xla"
 
+    def on_platform(self, platform):
+        # Without the other path's operations, which take long to trace.
+        if self.path != "auto":
+            return self
+        return dataclasses.replace(self, path="cuda" if platform == "cuda" else "xla")
+
     def on_one_cpu(self, types, calls=1):
         divides = _parts.divides(self.spec, self._operands(types), calls)
         return dataclasses.replace(self, in_parts=True) if divides else self
@@ -305,6 +312,10 @@ class _Tangent(_Pass):
             _tangent(self.spec, self.path, operands, out, lse, tangents, in_parts=self.in_parts)
         )
 
+    def result_types(self, types):
+        (_, out, lse), _ = self._split(types)
+        return [_type_of(out), _type_of(lse)]
+
     def _differentiable(self, saved, linear):
         tangents = dict(zip(self.moving, linear, strict=True))
         operands, out, lse = saved
@@ -333,6 +344,11 @@ class _Gradient(_Pass):
         gradients = gradients.named()
         return [gradients[name] for name in self.moving]
 
+    def result_types(self, types):
+        (operands, _, _), _ = self._split(types)
+        given = operands.named()
+        return [_type_of(given[name]) for name in self.moving]
+
     def _differentiable(self, saved, linear):
         dout, *dlse = linear
         dlse = dlse[0] if dlse else None
@@ -347,6 +363,10 @@ class _Gradient(_Pass):
         tangents = _named(self.moving, cotangents)
         op = _Tangent(self.spec, self.path, self.given, tuple(tangents))
         return _primitive.bind(op, *saved, *tangents.values())
+
+
+def _type_of(x) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
 def _named(names, values) -> dict[str, Any]:
@@ -367,6 +387,15 @@ class _Forward(_OfCall):
 
     def __call__(self, *args):
         return list(_forward(self.spec, self.path, self._operands(args), self.in_parts))
+
+    def result_types(self, types):
+        operands = self._operands(types)
+        query, value = operands.query, operands.value
+        rows = query.shape[:-1]
+        return [
+            jax.ShapeDtypeStruct((*rows, value.shape[-1]), query.dtype),
+            jax.ShapeDtypeStruct(rows, compute_dtype(query.dtype)),
+        ]
 
     def jvp(self, primals, results, tangents):
         moving = {
@@ -495,7 +524,8 @@ _attention = _with_every_derivative if _primitive.available else _with_first_der
 
 
 def _mapped_together(function):
-    """`function` of one pytree with two results, both of which `vmap` maps if it maps anything.
+    """`function` of one pytree with two results, both of which `vmap` maps if it maps anything, as
+    it does those of a primitive.
 
     Otherwise lse is not mapped where only the values are, and the rule of a custom_vjp with one
     mapped result and one that is not counts the cotangent of the latter once for every element.

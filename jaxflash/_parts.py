@@ -194,13 +194,15 @@ def _in_turn(parts: Blocks, like, of_part: Callable[[Block], tuple[Any, Any]]) -
     def empty(shape, x):
         return _blockwise.filled(0, like, shape, x.dtype)
 
+    of_number = parts.traced_once(of_part)
+
     def body(i, state):
         (results, sums), block = state, parts[i]
-        of, added = of_part(block)
+        of, added = of_number(i)
         results = jax.tree.map(lambda x, of: put(x, block, 0, of), results, of)
         return results, jax.tree.map(jnp.add, sums, added)
 
-    results, sums = jax.eval_shape(lambda: of_part(parts[0]))
+    results, sums = jax.eval_shape(lambda: of_number(0))
     results = jax.tree.map(lambda x: empty((parts.length, *x.shape[1:]), x), results)
     sums = jax.tree.map(lambda x: empty(x.shape, x), sums)
     return _blockwise.loop(0, parts.count, body, (results, sums))

@@ -35,10 +35,19 @@ class Op:
     # Whether it lowers to something that is partitioned over devices by a rule of its own.
     partitioned = False
 
+    def on_platform(self, platform: str) -> Op:
+        """The op for a program of one platform alone."""
+        return self
+
     def on_one_cpu(self, types: Sequence, calls: int = 1) -> Op:
         """The op for a program of one CPU device, where no axis has a sharding to keep: for
         arguments of such types, when `jax.vmap` maps so many calls."""
         return self
+
+    def result_types(self, types: Sequence) -> list[jax.ShapeDtypeStruct] | None:
+        """Shapes and dtypes of the results, given those of the arguments; None where only a trace
+        of the op tells."""
+        return None
 
     def __call__(self, *args) -> list:
         """The results, in operations that JAX lowers."""
@@ -74,11 +83,26 @@ class _Mapped(Op):
     def partitioned(self):
         return self.op.partitioned
 
+    def on_platform(self, platform):
+        return self._of(self.op.on_platform(platform))
+
     def on_one_cpu(self, types, calls=1):
-        pairs = list(zip(types, self.in_axes, strict=True))
-        count = next(x.shape[axis] for x, axis in pairs if axis is not None)
-        op = self.op.on_one_cpu([one_of(x, axis) for x, axis in pairs], calls * count)
+        return self._of(self.op.on_one_cpu(self._of_one(types), calls * self._count(types)))
+
+    def result_types(self, types):
+        results = self.op.result_types(self._of_one(types))
+        count = self._count(types)
+        return results and [jax.ShapeDtypeStruct((count, *x.shape), x.dtype) for x in results]
+
+    def _of(self, op: Op) -> Op:
         return self if op is self.op else dataclasses.replace(self, op=op)
+
+    def _of_one(self, types) -> list:
+        return [one_of(x, axis) for x, axis in zip(types, self.in_axes, strict=True)]
+
+    def _count(self, types):
+        pairs = zip(types, self.in_axes, strict=True)
+        return next(x.shape[axis] for x, axis in pairs if axis is not None)
 
     def __call__(self, *args):
         return self.op.mapped(self.in_axes, args)
@@ -168,19 +192,32 @@ def _batching_rule(args, axes, *, op: Op):
     return results, [0] * len(results)
 
 
+def _result_types(*types, op: Op) -> list:
+    # Shardings of explicit meshes and what varies inside `shard_map` only a trace finds.
+    plain = all(x.sharding.mesh.empty and not x.manual_axis_type.varying for x in types)
+    results = op.result_types(types) if plain else None
+    if results is None:
+        return list(jax.make_jaxpr(_traced_once(op))(*types).out_avals)
+    return [jax.core.ShapedArray(x.shape, x.dtype) for x in results]
+
+
 def _lowered(ctx, *args, op: Op):
-    op = op.on_one_cpu(ctx.avals_in) if _is_of_one_cpu(ctx) else op
+    platforms = tuple(ctx.platforms or ctx.module_context.platforms)
+    if len(platforms) == 1:
+        op = op.on_platform(*platforms)
+    if platforms == ("cpu",) and _is_of_one_device(ctx):
+        op = op.on_one_cpu(ctx.avals_in)
     return mlir.lower_fun(_traced_once(op), multiple_results=True)(ctx, *args)
 
 
-def _is_of_one_cpu(ctx) -> bool:
-    """Whether what is lowered is known to run on one CPU device, and on nothing else."""
+def _is_of_one_device(ctx) -> bool:
+    """Whether what is lowered is known to run on one device."""
     module = ctx.module_context
     # What is exported may be called on several devices.
-    if getattr(module.lowering_parameters, "for_export", False):
+    parameters = getattr(module, "lowering_parameters", None)
+    if parameters is None or getattr(parameters, "for_export", False):
         return False
-    devices = getattr(module.axis_context, "num_devices", None)
-    return tuple(ctx.platforms or module.platforms) == ("cpu",) and devices == 1
+    return getattr(module.axis_context, "num_devices", None) == 1
 
 
 @functools.cache
@@ -191,9 +228,7 @@ def _primitive(partitioned: bool):
     primitive.multiple_results = True
     # Also where nothing is compiled (`jax.disable_jit`).
     primitive.def_impl(lambda *args, op: _traced_once(op)(*args))
-    primitive.def_abstract_eval(
-        lambda *types, op: list(jax.make_jaxpr(_traced_once(op))(*types).out_avals)
-    )
+    primitive.def_abstract_eval(_result_types)
     mlir.register_lowering(primitive, _lowered)
     ad.primitive_jvps[primitive] = _jvp_rule
     ad.primitive_transposes[primitive] = _transpose_rule

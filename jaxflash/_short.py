@@ -92,6 +92,7 @@ def _by_length(spec: AttentionSpec, packed: Callable, batched: Callable, operand
     number = jnp.int32(0)
     for q_len, kv_len in sizes:
         number += ((longest[0] > q_len) | (longest[1] > kv_len)).astype(jnp.int32)
+    packed = jax.jit(packed, inline=True)  # traced once, for the types and to run
     branches = [*(functools.partial(batched, lengths) for lengths in sizes), packed]
     results = jax.tree.map(
         lambda x: _blockwise.filled(0, operands.query, x.shape, x.dtype),
@@ -151,23 +152,23 @@ def _of_groups(operands: Operands, lengths: tuple[int, int], of_group: Callable)
     at_most = _blockwise.count_together(heads, head_dim, *lengths)
     groups = blocks(count, at_most, multiple=1)
 
-    def numbers(i):
-        return groups[i].start + jnp.arange(groups.size, dtype=jnp.int32)
-
+    of_number = groups.traced_once(
+        lambda group: of_group(group.start + jnp.arange(group.size, dtype=jnp.int32))
+    )
     if groups.count == 1:
-        return of_group(numbers(0))
+        return of_number(0)
 
     def body(i, results):
         return jax.tree.map(
             lambda x, of: jax.lax.dynamic_update_slice_in_dim(x, of, groups[i].start, 0),
             results,
-            of_group(numbers(i)),
+            of_number(i),
         )
 
     like = operands.query
     results = jax.tree.map(
         lambda x: _blockwise.filled(0, like, (count, *x.shape[1:]), x.dtype),
-        jax.eval_shape(lambda: of_group(numbers(0))),
+        jax.eval_shape(lambda: of_number(0)),
     )
     return _blockwise.loop(0, groups.count, body, results)
 

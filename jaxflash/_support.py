@@ -270,6 +270,7 @@ def reasons_against_machine() -> tuple[str, ...]:
     return ()
 
 
+@functools.cache
 def _largest_head_size(math: str) -> int:
     """Largest head size for which all passes are in the library."""
     sizes = {"forward": 0, "backward": 0, "tangent": 0}

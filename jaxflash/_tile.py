@@ -8,6 +8,8 @@ so that each keeps its sharding.
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -45,6 +47,19 @@ class Blocks:
         fresh = jnp.asarray(i, jnp.int32) * self.size
         start = jnp.minimum(fresh, self.length - self.size) if self.ragged else fresh
         return Block(start, fresh, self.size)
+
+    def traced_once(self, function: Callable[[Block], Any]) -> Callable[[Any], Any]:
+        """`function` of the block of a number, traced once however many of them are asked for."""
+
+        @functools.partial(jax.jit, inline=True)
+        def of_block(start, fresh):
+            return function(Block(start, fresh, self.size))
+
+        def of_number(i):
+            block = self[i]
+            return of_block(block.start, block.fresh)
+
+        return of_number
 
 
 def blocks(length: int, at_most: int, multiple: int = 16) -> Blocks:
