@@ -178,11 +178,12 @@ class Tiles:
         self.row_count = _count_up_to(operands.query_seq_lengths, rows)
         self.column_count = _count_up_to(operands.key_value_seq_lengths, columns)
         # Positions bound no loop: they may be batched by vmap, and a loop with them.
-        self._static_band = (
-            not isinstance(self._offset, jax.Array)
-            and self._q_positions is None
-            and self._kv_positions is None
-        )
+        has_positions = self._q_positions is not None or self._kv_positions is not None
+        self._static_band = not isinstance(self._offset, jax.Array) and not has_positions
+        # The least and the most that positions of rows exceed their numbers by.
+        self._offsets = None if has_positions else (self._offset, self._offset)
+        if isinstance(self._offset, jax.Array) and (self._left, self._right) != (None, None):
+            self._offsets = -largest(-self._offset), largest(self._offset)
 
     @property
     def every_row_sees(self) -> bool:
@@ -205,16 +206,17 @@ class Tiles:
     def columns_seen_by(self, rows: Block):
         """(begin, end) of the column blocks in which these rows may see something."""
         begin, end = 0, self.column_count
-        if self._static_band and not is_one(self._columns.count):
-            begin, end = _blocks_met(rows, self._offset, self._left, self._right, self._columns)
+        if self._offsets is not None and not is_one(self._columns.count):
+            begin, end = _blocks_met(rows, self._offsets, self._left, self._right, self._columns)
         end = _smaller(end, self.column_count)
         return _within(begin, end, self._columns_of, rows.fresh // rows.size)
 
     def rows_seeing(self, columns: Block):
         """(begin, end) of the row blocks that may see something of these columns."""
         begin, end = 0, self.row_count
-        if self._static_band and not is_one(self._rows.count):
-            begin, end = _blocks_met(columns, -self._offset, self._right, self._left, self._rows)
+        if self._offsets is not None and not is_one(self._rows.count):
+            least, most = self._offsets
+            begin, end = _blocks_met(columns, (-most, -least), self._right, self._left, self._rows)
         end = _smaller(end, self.row_count)
         return _within(begin, end, self._rows_of, columns.fresh // columns.size)
 
@@ -476,14 +478,16 @@ def _smaller(x, y):
     return min(x, y) if isinstance(x, int) and isinstance(y, int) else jnp.minimum(x, y)
 
 
-def _blocks_met(block: Block, offset: int, before, after, others: Blocks):
-    """(begin, end) of the blocks of `others` that meet positions first + offset - before ...
-    last + offset + after of a block first ... last. Written so that no sum leaves int32.
+def _blocks_met(block: Block, offsets, before, after, others: Blocks):
+    """(begin, end) of the blocks of `others` that meet positions first + least - before ...
+    last + most + after of a block first ... last, (least, most) = `offsets`. Written so that no sum
+    leaves int32.
     """
+    least, most = offsets
     begin, end = 0, others.count
     if before is not None:
-        begin = (jnp.maximum(block.start + offset, before) - before) // others.size
+        begin = (jnp.maximum(block.start + least, before) - before) // others.size
     if after is not None:
-        last = jnp.minimum(block.start + (block.size - 1) + offset, others.length - 1 - after)
+        last = jnp.minimum(block.start + (block.size - 1) + most, others.length - 1 - after)
         end = (last + after) // others.size + 1
     return begin, end
