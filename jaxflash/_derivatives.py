@@ -30,6 +30,7 @@ from jaxflash import (
     _platform,
     _primitive,
     _ranges,
+    _scores,
     _sharding,
     _short,
     _support,
@@ -443,6 +444,8 @@ def _with_every_derivative(spec: AttentionSpec, path: Path, operands: Operands):
 
 
 def _tangent_rule(spec: AttentionSpec, path: Path, primals, tangents):
+    if spec.program is not None:
+        _scores.check_rules(spec.program)
     (operands,), (tangents,) = primals, tangents
     results: Any = _with_every_derivative(spec, path, operands)
     out, lse = (checkpoint_name(x, CHECKPOINT_NAME) for x in results)
@@ -475,6 +478,8 @@ class _Wanted(tuple):
 
 
 def _forward_rule(spec: AttentionSpec, path: Path, primals: Operands):
+    if spec.program is not None:
+        _scores.check_rules(spec.program)
     given = primals.named()
     wanted = _Wanted(name for name, x in given.items() if x.perturbed)
     operands = primals.replacing({name: x.value for name, x in given.items()})

@@ -1,13 +1,17 @@
-"""Jaxprs of score functions and masks: traced, calls inlined, equations evaluated one by one."""
+"""Jaxprs of score functions and masks: traced, calls inlined, equations evaluated one by one,
+differentiated, told apart."""
 
 from __future__ import annotations
 
+import hashlib
 import itertools
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 if TYPE_CHECKING:
     from jax.extend import core  # takes as long to import as the rest of the package
@@ -34,11 +38,23 @@ def traced(function: Callable, types) -> core.ClosedJaxpr:
     return jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(t.shape, t.dtype) for t in types))
 
 
+def as_function(closed: core.ClosedJaxpr) -> Callable[..., list[Any]]:
+    from jax.extend.core import jaxpr_as_fun  # not with the package: see above
+
+    return jaxpr_as_fun(closed)
+
+
 def inlined(closed: core.ClosedJaxpr, calls: dict[str, str]) -> core.ClosedJaxpr:
     """The same jaxpr without equations of the given kinds of calls; its constants are its last
     arguments, and its own constants are those of the calls.
     """
     jaxpr = closed.jaxpr
+    if not (
+        jaxpr.constvars
+        or closed.effects
+        or any(eqn.primitive.name in calls or _is_of_types_alone(eqn) for eqn in jaxpr.eqns)
+    ):
+        return closed
 
     def function(*arguments):
         count = len(jaxpr.invars)
@@ -143,3 +159,92 @@ def bound(eqn, inputs: Sequence[Any]) -> Sequence[Any]:
 
 def read(values: dict[core.Var, Any], atom):
     return atom.val if is_literal(atom) else values[atom]
+
+
+# ---- Derivatives and identity -------------------------------------------------------------------
+
+
+def differentiated(
+    closed: core.ClosedJaxpr, positions: tuple[int, ...]
+) -> tuple[core.ClosedJaxpr, tuple[Any, ...]]:
+    """The value and its derivatives by the arguments at some positions, every call inlined, and the
+    arrays that rules of custom derivatives hold: its last arguments."""
+    function = as_function(closed)
+    both = jax.value_and_grad(lambda *arguments: function(*arguments)[0], argnums=positions)
+    flat = traced(lambda *arguments: jax.tree.leaves(both(*arguments)), closed.in_avals)
+    derivatives = inlined(flat, {**CALLS, **CUSTOM_DERIVATIVES})
+    return derivatives, (*flat.consts, *derivatives.consts)
+
+
+def has_gradients(closed: core.ClosedJaxpr, positions: Sequence[int]) -> bool:
+    try:
+        differentiated(closed, tuple(positions))
+    except Exception:  # of the caller's rule, or of a class that JAX keeps to itself
+        return False
+    return True
+
+
+_unique = itertools.count()
+
+
+def identity(closed: core.ClosedJaxpr) -> str:
+    """Equal for programs of equal value and derivative; what it cannot tell apart, such as two
+    callbacks, it takes for different."""
+    text, is_whole = _printed(closed)
+    if is_whole and not any(name in text for name in CUSTOM_DERIVATIVES):
+        return text
+    # Rules of custom derivatives are objects, new ones for every trace. What they do counts.
+    types: list[Any] = closed.in_avals
+    floats = tuple(i for i, t in enumerate(types) if jnp.issubdtype(t.dtype, jnp.floating))
+    try:
+        derivatives, constants = differentiated(closed, floats)
+    except Exception:  # it has no reverse mode, which rules of the caller say in their own way
+        return f"{text}\n{next(_unique)}"
+    text, is_whole = _printed(derivatives, constants)
+    return text if is_whole else f"{text}\n{next(_unique)}"
+
+
+def _printed(closed: core.ClosedJaxpr, constants: Sequence[Any] = ()) -> tuple[str, bool]:
+    """(the text of a jaxpr with these constants beside its own, whether that says everything)"""
+    # Types name their mesh, and a program cannot be evaluated with another one.
+    mesh = jax.sharding.get_abstract_mesh()
+    text = f"{closed}\n{mesh}" if mesh.shape else str(closed)
+    text += "".join(map(_digest, (*constants, *_constants(closed))))
+    calls_python = any("callback" in eqn.params for eqn in equations(closed))
+    # An address says nothing about what lies there; JAX 0.11 writes X for its digits.
+    return text, not (calls_python or re.search("0x([0-9a-fA-F]{6}|X{6})", text))
+
+
+def _constants(jaxpr) -> list[Any]:
+    """Those of a jaxpr and of all that its equations call, which its text does not show."""
+    of_inner = (
+        x.consts
+        for eqn in equations(jaxpr)
+        for x in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr)
+        if _is_jaxpr(x) and hasattr(x, "consts")
+    )
+    return [*jaxpr.consts, *itertools.chain.from_iterable(of_inner)]
+
+
+def _digest(x) -> str:
+    """Equal for equal arrays; those that are not known are none of them equal."""
+    known = not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True)
+    if not known:
+        return f"\n{next(_unique)}"
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    x = np.asarray(x)
+    return f"\n{x.dtype}{x.shape}{hashlib.sha256(x.tobytes()).hexdigest()}"
+
+
+def equations(jaxpr) -> Iterator[Any]:
+    """Those of a jaxpr and of all that they call."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for x in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr):
+            if _is_jaxpr(x):
+                yield from equations(x)
+
+
+def _is_jaxpr(x) -> bool:
+    return hasattr(x, "eqns")  # closed ones, too

@@ -19,8 +19,7 @@ import dataclasses
 import functools
 import itertools
 import math
-import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -79,10 +78,7 @@ class Program:
 
     def value_and_slope(self) -> core.ClosedJaxpr:
         """(logit, d logit / d score) of the same arguments, every call inlined."""
-        closed, constants = _differentiated(self.jaxpr, (0,))
-        if constants:
-            raise NotImplementedError("its rule for derivatives has arrays of its own")
-        return closed
+        return _value_and_slope(self)
 
     def value_and_partials(self, capture: int) -> tuple[core.ClosedJaxpr, tuple[View, ...]]:
         """The derivatives by what is loaded of a capture.
@@ -93,7 +89,57 @@ class Program:
             not constant; every call inlined. And the loads: elements of the capture, whose indices
             are ints or None, where the only index is 0, or the `Result` that they are.
         """
-        return _with_partials(self.jaxpr, capture)
+        return _value_and_partials(self, capture)
+
+
+@functools.lru_cache(maxsize=256)
+def _value_and_slope(program: Program) -> core.ClosedJaxpr:
+    closed, constants = _jaxpr.differentiated(program.jaxpr, (0,))
+    if constants:
+        raise NotImplementedError("its rule for derivatives has arrays of its own")
+    return closed
+
+
+@functools.lru_cache(maxsize=256)
+def _value_and_partials(
+    program: Program, capture: int
+) -> tuple[core.ClosedJaxpr, tuple[View, ...]]:
+    return _with_partials(program.jaxpr, capture)
+
+
+@functools.lru_cache(maxsize=256)
+def check_rules(program: Program) -> None:
+    """Raises NotImplementedError where the program's custom derivatives cannot be computed here: a
+    backward rule that is not linear in its cotangent, as what it makes of 1 is multiplied by
+    cotangents; or rules with traced arrays, which are no longer known where they are called."""
+    text = str(program.jaxpr)
+    if not any(name in text for name in _jaxpr.CUSTOM_DERIVATIVES):
+        return
+    try:
+        _, constants = _jaxpr.differentiated(program.jaxpr, (0,))
+    except Exception:  # in its own words, where it is differentiated
+        return
+    traced = [x for x in constants if isinstance(x, jax.core.Tracer)]  # pyright: ignore
+    if traced:
+        raise NotImplementedError(
+            "score_mod has a function with a derivative of its own, whose rule closes over a "
+            f"traced array, {jax.typeof(traced[0])}: pass what it reads of the array as an argument"
+        )
+    if "custom_vjp_call" not in text:
+        return
+    function = _jaxpr.as_function(program.jaxpr)
+
+    def transposed_twice(score, *others):
+        logit, pull = jax.vjp(lambda score: function(score, *others)[0], score)
+        return jax.linear_transpose(pull, logit)((score,))
+
+    try:
+        _jaxpr.traced(transposed_twice, program.jaxpr.in_avals)
+    except Exception as error:  # JAX has many for what has no transpose
+        raise NotImplementedError(
+            "score_mod has a jax.custom_vjp whose backward rule is not linear in the cotangent, as "
+            "rules that clip it are: its derivative cannot be multiplied by cotangents"
+        ) from error
 
 
 def compose(
@@ -148,7 +194,7 @@ def compose(
     if score_mod is not None:
         program, closed_over = _with_score_mod(built_in, types, score_mod, dtype)
     elif built_in.parts:
-        mesh = jax.sharding.get_abstract_mesh()  # see `_text`
+        mesh = jax.sharding.get_abstract_mesh()  # see `_jaxpr.identity`
         program, closed_over = _built_in_program(built_in, types, dtype, mesh), ()
     else:
         return spec, operands
@@ -345,6 +391,7 @@ def trace(
 
     Raises:
         ValueError: the function closes over a Ref, which is no array.
+        NotImplementedError: it asks for an axis of `jax.vmap`.
     """
     closed = _jaxpr.traced(_of_varying(function), (*_argument_types(dtype), *captures))
     for x in closed.consts:
@@ -353,6 +400,7 @@ def trace(
                 "score_mod and functions of a mask must capture arrays, and one of them captures a "
                 f"Ref, {jax.typeof(x)}: read it before the call, ref[...]"
             )
+    _check_axes(closed)
     closed_over = []
     # Constants become arguments after the given captures; those of an inner call come to light
     # when the call is inlined.
@@ -362,9 +410,58 @@ def trace(
         if not closed.consts:
             break
     closed, closed_over = _jaxpr.of_real_arrays(closed, closed_over)
+    closed, closed_over = _without_missing_derivatives(closed, closed_over)
     types: list[Any] = closed.in_avals[len(ARGUMENTS) :]
     shapes = tuple(t.shape for t in types)
-    return Program(_text(closed), shapes, closed), (*captures, *closed_over)
+    return Program(_jaxpr.identity(closed), shapes, closed), (*captures, *closed_over)
+
+
+def _check_axes(jaxpr) -> None:
+    """An axis of `jax.vmap` is gone where the program is evaluated; one of a mesh is not."""
+    known = jax.sharding.get_abstract_mesh().manual_axes
+    for eqn in _jaxpr.equations(jaxpr):
+        axes = eqn.params.get("axis_name", eqn.params.get("axes", ()))
+        for axis in axes if isinstance(axes, tuple) else (axes,):
+            if isinstance(axis, str) and axis not in known:
+                raise NotImplementedError(
+                    f"score_mod and functions of a mask cannot use the axis {axis!r} of jax.vmap "
+                    f"({eqn.primitive.name}): compute it before the call, and capture the result"
+                )
+
+
+def _without_missing_derivatives(
+    closed: core.ClosedJaxpr, arrays: list[Any]
+) -> tuple[core.ClosedJaxpr, list[Any]]:
+    """The same jaxpr and its last arguments, where a `jax.custom_vjp` closes over arrays: for those
+    it has no derivative, which JAX refuses where somebody asks for it."""
+    first = len(closed.in_avals) - len(arrays)
+    floats = [i for i, x in enumerate(arrays, first) if jnp.issubdtype(x.dtype, jnp.floating)]
+    if not floats or "custom_vjp_call" not in str(closed) or _jaxpr.has_gradients(closed, floats):
+        return closed, arrays
+    missing = {i for i in floats if not _jaxpr.has_gradients(closed, [i])}
+    if not _jaxpr.has_gradients(closed, [0]):
+        return closed, arrays
+
+    def function(*arguments):
+        values = [jax.lax.stop_gradient(x) if i in missing else x for i, x in enumerate(arguments)]
+        return _jaxpr.as_function(closed)(*values)
+
+    arrays = [_without_derivative(x) if i in missing else x for i, x in enumerate(arrays, first)]
+    return _jaxpr.traced(function, closed.in_avals), arrays
+
+
+@jax.custom_jvp
+def _without_derivative(x):
+    return x
+
+
+@_without_derivative.defjvp
+def _(primals, tangents):
+    (x,) = primals
+    raise NotImplementedError(
+        f"score_mod has a jax.custom_vjp that closes over an array, {jax.typeof(x)}, by which it "
+        "has no derivative: pass what it reads of the array as an argument"
+    )
 
 
 def _of_varying(function: Callable) -> Callable:
@@ -383,20 +480,6 @@ def _of_varying(function: Callable) -> Callable:
 def _argument_types(dtype) -> tuple[jax.ShapeDtypeStruct, ...]:
     integers = (jax.ShapeDtypeStruct((), jnp.int32),) * (len(ARGUMENTS) - 1)
     return jax.ShapeDtypeStruct((), dtype), *integers
-
-
-def _differentiated(
-    closed: core.ClosedJaxpr, positions: tuple[int, ...]
-) -> tuple[core.ClosedJaxpr, tuple[Any, ...]]:
-    """The value and its derivatives by the arguments at some positions, every call inlined, and the
-    arrays that rules of custom derivatives hold: its last arguments."""
-    from jax.extend.core import jaxpr_as_fun  # not with the package: see above
-
-    function = jaxpr_as_fun(closed)
-    both = jax.value_and_grad(lambda *arguments: function(*arguments)[0], argnums=positions)
-    flat = _jaxpr.traced(lambda *arguments: jax.tree.leaves(both(*arguments)), closed.in_avals)
-    inlined = _jaxpr.inlined(flat, {**_jaxpr.CALLS, **_jaxpr.CUSTOM_DERIVATIVES})
-    return inlined, (*flat.consts, *inlined.consts)
 
 
 def _with_partials(
@@ -487,53 +570,6 @@ class Result:
     """A result of a jaxpr, by its number."""
 
     number: int
-
-
-_unique = itertools.count()
-
-
-def _constants(closed: core.ClosedJaxpr) -> Iterator[Any]:
-    """Those of a jaxpr and of all that its equations call, whose text does not show them."""
-    yield from closed.consts
-
-    def is_closed(x) -> bool:
-        return hasattr(x, "consts") and hasattr(x, "jaxpr")
-
-    for eqn in closed.jaxpr.eqns:
-        for x in jax.tree.leaves(list(eqn.params.values()), is_leaf=is_closed):
-            if is_closed(x):
-                yield from _constants(x)
-
-
-def _text_of_constants(constants: Iterable[Any]) -> str:
-    """Equal for equal arrays; those of tracers are not known."""
-    return "".join(
-        f"\n{next(_unique)}"
-        if isinstance(x, jax.core.Tracer)  # pyright: ignore
-        else f"\n{np.asarray(x).tobytes().hex()}"
-        for x in constants
-    )
-
-
-def _text(closed: core.ClosedJaxpr) -> str:
-    """Equal for programs of equal value and derivative."""
-    # Types name their mesh, and a program cannot be evaluated with another one.
-    mesh = jax.sharding.get_abstract_mesh()
-    text = f"{closed}\n{mesh}" if mesh.shape else str(closed)
-    text += _text_of_constants(_constants(closed))
-    if not re.search("|".join(_jaxpr.CUSTOM_DERIVATIVES) + "|0x[0-9a-f]{6}", text):
-        return text
-    # Rules of custom derivatives are objects, new ones for every trace. What they do counts.
-    types: list[Any] = closed.in_avals
-    floats = tuple(i for i, t in enumerate(types) if jnp.issubdtype(t.dtype, jnp.floating))
-    try:
-        derivatives, constants = _differentiated(closed, floats)
-    except (TypeError, ValueError, NotImplementedError):  # it has no reverse mode
-        return f"{text}\n{next(_unique)}"
-    text = f"{derivatives}\n{mesh}" if mesh.shape else str(derivatives)
-    text += _text_of_constants((*constants, *_constants(derivatives)))
-    # An address says nothing about what lies there.
-    return f"{text}\n{next(_unique)}" if re.search("0x[0-9a-f]{6}", text) else text
 
 
 @dataclasses.dataclass(frozen=True)

@@ -288,7 +288,8 @@ class _Split:
         wanted = {v for v in results if constant(v) is None}
         eqns = []
         for eqn in reversed(self._eqns):
-            if any(v in wanted and v not in stops for v in eqn.outvars):
+            # `jax.debug.print` has no results.
+            if not eqn.outvars or any(v in wanted and v not in stops for v in eqn.outvars):
                 eqns.append(eqn)
                 wanted |= {v for v in eqn.invars if not is_literal(v)}
         return eqns[::-1], {v for v in wanted if v in stops or v not in self._source}
