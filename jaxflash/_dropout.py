@@ -68,7 +68,8 @@ def permute(x0, x1):
         return x0, x1 ^ _reversed_bytes(x0), multiplier * _MULTIPLIER
 
     # A loop: of a chain, XLA's CPU compiler repeats each round for each use of it, for minutes.
-    state = jax.lax.fori_loop(0, _ROUNDS - 1, cipher_round, (x0 | zero, x1 | zero, _MULTIPLIER))
+    state = (x0 | zero, x1 | zero, jnp.asarray(_MULTIPLIER))
+    state = jax.lax.fori_loop(0, _ROUNDS - 1, cipher_round, state)
     before = state[0]
     x0, x1, _ = cipher_round(_ROUNDS - 1, state)
     return before, x0, x1

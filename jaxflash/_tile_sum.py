@@ -30,6 +30,10 @@ def tangent(spec: AttentionSpec, operands: Operands, out, lse, tangents: dict[st
     given = operands.named()
     primals = {name: given[name] for name in tangents}
     _, (t_weighted, t_total) = jax.jvp(moving, (primals,), (tangents,))
+    # Rows that see no key: the transpose of this lets no NaN of theirs through.
+    alive = lse != -jnp.inf
+    t_weighted = jnp.where(alive[..., None], t_weighted, 0.0)
+    t_total = jnp.where(alive, t_total, 0.0)
     t_out = t_weighted - t_total[..., None] * out.astype(t_total.dtype)
     return t_out.astype(out.dtype), t_total
 

@@ -1,5 +1,6 @@
 """Every derivative of every order, against the same derivative of the plain reference."""
 
+import collections
 import functools
 import itertools
 import re
@@ -15,7 +16,7 @@ from jax.test_util import check_grads
 import jaxflash
 from another_process import run_python
 from cases import DIFFERENTIABLE
-from jaxflash import _blockwise, _ffi
+from jaxflash import _blockwise, _derivatives, _ffi, _primitive
 from jaxflash._spec import AttentionSpec, Operands
 from jaxflash._tile import Tiles
 from jaxprs import equations, products
@@ -212,6 +213,103 @@ def test_third_order():
         _close(run(_blockwise_path), run(_dense), 1e-10, 1e-10)
 
 
+def test_lse_of_rows_that_see_no_key():
+    """What is chosen after the fact has a NaN for a cotangent there, which goes nowhere."""
+    operands, options = _operands(OPTIONS["broadcast bias, sink"])
+    options["query_seq_lengths"] = np.array([T, 9], np.int32)
+
+    def gradients(attend):
+        def loss(operands):
+            _, lse = attend(**operands, **options, return_residual=True)
+            return jnp.sum(jnp.where(jnp.isfinite(lse), jnp.cos(lse), 0.0))
+
+        def tangent(operands):
+            return jax.jvp(loss, (operands,), (_like(operands, 2),))[1]
+
+        return jax.jit(jax.grad(tangent))(operands)
+
+    with jax.enable_x64(True):
+        _close(gradients(_blockwise_path), gradients(_dense), 1e-10, 1e-10)
+
+
+@pytest.fixture
+def traces(monkeypatch):
+    """How often each pass of the blockwise path is traced."""
+    counts = collections.Counter()
+
+    def counted(name):
+        function = getattr(_blockwise, name)
+
+        def traced(*args):
+            counts[name] += 1
+            return function(*args)
+
+        monkeypatch.setattr(_blockwise, name, traced)
+
+    for name in ("forward", "backward", "tangent"):
+        counted(name)
+    _primitive._traced_once.cache_clear()
+    jax.clear_caches()
+    return counts
+
+
+def _loss_of_layers(x):
+    """With as many layers as attention is traced once for."""
+    for _ in range(3):
+        x = jnp.sin(_any_path(x, x, x, is_causal=True))
+    return jnp.sum(x)
+
+
+@needs_kernels
+@pytest.mark.parametrize("transform", ["grad", "vmap"])
+def test_what_is_not_run_is_not_traced(traces, transform):
+    """Neither the blockwise path in a program for CUDA, nor a tangent to be transposed."""
+    gradient, shape = jax.grad(_loss_of_layers), (1, 24, 2, 8)
+    if transform == "vmap":
+        gradient, shape = jax.vmap(gradient), (3, *shape)
+    traced = jax.jit(gradient).trace(jnp.zeros(shape))
+    assert not traces
+    traced.lower(lowering_platforms=("cuda",))
+    assert not traces
+    traced.lower(lowering_platforms=("cpu",))
+    assert traces == dict(forward=1, backward=1)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_types_of_results_are_those_of_their_trace(name, monkeypatch):
+    seen = set()
+
+    def checked(op):
+        of_op = op.result_types
+
+        def result_types(self, types):
+            found = of_op(self, types)
+            traced = jax.make_jaxpr(_primitive._traced_once(self))(*types).out_avals
+            assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in traced]
+            seen.add((op, types[0].ndim))
+            return found
+
+        monkeypatch.setattr(op, "result_types", result_types)
+
+    passes = _derivatives._Forward, _derivatives._Tangent, _derivatives._Gradient
+    for op in passes:
+        checked(op)
+    jax.clear_caches()
+    operands, options = _operands(OPTIONS[name])
+    operands = {
+        x: jnp.asarray(a, jnp.bfloat16 if x in ("query", "key", "value") else jnp.float32)
+        for x, a in operands.items()
+    }
+
+    def run(operands):
+        attend = functools.partial(_any_path, **options)
+        return jax.grad(_loss(attend))(operands), _jvp(attend)(operands, operands)
+
+    jax.make_jaxpr(run)(operands)
+    jax.make_jaxpr(jax.vmap(run))(jax.tree.map(lambda x: jnp.stack((x, x)), operands))
+    assert seen == {(op, 4) for op in passes}
+
+
 _NUMERICALLY = {
     "who sees whom": ["band, bottom right", "lengths", "mask, segments"],
     "logits and probabilities": ["bias, soft cap", "slopes, dropout", "broadcast bias, sink"],
@@ -271,10 +369,6 @@ def _both(attend, transform, *arguments):
     """`transform(attention)` on arguments gives what it gives for the reference."""
     actual = jax.jit(transform(functools.partial(attend, is_causal=True)))(*arguments)
     _close(actual, jax.jit(transform(functools.partial(_dense, is_causal=True)))(*arguments))
-
-
-def _scalar_loss(attend):
-    return lambda *qkv: _loss(attend)(dict(zip(("query", "key", "value"), qkv, strict=True)))
 
 
 def _scalar_loss_of_jvp(attend):

@@ -273,3 +273,12 @@ def test_a_part_of_the_columns(masks):
         )
     )(jnp.int32(21))
     np.testing.assert_array_equal(kept[0, 0], masks[0.1][20:48, 21:51])
+
+
+def test_without_jit(masks):
+    """Scalars of NumPy would warn of the products' overflow."""
+    one = jnp.ones((1, 1, 1, 1), jnp.int32)
+    row = jnp.arange(3).reshape(1, 1, -1, 1)
+    with jax.disable_jit():
+        kept = _dropout.keep(_seed(), 0.1, _BATCH * one, _HEAD * one, row, 0, _KV_LEN)
+    np.testing.assert_array_equal(kept[0, 0], masks[0.1][:3])
