@@ -36,7 +36,7 @@ from jaxflash import (
     _support,
     _tile_sum,
 )
-from jaxflash._spec import AttentionSpec, Operands, compute_dtype
+from jaxflash._spec import PLANNED, AttentionSpec, Operands, compute_dtype
 
 CHECKPOINT_NAME = "context"
 
@@ -99,6 +99,20 @@ def with_plan(spec: AttentionSpec, path: Path, operands: Operands) -> Operands:
         return on_path(path, *(functools.partial(way, **lengths) for way in ways))(*blocks)
 
     return _plan.with_plan(spec, operands, of_blocks)
+
+
+# As above; operation by operation, evaluating a mask takes many times as long, and more memory.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
+def planned(
+    spec: AttentionSpec,
+    path: Path,
+    types: tuple[tuple[str, jax.ShapeDtypeStruct], ...],
+    arrays: dict[str, Any],
+) -> dict[str, Any]:
+    """The plan of a call, by name, of operands of which some are given by their types alone."""
+    operands = Operands.of_named({**dict(types), **arrays})
+    given = with_plan(spec, path, operands).named()
+    return {name: given[name] for name in PLANNED if name in given}
 
 
 _OF_KERNELS = frozenset(("query", "key", "value"))

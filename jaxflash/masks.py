@@ -407,7 +407,7 @@ def plan(mask: Mask, shape: tuple[int, ...]) -> Mask:
           x, _ = jax.lax.scan(lambda x, weights: (layer(weights, x, mask), None), x, layers)
     """
     # Which need this module.
-    from jaxflash import _api, _derivatives, _ffi, _platform, _sharding, _spec
+    from jaxflash import _api, _derivatives, _ffi, _platform, _sharding
 
     mask, (batch, heads, q_len, kv_len) = _checked(mask, shape)
     query = jax.ShapeDtypeStruct((*batch, q_len, heads, 1), jnp.float32)
@@ -417,9 +417,11 @@ def plan(mask: Mask, shape: tuple[int, ...]) -> Mask:
         spec, operands = _api.described(query, key, key, mask=mask)
         # Whatever path the calls will take.
         by_kernel = _ffi.extension.kernels and _platform.has_partitioner()
-        operands = _derivatives.with_plan(spec, "auto" if by_kernel else "xla", operands)
-    given = operands.named()
-    found = {name: given[name] for name in _spec.PLANNED if name in given}
+        path = "auto" if by_kernel else "xla"
+        given = operands.named().items()
+        types = tuple((name, x) for name, x in given if _arguments.is_abstract(x))
+        arrays = {name: x for name, x in given if not _arguments.is_abstract(x)}
+        found = _derivatives.planned(spec, path, types, arrays)
     return Planned(mask, found, (*batch, heads))
 
 

@@ -625,6 +625,54 @@ def test_visited_tiles_of_the_blockwise_path(mask):
             assert of_block[int(begin) : int(end)].all()
 
 
+@pytest.mark.parametrize("window", [(130, 0), (None, 0), (70, 40)], ids=str)
+@pytest.mark.parametrize("kv_lengths", [(600, 450), (640, 200)], ids=["alike", "apart"])
+def test_visited_tiles_of_bands_that_end_with_the_keys(kv_lengths, window):
+    """Of sequences whose lengths differ, those that a band of one of them meets, and few more."""
+    length, size, q_lengths = 640, 64, (500, 350)
+    q = k = jax.ShapeDtypeStruct((2, length, 2, 8), jnp.float32)
+    spec, operands = _api.described(
+        q, k, k, local_window_size=window, causal_alignment="bottom_right",
+        query_seq_lengths=jnp.array(q_lengths), key_value_seq_lengths=jnp.array(kv_lengths),
+    )  # fmt: skip
+    row, column = np.ogrid[:length, :length]
+    met = np.zeros((length // size, length // size), bool)
+    for q_len, kv_len in zip(q_lengths, kv_lengths, strict=True):
+        before = row + kv_len - q_len - column
+        shown = (row < q_len) & (column < kv_len) & (before >= -window[1])
+        shown &= before <= (length if window[0] is None else window[0])
+        met |= shown.reshape(length // size, size, length // size, size).any((1, 3))
+    rows = columns = _tile.Blocks(length, size, length // size, ragged=False)
+    tiles = _tile.Tiles(spec, operands, rows, columns)
+    visited = 0
+    for i in range(-(-max(q_lengths) // size)):
+        begin, end = map(int, tiles.columns_seen_by(rows[i]))
+        assert not met[i, : max(begin, 0)].any()
+        assert not met[i, max(end, 0) :].any()
+        visited += max(end - begin, 0)
+    for j in range(-(-max(kv_lengths) // size)):
+        begin, end = map(int, tiles.rows_seeing(columns[j]))
+        assert not met[: max(begin, 0), j].any()
+        assert not met[max(end, 0) :, j].any()
+    if kv_lengths == (600, 450):  # 100 more than queries, both
+        assert visited <= met.sum() + 4
+
+
+def test_plans_are_compiled_once():
+    """Also where they are made outside of `jax.jit`, of masks that are equal and not the same."""
+
+    def make(n):
+        return masks.plan(
+            masks.causal() | masks.function(lambda b, h, q, kv, n: kv < n[b], jnp.array([n])),
+            (1, 2, 300, 300),
+        )
+
+    make(7)
+    before = _derivatives.planned._cache_size()
+    make(9)
+    assert _derivatives.planned._cache_size() == before
+
+
 def test_hulls_of_several_parts():
     """Segments, an array and a function: what all of them allow."""
     ids = jnp.asarray(np.arange(640) // 160, jnp.int32)
