@@ -129,8 +129,8 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     options = parser.parse_args()
     if options.width % options.heads:
         parser.error(f"--width {options.width} is not a multiple of --heads {options.heads}")
-    if options.seed < 0:
-        parser.error(f"--seed must not be negative, got {options.seed}")
+    if not 0 <= options.seed < 2**32:
+        parser.error(f"--seed must lie in [0, 2**32), got {options.seed}")
     options.prog, options.error = parser.prog, parser.error
     return options
 

@@ -157,8 +157,10 @@ def _calls(arguments: argparse.Namespace) -> list[_check.Call]:
         kv_len = _or(arguments.kv_length, length)
         sizes = dict(batch=batch, length=length, kv_length=kv_len, heads=heads, head_size=head_size)
         for name, size in sizes.items():
-            if size < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {size}")
+            if not 1 <= size < 2**31:
+                raise ValueError(
+                    f"--{name.replace('_', '-')} must be at least 1 and below 2**31, got {size}"
+                )
         call = _check.Call(
             batch=batch,
             q_len=length,
@@ -185,6 +187,12 @@ def _calls(arguments: argparse.Namespace) -> list[_check.Call]:
             deterministic_backward=arguments.deterministic_backward,
         )
         reasons = call.check()
+        memory = _check.memory()
+        if memory is not None and call.operand_bytes > memory:
+            raise ValueError(
+                f"query, key, value and output would take {call.operand_bytes / 2**30:.1f} GiB, of "
+                f"{memory / 2**30:.1f} GiB that there are"
+            )
         if arguments.implementation == "cuda":
             reasons = (*reasons, *_support.reasons_against_machine())
         if reasons and arguments.implementation == "cuda":
@@ -462,6 +470,15 @@ def _run(arguments: argparse.Namespace, calls: list[_check.Call], out: _Plain) -
     return report
 
 
+@contextlib.contextmanager
+def _written(parser: argparse.ArgumentParser, file: str | Path) -> Iterator[None]:
+    """A disk that is full by now is no fault of the program."""
+    try:
+        yield
+    except OSError as error:
+        parser.exit(1, f"{parser.prog}: error: cannot write {file}: {error.strerror}\n")
+
+
 def main() -> int:
     """Runs the command; the exit status is 1 if something is wrong with the results."""
     parser = _parser()
@@ -477,9 +494,11 @@ def main() -> int:
     if arguments.json == "-":
         print(_json(report))
     elif arguments.json:
-        Path(arguments.json).write_text(_json(report) + "\n")
+        with _written(parser, arguments.json):
+            Path(arguments.json).write_text(_json(report) + "\n")
     if arguments.plot:
-        _plot(report["times"], report["environment"]["devices"][0], arguments.plot)
+        with _written(parser, arguments.plot):
+            _plot(report["times"], report["environment"]["devices"][0], arguments.plot)
     if not pretty and sys.stderr.isatty():
         print(f"for a progress bar and ruled tables: {_EXTRA}", file=sys.stderr)
     return 0 if report["passed"] else 1
@@ -490,3 +509,6 @@ if __name__ == "__main__":
         sys.exit(main())
     except KeyboardInterrupt:
         sys.exit(130)
+    except BrokenPipeError:  # whoever read the output has seen enough; Python flushes what is left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)

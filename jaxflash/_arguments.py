@@ -104,7 +104,7 @@ def _window_side(name: str, side, sides) -> int | None:
     if side is None:
         return None
     try:
-        side = operator.index(side)
+        side = -1 if isinstance(side, bool) else operator.index(side)
     except TypeError:
         side = -1
     if side < 0:
@@ -116,8 +116,12 @@ def _window_side(name: str, side, sides) -> int | None:
 
 
 def number(name: str, x) -> float:
-    if isinstance(x, bool | str | jax.core.Tracer):
+    if isinstance(x, jax.core.Tracer):
         raise ValueError(f"{name} must be a Python number known at trace time, got {x!r}")
+    shape = getattr(x, "shape", ())
+    if isinstance(x, bool | str) or shape != ():
+        got = repr(x) if shape == () else f"an array of shape {shape}"
+        raise ValueError(f"{name} must be a number, got {got}")
     try:
         return float(x)
     except TypeError as error:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -85,6 +87,12 @@ class Call:
     @property
     def out_shape(self) -> tuple[int, ...]:
         return *self.query_shape[:-1], self.value_dim
+
+    @property
+    def operand_bytes(self) -> int:
+        """Of query, key, value and output."""
+        shapes = (*self.qkv_shapes, self.out_shape)
+        return jnp.dtype(self.dtype).itemsize * sum(map(math.prod, shapes))
 
     @property
     def logits_bytes(self) -> int:
@@ -178,7 +186,8 @@ class Call:
         spec, _ = self._described
         left, right = spec.left, spec.right
         row, pairs = np.arange(self.q_len), 0
-        for b in range(self.batch):
+        all_alike = self.query_lengths is None and self.kv_lengths is None
+        for b in range(1 if all_alike else self.batch):
             q_len, kv_len = self.q_len, self.kv_len
             if self.query_lengths is not None:
                 q_len = min(max(self.query_lengths[b], 0), q_len)
@@ -197,7 +206,7 @@ class Call:
                 first = np.maximum(first, np.searchsorted(ids, segment, "left"))
                 last = np.minimum(last, np.searchsorted(ids, segment, "right"))
             pairs += int(np.maximum(last - first, 0)[:q_len].sum())
-        return pairs
+        return pairs * (self.batch if all_alike else 1)
 
 
 def path(call: Call, pass_name: str, implementation: str | None) -> tuple[str, tuple[str, ...]]:
@@ -238,6 +247,10 @@ def _jax_nn(call: Call, implementation: str | None) -> Callable:
     known = inspect.signature(jax.nn.dot_product_attention).parameters
     ignored = ("precision", "deterministic_backward")  # change how, not what
     options = {name: x for name, x in call.static.items() if name not in ignored}
+    if "local_window_size" in options:  # which has numbers alone
+        unlimited = max(call.q_len, call.kv_len)
+        sides = options["local_window_size"]
+        options["local_window_size"] = tuple(unlimited if x is None else x for x in sides)
     missing = sorted((options.keys() | call.arrays().keys()) - known.keys())
     if missing:
         raise NotImplementedError(f"jax.nn has no {', '.join(missing)}")
@@ -425,9 +438,18 @@ def measure(
         yield row
 
 
+def memory() -> int | None:
+    """Bytes of the device, or of the machine where the device does not say; None: unknown."""
+    if stats := jax.devices()[0].memory_stats():
+        return stats["bytes_limit"]
+    if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return None
+
+
 def _dense_limit() -> float:
-    memory = jax.devices()[0].memory_stats()
-    return 0.15 * memory["bytes_limit"] if memory else 2.0**29
+    stats = jax.devices()[0].memory_stats()
+    return 0.15 * stats["bytes_limit"] if stats else 2.0**29
 
 
 def _slice_error(call: Call, pass_name: str, program: _Program, qkv, arrays, dout) -> float | None:

@@ -94,10 +94,11 @@ def attention_fn(
 
     Raises:
       ValueError: as in `jaxflash.dot_product_attention`; or an argument that must be None is not;
-        or ``is_causal``, ``local_window_size`` or ``alibi_slopes`` was given for one query over
-        several keys, as in a module with a cache (``decode=True``): the position of the query among
-        the keys is not known here, and the mask of the cache is already causal. `mask_is_prefix` or
-        an explicit ``causal_alignment`` tells the position.
+        or ``is_causal``, ``local_window_size``, ``alibi_slopes`` or a ``score_mod`` that reads
+        ``q`` was given for one query over several keys, as in a module with a cache
+        (``decode=True``): the position of the query among the keys is not known here, and the mask
+        of the cache is already causal. `mask_is_prefix` tells the position; so does an explicit
+        ``causal_alignment``, but to a ``score_mod``, whose ``q`` then is 0.
       TypeError: an option that `jaxflash.dot_product_attention` does not have.
 
     Warns:
@@ -218,10 +219,11 @@ def _check_position(query, key, is_causal, options) -> None:
         "alibi_slopes": options.get("alibi_slopes") is not None,
         "is_causal": is_causal,
     }
-    by_position = [name for name, is_given in given.items() if is_given]
-    if not by_position or "causal_alignment" in options:
+    if query.ndim < 3 or key.ndim < 3 or query.shape[-3] != 1 or key.shape[-3] == 1:
         return
-    if query.ndim >= 3 and key.ndim >= 3 and query.shape[-3] == 1 and key.shape[-3] != 1:
+    given["score_mod"] = _reads_row(options.get("score_mod"))
+    by_position = [name for name, is_given in given.items() if is_given]
+    if by_position and "causal_alignment" not in options:
         raise ValueError(
             f"{', '.join(by_position)}: one query over {key.shape[-3]} keys, as with a cache "
             "(decode=True), has no known position among them. Leave them away where the mask of "
@@ -229,3 +231,15 @@ def _check_position(query, key, is_causal, options) -> None:
             "('bottom_right': the query stands at the last key, or at that of "
             "key_value_seq_lengths)"
         )
+
+
+def _reads_row(score_mod) -> bool:
+    """Whether the result of a score function depends on the number of the query."""
+    integer = jax.ShapeDtypeStruct((), jnp.int32)
+    score = jax.ShapeDtypeStruct((), jnp.float32)
+    try:
+        jaxpr = jax.make_jaxpr(score_mod)(score, *(4 * (integer,))).jaxpr
+    except Exception:  # None; or the call says what is wrong
+        return False
+    q = jaxpr.invars[3]
+    return any(q in eqn.invars for eqn in jaxpr.eqns) or q in jaxpr.outvars

@@ -190,7 +190,8 @@ class MultiheadAttention(eqx.Module):
         Raises:
           ValueError: as in `jaxflash.dot_product_attention`; or an input is not one example; or
             `process_heads` changes a shape; or `dropout_rate`, `dropout_rng` or `return_residual`
-            is among the options.
+            is among the options; or `dropout_p` does not lie in [0, 1), or it or `inference` is
+            traced.
           RuntimeError: there is dropout, and `key` is None.
 
         Examples:
@@ -248,6 +249,8 @@ class MultiheadAttention(eqx.Module):
             )
         if inference or (isinstance(rate, (int, float)) and rate == 0):
             return {}
+        if not 0 <= rate < 1:
+            raise ValueError(f"dropout_p must lie in [0, 1), got {rate}")
         if key is None:
             raise RuntimeError(f"dropout of {rate} needs a key, or inference=True")
         return dict(dropout_rate=rate, dropout_rng=key)

@@ -329,6 +329,23 @@ def test_nnx_decode_with_a_window_is_refused():
         module(_x()[:, :1], decode=True)
 
 
+def test_score_function_without_a_position_is_refused():
+    """One query over several keys would be row 0; what does not read its number may be."""
+    query, key, value = _qkv()
+    attend = functools.partial(jaxflash.attention_fn, query[:, :1], key, value)
+
+    def by_row(score, b, h, q, kv):
+        return score - (q - kv).astype(score.dtype)
+
+    with pytest.raises(ValueError, match="score_mod: one query over"):
+        attend(score_mod=by_row)
+    for options in (dict(causal_alignment="top_left"), dict(score_mod=lambda s, *_: jnp.tanh(s))):
+        options = {"score_mod": by_row, **options}
+        _close(attend(**options), jaxflash.dot_product_attention(
+            query[:, :1], key, value, score_mod=options["score_mod"]
+        ))  # fmt: skip
+
+
 # ---- Flax linen ---------------------------------------------------------------------------------
 
 
@@ -716,6 +733,11 @@ def test_multihead_attention_dropout():
     _close(eqx.nn.inference_mode(module)(x, x, x), plain)
     with pytest.raises(RuntimeError, match="needs a key"):
         module(x, x, x)
+    for rate in (1.0, -0.5):
+        wrong = _multihead(jaxflash.equinox.MultiheadAttention, dropout_p=rate)
+        with pytest.raises(ValueError, match=rf"dropout_p must lie in \[0, 1\), got {rate}"):
+            wrong(x, x, x, key=jax.random.key(1))
+        _close(wrong(x, x, x, inference=True), plain)
     with pytest.warns(UserWarning, match="deterministic is deprecated") as warned:
         _close(module(x, x, x, deterministic=True), plain)
     assert warned[0].filename == __file__

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -97,6 +98,35 @@ def test_json_alone_on_stdout(monkeypatch, capsys):
     assert all("seconds" in row for row in report["times"] if row["peer"] == "jax.nn xla")
 
 
+@pytest.mark.parametrize("window", [("none",), (3, "none"), ("none", "0")], ids=str)
+def test_sides_without_a_limit(monkeypatch, capsys, window):
+    """Which jax.nn writes as numbers."""
+    arguments = ["--no-self-test", "--no-backward", "--json", "--window", *window]
+    assert _main(monkeypatch, *arguments) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert all("seconds" in row for row in report["times"] if row["peer"] == "jax.nn xla")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the machine has no /dev/full")
+def test_full_disk(monkeypatch, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        _main(monkeypatch, "--no-self-test", "--no-backward", "--json", "/dev/full")
+    assert exit_.value.code == 1
+    assert "error: cannot write /dev/full: No space left" in capsys.readouterr().err
+
+
+def test_closed_pipe(tmp_path):
+    """As of `| head`: no traceback."""
+    command = subprocess.Popen(
+        [sys.executable, "-m", "jaxflash", *_QUICK, "--no-self-test", "--no-backward", "--json"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
+    )  # fmt: skip
+    command.stdout.close()
+    assert command.wait() == 1
+    assert "Error" not in command.stderr.read()
+    command.stderr.close()
+
+
 def test_without_jit(monkeypatch, capsys):
     """JAX_DISABLE_JIT in the environment: compiled programs are measured all the same."""
     with jax.disable_jit():
@@ -170,6 +200,8 @@ def test_json_has_no_nan_and_no_infinity(monkeypatch, capsys, tmp_path, number, 
     [
         (["--kv-heads", "3"], "multiple of the number of key heads"),
         (["--head-size", "0"], "--head-size must be at least 1"),
+        (["--heads", "9" * 20], "--heads must be at least 1 and below 2**31"),
+        (["--length", "2000000000", "--heads", "64"], "query, key, value and output would take"),
         (["--window", "1", "2", "3"], "--window takes one side or two"),
         (["--kv-lengths", "1", "2"], "--kv-lengths takes 1 lengths"),
         (["--dropout", "1"], "dropout_rate must lie in [0, 1)"),

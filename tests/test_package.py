@@ -101,19 +101,26 @@ def test_example_finds_its_module(name, how, tmp_path):
     assert "--steps" in done.stdout
 
 
-@pytest.mark.parametrize("output", ["curves.txt", "curves"])
-def test_example_refuses_a_plot_that_it_cannot_write(output, tmp_path):
-    """Before it trains."""
+@pytest.mark.parametrize(
+    ("option", "given", "text"),
+    [
+        ("--output", "curves.txt", "--output curves.txt: must end in one of"),
+        ("--output", "curves", "--output curves: must end in one of"),
+        ("--seed", str(2**64), "--seed must lie in [0, 2**32)"),
+    ],
+)
+def test_example_refuses(option, given, text, tmp_path):
+    """A plot that it cannot write and the like, before it trains."""
     done = subprocess.run(
         [sys.executable, "-P", _ROOT / "examples" / "train_gpt_flax.py", "--steps", "1",
          "--batch", "1", "--layers", "1", "--width", "8", "--heads", "1", "--no-compare",
-         "--output", output],
+         option, given],
         capture_output=True, text=True, check=False, cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 2, done.stderr
-    assert f"--output {output}: must end in one of" in done.stderr
+    assert text in done.stderr
     assert "parameters" not in done.stdout
-    assert not (tmp_path / output).exists()
+    assert not list(tmp_path.iterdir())
 
 
 def test_import_starts_no_backend():

@@ -103,6 +103,7 @@ ERRORS = {
     ),
     "window negative": (dict(local_window_size=-1), ["local_window_size", "-1"]),
     "window side negative": (dict(local_window_size=(3, -2)), ["local_window_size", "-2"]),
+    "window flag": (dict(local_window_size=True), ["local_window_size", "True"]),
     "window float": (dict(local_window_size=2.5), ["local_window_size", "2.5"]),
     "window triple": (dict(local_window_size=(1, 2, 3)), ["local_window_size", "(1, 2, 3)"]),
     "implementation": (dict(implementation="cudnn"), ["implementation", "cudnn", "xla"]),
