@@ -66,9 +66,8 @@ def main() -> None:
                     _measured(name, transform, platform, next(lengths)) for _ in range(1 + _TURNS)
                 )
                 trace, lower = (round(statistics.median(x), 1) for x in zip(*turns, strict=True))
-                rows.append(
-                    dict(call=name, transform=transform, platform=platform, trace=trace, lower=lower)
-                )
+                row = dict(call=name, transform=transform, platform=platform)
+                rows.append(row | dict(trace=trace, lower=lower))
     print(json.dumps(dict(jax=jax.__version__, rows=rows), indent=1))
 
 

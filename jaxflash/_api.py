@@ -130,9 +130,10 @@ def dot_product_attention(
         bands, lengths, segments, intervals, arrays and functions of ``(b, h, q, kv)``, combined by
         ``&``, ``|`` and ``~``. `is_causal`, `local_window_size`, `segment_ids` and the sequence
         lengths are shorthand for such values. A query sees the keys that all of them allow.
-      scale: factor of the logits; None means ``1 / sqrt(H)``. A Python number is applied to the
-        float32 logits. A traced scalar, which has a gradient, multiplies the query instead; the
-        product is rounded to the dtype of query, and nothing is compiled again when it changes.
+      scale: factor of the logits; None means ``1 / sqrt(H)``. A number that is known when the call
+        is traced is applied to the float32 logits, and compiled in. A traced scalar, which has a
+        gradient, multiplies the query instead; the product is rounded to the dtype of query, and
+        nothing is compiled again when it changes.
       is_causal: query ``i`` sees the keys at positions up to its own.
       query_seq_lengths: int32 ``(*B)``; queries from there on are padding: output 0, gradient 0.
       key_value_seq_lengths: int32 ``(*B)``; no query sees the keys from there on.
@@ -168,9 +169,9 @@ def dot_product_attention(
         ``DotAlgorithmPreset`` with float32 operands or several products (``X3`` ...) counts as
         HIGHEST, any other as DEFAULT.
       deterministic_backward: gradients are bitwise the same from run to run, as the output always
-        is. Segments then take the blockwise path, and so do gradients of arrays that score_mod
-        indexes by an expression in ``q`` or ``kv``, such as a table of ``q - kv``: on a GPU the
-        last bits of these gradients may still differ, unless XLA is told to be deterministic.
+        is. Gradients of arrays that score_mod indexes by an expression in ``q`` or ``kv``, such as
+        a table of ``q - kv``, then take the blockwise path: on a GPU their last bits may still
+        differ, unless XLA is told to be deterministic.
 
     Returns:
       Output ``(*B, T, N, h)`` in the dtype of query. With ``return_residual``, a pair of the output
@@ -193,8 +194,8 @@ def dot_product_attention(
 
     Output and lse have derivatives of every order in forward and reverse mode, with respect to
     query, key, value, a traced scale, bias, sink, alibi_slopes and what score_mod captures, in
-    linear memory. If a call runs on the kernels, so do its tangents and first gradients;
-    derivatives of gradients are computed blockwise.
+    linear memory. If a call runs on the kernels, so do its tangents and first gradients, but for a
+    few of captured arrays, which warn; derivatives of gradients are computed blockwise.
 
     NaN and infinity in keys that no query of the call sees, or in their tangents, reach neither the
     result nor a derivative. On the kernels one argument, or one of the mask values that must all

@@ -48,7 +48,8 @@ def _platform_primitives():
 
 def has_partitioner() -> bool:
     """Whether programs have the partitioner that custom calls need."""
-    return jax.config.jax_use_shardy_partitioner  # pyright: ignore
+    # A JAX without the choice has no other one.
+    return getattr(jax.config, "jax_use_shardy_partitioner", True)
 
 
 def _check_on_cuda(ctx, x, *, only_cuda):

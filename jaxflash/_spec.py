@@ -259,10 +259,8 @@ def make(
         key_segment_ids=who_sees_whom.segment_ids[1],
         mask_value=who_sees_whom.rest,
         **({} if who_sees_whom.plan is None else who_sees_whom.plan.found),
-        sink=_per_head("sink", sink, q_heads, ((q_heads,),)),
-        alibi_slopes=_per_head(
-            "alibi_slopes", alibi_slopes, q_heads, ((q_heads,), (*batch, q_heads))
-        ),
+        sink=_per_head("sink", sink, ((q_heads,),)),
+        alibi_slopes=_per_head("alibi_slopes", alibi_slopes, ((q_heads,), (*batch, q_heads))),
         dropout_seed=_dropout_seed(dropout_rng) if dropout_rate > 0.0 else None,
         scale=scale if _is_traced_scale(scale) else None,
     )
@@ -530,7 +528,7 @@ def _dropout_rate(rate) -> float:
     return rate
 
 
-def _per_head(name: str, x, q_heads, shapes):
+def _per_head(name: str, x, shapes):
     if x is None:
         return None
     x = array(name, x)

@@ -25,6 +25,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 from jax.typing import ArrayLike
 
 from jaxflash import _arguments
@@ -549,7 +550,6 @@ def _checked(mask, shape) -> tuple[Mask, Sizes]:
 
 def _sizes_in(shape) -> tuple[Any, ...]:
     """The sizes that a shape holds."""
-    from jax import export  # takes long
 
     def is_size(n) -> bool:
         if isinstance(n, (int, np.integer)):
