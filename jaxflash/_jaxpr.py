@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 

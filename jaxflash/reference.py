@@ -55,13 +55,10 @@ def dot_product_attention(
     precision: jax.lax.PrecisionLike = None,
     deterministic_backward: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    r"""Scaled dot-product attention by its definition; arguments and result are those of
+    """Scaled dot-product attention by its definition; arguments and result are those of
     `jaxflash.dot_product_attention`.
 
         dropout(softmax(mask(f(c * tanh((s * Q @ K^T + bias - a * |i - j|) / c))))) @ V
-
-    Letters: B batch (any number of axes, or none), T query length, S key length, N query heads,
-    K key heads, H query and key head size, h value head size.
 
     Computed in float32 with float32-accurate products on every platform (float64 for float64
     inputs), so `precision` changes nothing here; nor do `implementation` and
@@ -72,40 +69,11 @@ def dot_product_attention(
     queries that see no key, and in bias elements behind a mask reach neither the output nor a
     gradient. A key that some rows see is not hidden from the others in this sense: 0 * NaN = NaN.
 
-    Args:
-        query: (\*B, T, N, H).
-        key: (\*B, S, K, H), where K divides N; query head n attends with key head n // (N // K).
-        value: (\*B, S, K, h).
-        bias: added to the scaled logits, broadcastable to (\*B, N, T, S).
-        mask: bool, True = attend, broadcastable to (\*B, N, T, S); or a value of `jaxflash.masks`,
-            which means its `jaxflash.masks.as_array`.
-        scale: factor s of the logits, 1 / sqrt(H) by default.
-        is_causal: a query sees the keys up to its own position.
-        query_seq_lengths: (\*B) int32, the valid queries; rows after them see no key.
-        key_value_seq_lengths: (\*B) int32, the valid keys; no row sees those after them.
-        local_window_size: (left, right), or one int for both: the query at position p sees the
-            keys p - left ... p + right, both ends included; None is no limit.
-        implementation: ignored.
-        return_residual: also return lse.
-        segment_ids: (\*B, T), or a pair of (\*B, T) for the queries and (\*B, S) for the keys;
-            a query sees the keys with its own id.
-        causal_alignment: the position of query i among the keys, for the causal mask, the window
-            and the slopes: "top_left" is i, "bottom_right" is i + S - T, with S and T the lengths
-            of the sequence where they are given.
-        logits_soft_cap: c in c * tanh(logits / c), which follows bias and slopes.
-        sink: (N), one more logit per head in the softmax, whose value is 0. It counts in lse.
-        alibi_slopes: (N) or (\*B, N), a in the term -a * |query position - key position|.
-        score_mod: f in the formula, a scalar function of (logit, batch element, query head, row,
-            column); the batch element counts row-major over the batch axes.
-        dropout_rate: probability of dropping a normalised probability; lse is unaffected. The mask
-            is a function of (rng, batch, head, row, column) that `jaxflash._dropout` defines.
-        dropout_rng: a PRNG key.
-        precision: see above.
-        deterministic_backward: ignored.
-
-    Returns:
-        The output (\*B, T, N, h) in the dtype of the query; with `return_residual` also lse
-        (\*B, T, N), the natural logarithm of the softmax's denominator, in float32 (float64).
+    In the formula, s is `scale`, a the slope of a head, i and j the positions of query and key that
+    windows and `causal_alignment` speak of, c the soft cap and f the score function; a sink is one
+    more logit of the softmax, whose value is 0. A value of `jaxflash.masks` means its
+    `jaxflash.masks.as_array`. What is dropped is a function of key and indices that
+    `jaxflash._dropout` defines.
 
     Examples:
         `jaxflash.reference` is a module; the definition is a function of it::

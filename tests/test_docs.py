@@ -18,33 +18,35 @@ _PAGES = sorted(
 
 
 def _program(page: str) -> str:
-    """The blocks of a page, each on the lines on which it stands there."""
+    """The blocks of a page, each on the lines on which it stands there, a check where it ends."""
     text = (_ROOT / page).read_text()
     lines = [""] * text.count("\n")
     for block in _BLOCK.finditer(text):
         first = text.count("\n", 0, block.start(1))
         code = block.group(1).splitlines()
         lines[first : first + len(code)] = code
+        lines[first + len(code)] = _FINITE
     return "\n".join(lines)
 
 
 # On one line, so that those of the page keep their numbers. What the kernels lack is said on the
 # pages; the warning is tested elsewhere.
 _STRICT = (
-    "import warnings; warnings.simplefilter('error'); warnings.filterwarnings('ignore', "
-    "'jaxflash: (this call runs on the blockwise path|gradients of captured arrays)'); "
+    "import jax as _jax, warnings; warnings.simplefilter('error'); "
+    "warnings.filterwarnings('ignore', 'jaxflash: (this call runs on the blockwise path|"
+    "gradients of captured arrays)'); "
 )
 
+# Of what a block calls so, if it does.
 _FINITE = (
-    "\nimport jax as _jax\nassert all("
-    "_jax.numpy.isfinite(x).all() for x in _jax.tree.leaves(globals().get('gradients')))"
+    "assert all(_jax.numpy.isfinite(x).all() for x in _jax.tree.leaves(globals().get('gradients')))"
 )
 
 
 @pytest.mark.parametrize("page", _PAGES)
 def test_page(page, tmp_path):
     file = tmp_path / pathlib.Path(page).name
-    file.write_text(_STRICT + _program(page) + _FINITE)
+    file.write_text(_STRICT + _program(page))
     done = subprocess.run(
         [sys.executable, file],
         # Accurate products on GPUs too, where the pages compare results.
