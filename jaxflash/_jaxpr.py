@@ -178,6 +178,7 @@ def differentiated(
 
 
 def has_gradients(closed: core.ClosedJaxpr, positions: Sequence[int]) -> bool:
+    """Whether the value can be differentiated by the arguments at some positions."""
     try:
         differentiated(closed, tuple(positions))
     except Exception:  # of the caller's rule, or of a class that JAX keeps to itself

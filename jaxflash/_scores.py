@@ -129,12 +129,12 @@ def check_rules(program: Program) -> None:
         return
     function = _jaxpr.as_function(program.jaxpr)
 
-    def transposed_twice(score, *others):
+    def transpose_of_pullback(score, *others):
         logit, pull = jax.vjp(lambda score: function(score, *others)[0], score)
         return jax.linear_transpose(pull, logit)((score,))
 
     try:
-        _jaxpr.traced(transposed_twice, program.jaxpr.in_avals)
+        _jaxpr.traced(transpose_of_pullback, program.jaxpr.in_avals)
     except Exception as error:  # JAX has many for what has no transpose
         raise NotImplementedError(
             "score_mod has a jax.custom_vjp whose backward rule is not linear in the cotangent, as "

@@ -180,9 +180,10 @@ class Tiles:
         # Positions bound no loop: they may be batched by vmap, and a loop with them.
         has_positions = self._q_positions is not None or self._kv_positions is not None
         self._static_band = not isinstance(self._offset, jax.Array) and not has_positions
-        # The least and the most that positions of rows exceed their numbers by.
-        self._offsets = None if has_positions else (self._offset, self._offset)
-        if isinstance(self._offset, jax.Array) and (self._left, self._right) != (None, None):
+        # The least and the most that positions of rows exceed their numbers by; None: unknown.
+        self._offsets = (self._offset, self._offset) if self._static_band else None
+        has_band = (self._left, self._right) != (None, None)
+        if has_band and not has_positions and not self._static_band:
             self._offsets = -largest(-self._offset), largest(self._offset)
 
     @property
