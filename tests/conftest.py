@@ -25,7 +25,7 @@ hypothesis.settings.register_profile(
     "default",
     derandomize=True,
     deadline=None,
-    max_examples=40,
+    max_examples=30,
     database=None,
     suppress_health_check=list(hypothesis.HealthCheck),
 )
