@@ -438,18 +438,23 @@ def measure(
         yield row
 
 
+def _device_memory() -> int | None:
+    stats = jax.devices()[0].memory_stats()
+    return stats["bytes_limit"] if stats else None
+
+
 def memory() -> int | None:
     """Bytes of the device, or of the machine where the device does not say; None: unknown."""
-    if stats := jax.devices()[0].memory_stats():
-        return stats["bytes_limit"]
+    if (of_device := _device_memory()) is not None:
+        return of_device
     if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}):
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return None
 
 
 def _dense_limit() -> float:
-    stats = jax.devices()[0].memory_stats()
-    return 0.15 * stats["bytes_limit"] if stats else 2.0**29
+    of_device = _device_memory()
+    return 2.0**29 if of_device is None else 0.15 * of_device
 
 
 def _slice_error(call: Call, pass_name: str, program: _Program, qkv, arrays, dout) -> float | None:

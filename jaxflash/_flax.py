@@ -219,11 +219,13 @@ def _check_position(query, key, is_causal, options) -> None:
         "alibi_slopes": options.get("alibi_slopes") is not None,
         "is_causal": is_causal,
     }
-    if query.ndim < 3 or key.ndim < 3 or query.shape[-3] != 1 or key.shape[-3] == 1:
+    if "causal_alignment" in options or query.ndim < 3 or key.ndim < 3:
+        return
+    if query.shape[-3] != 1 or key.shape[-3] == 1:
         return
     given["score_mod"] = _reads_row(options.get("score_mod"))
     by_position = [name for name, is_given in given.items() if is_given]
-    if by_position and "causal_alignment" not in options:
+    if by_position:
         raise ValueError(
             f"{', '.join(by_position)}: one query over {key.shape[-3]} keys, as with a cache "
             "(decode=True), has no known position among them. Leave them away where the mask of "

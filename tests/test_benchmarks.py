@@ -17,6 +17,7 @@ sys.path.append(str(_ROOT))  # last: jaxflash stays the installed one
 cases = importlib.import_module("benchmarks.cases")
 report = importlib.import_module("benchmarks.report")
 timing = importlib.import_module("benchmarks.timing")
+tracing = importlib.import_module("benchmarks.tracing")
 
 # Each kind of operand once.
 _ROWS = (
@@ -116,3 +117,9 @@ def test_kernels_take_every_row():
     for case in (*cases.SCORES, *cases.MASKS, *cases.DERIVATIVES):
         reasons = timing.why_not("jaxflash", case)
         assert reasons is None or reasons in machine, case.name
+
+
+@pytest.mark.parametrize("name", tracing._options(16))
+@pytest.mark.filterwarnings("ignore::jaxflash.SlowPathWarning")
+def test_tracing_is_timed(name):
+    assert min(tracing._measured(name, "vmap of grad", "cuda", 16)) > 0

@@ -1055,7 +1055,13 @@ def _hidden_parts(s, b, h, q, kv):
     return jnp.where(q >= kv, x, -jnp.inf)
 
 
-@pytest.mark.parametrize("function", [_doubled, _remainders, _hidden_parts])
+def _choices(s, b, h, q, kv):
+    for i in range(30):
+        s = jnp.where(q > kv + i, s + 1.0, s * 0.5)
+    return s
+
+
+@pytest.mark.parametrize("function", [_doubled, _remainders, _hidden_parts, _choices])
 def test_shared_expressions_are_visited_once(function):
     """As many paths as they have uses, multiplied, would take for ever."""
     assert len(_printed(function)) < 1 << 17

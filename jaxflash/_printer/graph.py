@@ -59,6 +59,7 @@ class Graph:
     def __init__(self, distance_is_difference: bool):
         self._nodes: dict[Any, Node] = {}
         self._floats_by_parts: dict[Node, Node | None] = {}
+        self._scaled: dict[tuple[Node, str], Node] = {}
         self._distance_is_difference = distance_is_difference
         self.subtracts_positions = False
 
@@ -238,11 +239,15 @@ class Graph:
     def scaled(self, x: Node, factor: float) -> Node:
         if factor == 1.0:
             return x
-        constant, terms = linear(x)
-        return self._sum(
-            _times(constant, factor) if constant or not terms else 0.0,
-            {term: _times(coefficient, factor) for term, coefficient in terms.items()},
-        )
+        # Of choices among choices the factor goes into all branches, which they share.
+        key = x, repr(factor)
+        if key not in self._scaled:
+            constant, terms = linear(x)
+            self._scaled[key] = self._sum(
+                _times(constant, factor) if constant or not terms else 0.0,
+                {term: _times(coefficient, factor) for term, coefficient in terms.items()},
+            )
+        return self._scaled[key]
 
     def multiply(self, x: Node, y: Node) -> Node:
         if y.op == "constant":
