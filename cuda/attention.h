@@ -102,10 +102,10 @@ JAXFLASH_API jaxflash::Status jaxflash_capture_gradients(
 // Before a call whose score program reads a dense mask.
 JAXFLASH_API jaxflash::Status jaxflash_dense_mask(const jaxflash::DenseMaskParams* params,
                                                   CUstream_st* stream);
-// Before a call with ranges: of masks that are no arrays, of segments, of all, and both for
-// segments alone.
-JAXFLASH_API jaxflash::Status jaxflash_mask_blocks(const jaxflash::MaskBlocksParams* params,
-                                                   CUstream_st* stream);
+// Before a call whose score program hides something that is no array.
+JAXFLASH_API jaxflash::Status jaxflash_predicate(const jaxflash::PredicateParams* params,
+                                                 CUstream_st* stream);
+// Before a call with ranges: of segments, of all, and both for segments alone.
 JAXFLASH_API jaxflash::Status jaxflash_segment_matches(const jaxflash::SegmentMatchesParams* params,
                                                        CUstream_st* stream);
 JAXFLASH_API jaxflash::Status jaxflash_range_summary(const jaxflash::RangeSummaryParams* params,
@@ -139,7 +139,13 @@ JAXFLASH_API void jaxflash_delete_program(jaxflash::ScoreKernels* program);
 // Brings the kernels to the current GPU, so that no launch has to, least of all a captured one.
 JAXFLASH_API jaxflash::Status jaxflash_load_program(const jaxflash::ScoreKernels* program);
 
-// What such a program compiles to on a GPU of `arch` = 10 * major + minor whose blocks may have
+// The same for a predicate: C++ that defines a jaxflash::Program which hides something.
+JAXFLASH_API jaxflash::Status jaxflash_create_predicate(const char* source,
+                                                        jaxflash::PredicateKernel** predicate);
+JAXFLASH_API void jaxflash_delete_predicate(jaxflash::PredicateKernel* predicate);
+JAXFLASH_API jaxflash::Status jaxflash_load_predicate(const jaxflash::PredicateKernel* predicate);
+
+// What a score program compiles to on a GPU of `arch` = 10 * major + minor whose blocks may have
 // `shared_bytes`; needs no GPU.
 JAXFLASH_API jaxflash::Status jaxflash_compile_program(
     const jaxflash::ProgramDescription* description, int32_t arch, int32_t shared_bytes,

@@ -18,6 +18,7 @@
 #include "common/workspace.h"
 #include "host/disk_cache.h"
 #include "host/nvrtc.h"
+#include "host/predicate_kernel.h"
 #include "host/runtime_kernel.h"
 #include "host/score_kernels.h"
 #include "variants.h"
@@ -193,10 +194,10 @@ Status compile_for(const ScoreKernels& program, const GpuTraits& gpu) {
   return program.capture_gradients()->compile(gpu, variant->gradients_beside);
 }
 
-// Compiles for the GPUs of this machine. Where one of several cannot run the program, calls on it
-// fail, not those on the others.
-Status create_program(const ProgramDescription& description, ScoreKernels** result) {
-  auto program = std::make_unique<ScoreKernels>(description);
+// Calls compile(gpu) for the kinds of GPUs of this machine. Where it fails for one of several,
+// calls on that one do, not those on the others.
+template <class Compile>
+Status compile_for_machine(const Compile& compile) {
   int count = 0;
   if (cudaGetDeviceCount(&count) != cudaSuccess) cudaGetLastError();  // none: compiled when needed
   std::vector<std::pair<int, int>> tried;                             // kinds of GPUs
@@ -209,14 +210,37 @@ Status create_program(const ProgramDescription& description, ScoreKernels** resu
       const std::pair<int, int> kind{gpu.arch, gpu.shared_bytes};
       if (std::find(tried.begin(), tried.end(), kind) != tried.end()) continue;
       tried.push_back(kind);
-      status = compile_for(*program, gpu);
+      status = compile(gpu);
     }
     any |= status.ok();
     if (first_failure.ok()) first_failure = status;
   }
-  if (!any) return first_failure;
-  *result = program.release();
-  return {};
+  return any ? Status{} : first_failure;
+}
+
+Status create_program(const ProgramDescription& description, ScoreKernels** result) {
+  auto program = std::make_unique<ScoreKernels>(description);
+  const Status status =
+      compile_for_machine([&](const GpuTraits& gpu) { return compile_for(*program, gpu); });
+  if (status.ok()) *result = program.release();
+  return status;
+}
+
+Status create_predicate(const char* source, PredicateKernel** result) {
+  auto predicate = std::make_unique<PredicateKernel>(source);
+  const Status status = compile_for_machine([&](const GpuTraits& gpu) {
+    std::shared_ptr<RuntimeKernel> kernel;
+    return predicate->compile(gpu, &kernel);
+  });
+  if (status.ok()) *result = predicate.release();
+  return status;
+}
+
+Status load_on_current_device(const PredicateKernel& predicate, const void** handle) {
+  int device = 0;
+  if (Status status = current_device(&device); !status.ok()) return status;
+  const auto ask = [device](GpuTraits* gpu) { return traits_of_gpu(device, gpu); };
+  return predicate.load(device, ask, handle);
 }
 
 Status current_device_of(const CaptureGradients& gradients, CaptureGradients::Device** result) {
@@ -362,6 +386,23 @@ Status jaxflash_load_program(const jaxflash::ScoreKernels* program) {
   return status.ok()
              ? gradients.load(*device, gradients.family(device->gpu), variant->gradients_beside)
              : status;
+}
+
+Status jaxflash_create_predicate(const char* source, jaxflash::PredicateKernel** predicate) {
+  return jaxflash::create_predicate(source, predicate);
+}
+
+void jaxflash_delete_predicate(jaxflash::PredicateKernel* predicate) { delete predicate; }
+
+Status jaxflash_load_predicate(const jaxflash::PredicateKernel* predicate) {
+  const void* handle = nullptr;
+  return jaxflash::load_on_current_device(*predicate, &handle);
+}
+
+Status jaxflash_predicate(const jaxflash::PredicateParams* params, CUstream_st* stream) {
+  const void* handle = nullptr;
+  Status status = jaxflash::load_on_current_device(*params->predicate, &handle);
+  return status.ok() ? jaxflash::PredicateKernel::launch(handle, *params, stream) : status;
 }
 
 Status jaxflash_compile_program(const jaxflash::ProgramDescription* description, int32_t arch,

@@ -1,13 +1,18 @@
 // Masks: the launches of common/dense_mask_kernel.cuh and common/mask_intervals_kernel.cuh.
 
+#include <algorithm>
+
 #include "attention.h"
 #include "common/dense_mask_kernel.cuh"
 #include "common/launch.h"
 #include "common/mask_intervals_kernel.cuh"
 #include "common/status.h"
+#include "masks.h"
 
 namespace jaxflash {
 namespace {
+
+constexpr int kClearThreads = 256;
 
 template <class Params>
 Status launch_work(Kernel<Params> kernel, int64_t blocks, int threads, const Params& params,
@@ -37,14 +42,30 @@ Status read_mask(const DenseMaskParams& params, cudaStream_t stream) {
   return status.ok() ? make_intervals(params, stream) : status;
 }
 
+// Rows and keys of a predicate's masks, of which nothing has been seen yet.
+__global__ void __launch_bounds__(kClearThreads)
+    clear_seen_kernel(const __grid_constant__ PredicateBlocks params) {
+  const int64_t rows = 2 * params.count * blocks_of(params.rows);
+  const int64_t keys = 2 * params.count * blocks_of(params.keys);
+  const int64_t i = int64_t{blockIdx.x} * kClearThreads + threadIdx.x;
+  if (i < rows) params.row_sees[i] = 0;
+  if (i < keys) params.key_is_seen[i] = 0;
+}
+
 }  // namespace
+
+Status clear_seen(const PredicateBlocks& params, CUstream_st* stream) {
+  const int64_t words = 2 * params.count * blocks_of(std::max(params.rows, params.keys));
+  return launch_work(Kernel(clear_seen_kernel), (words + kClearThreads - 1) / kClearThreads,
+                     kClearThreads, params, stream);
+}
+
+Status find_intervals(const PredicateBlocks& params, CUstream_st* stream) {
+  return make_intervals(params, stream);
+}
+
 }  // namespace jaxflash
 
 jaxflash::Status jaxflash_dense_mask(const jaxflash::DenseMaskParams* params, CUstream_st* stream) {
   return jaxflash::read_mask(*params, stream);
-}
-
-jaxflash::Status jaxflash_mask_blocks(const jaxflash::MaskBlocksParams* params,
-                                      CUstream_st* stream) {
-  return jaxflash::make_intervals(*params, stream);
 }

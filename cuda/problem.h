@@ -289,14 +289,30 @@ struct DenseMaskParams : MaskIntervals {
   MaskBlock* blocks;  // workspace, (count, ceil(rows / kRangeBlock), ceil(keys / kRangeBlock))
 };
 
-// What is made of masks of which no array holds the elements. All are 0 or 1.
-struct MaskBlocksParams : MaskIntervals {
-  // Whether all of a block is visible, and whether nothing is: (count, ceil(rows / kRangeBlock),
-  // ceil(keys / kRangeBlock)).
-  const uint8_t* whole;
-  const uint8_t* empty;
-  const uint8_t* row_sees;     // (count, rows), whether it sees a key
-  const uint8_t* key_is_seen;  // (count, keys)
+// What is known of blocks and of rows and keys, of masks of which no array holds the elements.
+struct PredicateBlocks : MaskIntervals {
+  // Workspace. Of a block kShown if something of it is visible, and kWhole if all is: (count,
+  // ceil(rows / kRangeBlock), ceil(keys / kRangeBlock)).
+  uint8_t* blocks;
+  // Of rows that see a key, and keys that are seen, a bit each; a block has two words.
+  uint32_t* row_sees;     // (count, ceil(rows / kRangeBlock), 2)
+  uint32_t* key_is_seen;  // (count, ceil(keys / kRangeBlock), 2)
+
+  static constexpr uint8_t kShown = 1, kWhole = 2;
+};
+
+// A predicate that was compiled, see attention.h.
+struct PredicateKernel;
+
+// What is made of a predicate, a program that hides something (common/program.cuh), beside a band.
+struct PredicateParams : PredicateBlocks {
+  const PredicateKernel* predicate;
+  // Lengths and band, which has no lengths of its own. Heads are one of the batch axes, and all of
+  // these are those of `count`.
+  Problem problem;
+  Captures captures;  // numbers of heads aside:
+  const int32_t* head_numbers;
+  int64_t head_numbers_stride[kMaxBatchAxes];  // 0 where they broadcast
 };
 
 // Elements of a segment that have some remainder, see SegmentMatchesParams. All start at their

@@ -29,7 +29,6 @@ from jaxflash import (
     _plan,
     _platform,
     _primitive,
-    _ranges,
     _scores,
     _sharding,
     _short,
@@ -37,6 +36,7 @@ from jaxflash import (
     _tile_sum,
 )
 from jaxflash._spec import PLANNED, AttentionSpec, Operands, compute_dtype
+from jaxflash.masks import Sizes
 
 CHECKPOINT_NAME = "context"
 
@@ -94,11 +94,11 @@ def with_plan(spec: AttentionSpec, path: Path, operands: Operands) -> Operands:
     # Of a fallback the passes warn.
     path = "xla" if isinstance(path, Fallback) else path
 
-    def of_blocks(*blocks, **lengths) -> _ranges.Shown:
-        ways = _kernels.of_blocks, _ranges.of_blocks
-        return on_path(path, *(functools.partial(way, **lengths) for way in ways))(*blocks)
+    def shown(spec: AttentionSpec, sizes: Sizes, captures: Sequence[Any]) -> list[Any]:
+        op = _Plan(spec, path, sizes)
+        return _primitive.bind(op, *captures) if _primitive.available else op(*captures)
 
-    return _plan.with_plan(spec, operands, of_blocks)
+    return _plan.with_plan(spec, operands, shown)
 
 
 # As above; operation by operation, evaluating a mask takes many times as long, and more memory.
@@ -233,13 +233,11 @@ def _tangent(
 
 
 @dataclasses.dataclass(frozen=True)
-class _OfCall(_primitive.Op):
-    """A pass over a call whose operands are its first arguments."""
+class _OnPath(_primitive.Op):
+    """What kernels do on CUDA, and the blockwise path elsewhere."""
 
     spec: AttentionSpec
     path: Path
-    given: tuple[str, ...]  # the operands of the call
-    in_parts: bool = dataclasses.field(default=False, kw_only=True)  # see `_parts`
 
     @property
     def partitioned(self):
@@ -250,6 +248,38 @@ class _OfCall(_primitive.Op):
         if self.path != "auto":
             return self
         return dataclasses.replace(self, path="cuda" if platform == "cuda" else "xla")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan(_OnPath):
+    """The operands `PLANNED`, of what the predicate of a call of such sizes captures."""
+
+    sizes: Sizes
+
+    def __call__(self, *captures):
+        def of(way) -> Callable:
+            return lambda *captures: tuple(way.shown(self.spec, self.sizes, captures))
+
+        # The passes of the call check that they run where they are to.
+        if self.path == "auto":
+            found = jax.lax.platform_dependent(*captures, cuda=of(_kernels), default=of(_plan))
+        else:
+            found = of(_kernels if self.path == "cuda" else _plan)(*captures)
+        return list(found)
+
+    def result_types(self, types):
+        return _plan.types(self.spec, self.sizes, types)
+
+    def jvp(self, primals, results, tangents):
+        return [None] * len(results)  # it has no derivative
+
+
+@dataclasses.dataclass(frozen=True)
+class _OfCall(_OnPath):
+    """A pass over a call whose operands are its first arguments."""
+
+    given: tuple[str, ...]  # the operands of the call
+    in_parts: bool = dataclasses.field(default=False, kw_only=True)  # see `_parts`
 
     def on_one_cpu(self, types, calls=1):
         divides = _parts.divides(self.spec, self._operands(types), calls)

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxflash import _dense_mask, _nvrtc, _ranges, _split
 from jaxflash import _extension as extension
-from jaxflash._kernel_program import KernelGradients, KernelProgram
+from jaxflash._kernel_program import KernelGradients, KernelPredicate, KernelProgram
 from jaxflash._spec import AttentionSpec, Operands
 
 # The names are part of exported programs: a changed contract gets a new number.
@@ -25,7 +25,7 @@ BACKWARD_TARGET = "jaxflash_backward_v6"
 TANGENT_TARGET = "jaxflash_tangent_v3"
 PAGED_TARGET = "jaxflash_paged_v4"
 DENSE_MASK_TARGET = "jaxflash_dense_mask_v2"
-MASK_BLOCKS_TARGET = "jaxflash_mask_blocks_v1"
+PREDICATE_TARGET = "jaxflash_predicate_v1"
 SEGMENT_MATCHES_TARGET = "jaxflash_segment_matches_v1"
 RANGE_SUMMARY_TARGET = "jaxflash_range_summary_v1"
 SEGMENT_RANGES_TARGET = "jaxflash_segment_ranges_v1"
@@ -36,12 +36,12 @@ TARGETS = {
     "tangent": TANGENT_TARGET,
     "paged": PAGED_TARGET,
     "dense_mask": DENSE_MASK_TARGET,
-    "mask_blocks": MASK_BLOCKS_TARGET,
+    "predicate": PREDICATE_TARGET,
     "segment_matches": SEGMENT_MATCHES_TARGET,
     "range_summary": RANGE_SUMMARY_TARGET,
     "segment_ranges": SEGMENT_RANGES_TARGET,
 }
-_STATE_TYPE = "jaxflash_program_v2"
+_STATE_TYPES = {"program": "jaxflash_program_v2", "predicate": "jaxflash_predicate_v1"}
 
 # cuda/problem.h: kKeyTerms.
 _KEY_TERMS = -2
@@ -71,9 +71,9 @@ def _register() -> None:
     if extension.kernels:
         _nvrtc.register()
         handlers = extension.cuda_handlers()
-        type_id, type_info = extension.program_state_type()
-        state: Any = {"type_id": type_id, "type_info": type_info}
-        jax.ffi.register_ffi_type(_STATE_TYPE, state, platform="CUDA")
+        for name, (type_id, type_info) in extension.state_types().items():
+            state: Any = {"type_id": type_id, "type_info": type_info}
+            jax.ffi.register_ffi_type(_STATE_TYPES[name], state, platform="CUDA")
     for name, target in TARGETS.items():
         # On other platforms the target exists to say that it needs CUDA.
         jax.ffi.register_ffi_target(target, extension.wrong_platform_handler(), platform="cpu")
@@ -116,14 +116,20 @@ class Lengths(tuple):
 
 def _attributes(spec: AttentionSpec, lengths: Lengths, mask: MaskKind) -> dict:
     return dict(
+        **_band_attributes(spec),
         scale=np.float32(spec.scale),
-        left=np.int64(_UNLIMITED if spec.left is None else min(spec.left, _UNLIMITED)),
-        right=np.int64(_UNLIMITED if spec.right is None else min(spec.right, _UNLIMITED)),
-        bottom_right=np.bool_(spec.bottom_right),
         highest_precision=np.bool_(spec.highest_precision),
         has_q_lengths=np.bool_(lengths[0]),
         has_kv_lengths=np.bool_(lengths[1]),
         mask=np.int64(mask.number),
+    )
+
+
+def _band_attributes(spec: AttentionSpec) -> dict:
+    return dict(
+        left=np.int64(_UNLIMITED if spec.left is None else min(spec.left, _UNLIMITED)),
+        right=np.int64(_UNLIMITED if spec.right is None else min(spec.right, _UNLIMITED)),
+        bottom_right=np.bool_(spec.bottom_right),
     )
 
 
@@ -471,23 +477,40 @@ class Backward(Pass):
 
 
 class BatchCall:
-    """A custom call on arrays with the same leading axes, along which it may be split."""
+    """A custom call on arrays with leading axes of the same number, along which it may be split.
+
+    They have the same sizes, or 1 where an operand `broadcasts`.
+    """
 
     # The axes of each operand and result behind the leading ones, none of which is split.
     operand_axes: tuple[tuple[str, ...], ...]
     result_axes: tuple[tuple[str, ...], ...]
+    broadcasts = False
 
     def call(self, *operands) -> tuple[Any, ...]:
         """The custom call itself."""
         raise NotImplementedError
 
+    def lead(self, operands) -> list[tuple]:
+        """(extent, mesh axes) of each leading axis, of the operands that do not broadcast there."""
+        rank = operands[0].ndim - len(self.operand_axes[0])
+        parts = [_mesh_axes(x) for x in operands]
+        axes = []
+        for axis in range(rank):
+            sizes = [x.shape[axis] for x in operands]
+            full = next((n for n in sizes if not _is_one(n)), 1)
+            names = (part[axis] for part, n in zip(parts, sizes, strict=True) if n == full)
+            axes.append((full, next(filter(None, names), None)))
+        return axes
+
     def _call(
         self, target: str, operands, results, workspace=None, **attributes
     ) -> tuple[Any, ...]:
         """`results`: shapes behind the leading axes, and dtypes. `workspace`: bytes, of one."""
-        like = operands[0]
-        rank = like.ndim - len(self.operand_axes[0])
-        lead, mesh_axes = like.shape[:rank], _mesh_axes(like)[:rank]
+        axes = self.lead(operands)
+        lead, mesh_axes = [n for n, _ in axes], [part for _, part in axes]
+        split = (x for x in operands if any(_mesh_axes(x)))
+        like = next(split, operands[0])
         types = [
             _result_type(like, (*lead, *own), dtype, [*mesh_axes, *(None for _ in own)])
             for own, dtype in results
@@ -496,6 +519,10 @@ class BatchCall:
             types.append(_result_type(like, (math.prod(lead) * workspace,), jnp.uint8, [None]))
         found = jax.ffi.ffi_call(target, types)(*operands, **attributes)
         return tuple(found[: len(results)])
+
+
+def _is_one(size) -> bool:
+    return isinstance(size, int) and size == 1
 
 
 # cuda/problem.h: the arrays of MaskIntervals.
@@ -535,17 +562,46 @@ class ReadMask(BatchCall):
 
 
 @dataclasses.dataclass(frozen=True)
-class ReadMaskBlocks(BatchCall):
-    """Of what blocks of a mask show intervals in a call of such lengths: see MaskBlocksParams in
-    cuda/problem.h."""
+class EvaluatePredicate(BatchCall):
+    """Of a predicate and the band of a spec intervals in a call of such lengths: see
+    PredicateParams in cuda/problem.h. Leading axes are (*batch, query heads); operands are numbers
+    of batch elements and of heads, and captures."""
 
+    spec: AttentionSpec
+    predicate: KernelPredicate
     q_len: Any
     kv_len: Any
-    operand_axes = (("rowblock", "keyblock"), ("rowblock", "keyblock"), ("row",), ("key",))
+    capture_axes: tuple[str, ...]  # what indexes the axes of the first captures: `Program.axes`
     result_axes = _INTERVAL_AXES
+    broadcasts = True
+
+    @property
+    def operand_axes(self):
+        ranks = enumerate(self.predicate.capture_ranks)
+        captures = (tuple(f"c{i}x{axis}" for axis in range(rank)) for i, rank in ranks)
+        return ((), (), *captures)
+
+    def lead(self, operands):
+        *batch, (heads, part) = super().lead(operands)
+        # A capture that heads index is split as they are.
+        for x, axes in zip(operands[2:], self.capture_axes, strict=False):
+            own = _mesh_axes(x)[len(batch) + 1 :]
+            of_heads = (p for p, axis in zip(own, axes, strict=True) if axis == "N")
+            part = part or next(of_heads, None)
+        return [*batch, (heads, None if _is_one(heads) else part)]
 
     def call(self, *operands):
-        return self._call(MASK_BLOCKS_TARGET, operands, _intervals(self.q_len, self.kv_len))
+        row_blocks, key_blocks = _range_blocks(self.q_len), _range_blocks(self.kv_len)
+        return self._call(
+            PREDICATE_TARGET,
+            operands,
+            _intervals(self.q_len, self.kv_len),
+            # A byte for each block, and a bit for each row and key.
+            row_blocks * key_blocks + (row_blocks + key_blocks) * (_ranges.BLOCK // 8),
+            program=self.predicate.source,
+            **_band_attributes(self.spec),
+            capture_ranks=np.array(self.predicate.capture_ranks, np.int64),
+        )
 
 
 @dataclasses.dataclass(frozen=True)

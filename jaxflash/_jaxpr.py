@@ -67,6 +67,16 @@ def inlined(closed: core.ClosedJaxpr, calls: dict[str, str]) -> core.ClosedJaxpr
     return traced(function, [v.aval for v in (*jaxpr.invars, *jaxpr.constvars)])
 
 
+def inputs_read(closed: core.ClosedJaxpr) -> tuple[bool, ...]:
+    """Which arguments the results depend on."""
+    jaxpr = closed.jaxpr
+    needed = {atom for atom in jaxpr.outvars if not is_literal(atom)}
+    for eqn in reversed(jaxpr.eqns):
+        if not needed.isdisjoint(eqn.outvars):
+            needed |= {atom for atom in eqn.invars if not is_literal(atom)}
+    return tuple(v in needed for v in jaxpr.invars)
+
+
 # Equations that choose elements of their first operand.
 _CHOOSING = frozenset({"dynamic_slice", "slice", "squeeze", "reshape"})
 

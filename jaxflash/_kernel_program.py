@@ -48,6 +48,18 @@ class KernelProgram(NamedTuple):
     sequences: int
 
 
+class KernelPredicate(NamedTuple):
+    """What of a mask is a function, for the kernel that evaluates it.
+
+    Attributes:
+        source: the C++ struct `jaxflash::Program`.
+        capture_ranks: as in `KernelProgram`.
+    """
+
+    source: str
+    capture_ranks: tuple[int, ...]
+
+
 class KernelGradients(NamedTuple):
     """Which gradients of captures the kernels compute, and how.
 
@@ -109,6 +121,30 @@ def tangents(spec: AttentionSpec, operands: Operands, moving: Sequence[int]) -> 
     return _program(spec, operands, "forward", tuple(moving))
 
 
+def predicate(predicate: _scores.Program) -> KernelPredicate:
+    """A predicate alone.
+
+    Raises:
+        NotPrintable: the text says why, naming the equation.
+    """
+    ranks = tuple(len(t.shape) for t in predicate.capture_types)
+    _check_count(len(ranks))
+    printed = _printed(
+        _identity(), (predicate,), True, None, False, (), (), (), False, False, (), (), (), False
+    )
+    if isinstance(printed, NotPrintable):
+        raise printed
+    return KernelPredicate(printed.source, ranks)
+
+
+def _check_count(captures: int, more: str = "") -> None:
+    if captures > MAX_CAPTURES:
+        raise NotPrintable(
+            f"captures {captures} arrays, bias, slopes, masks, sink and seed among them{more}; "
+            f"allowed are {MAX_CAPTURES}"
+        )
+
+
 def _program(
     spec: AttentionSpec,
     operands: Operands,
@@ -125,11 +161,7 @@ def _program(
         *(len(shapes[i]) for i in moving),
         *(1,) * ((operands.sink is not None) + drops),
     )
-    if len(ranks) > MAX_CAPTURES:
-        raise NotPrintable(
-            f"captures {len(ranks)} arrays, bias, slopes, masks, sink and seed among them"
-            f"{', and tangents' if moving else ''}; allowed are {MAX_CAPTURES}"
-        )
+    _check_count(len(ranks), more=", and tangents" if moving else "")
     sink_dtype = None if operands.sink is None else operands.sink.dtype.name
     if sink_dtype not in (None, *CAPTURE_DTYPES):
         raise NotPrintable(

@@ -16,6 +16,7 @@ from jaxflash._dense_mask import DenseMask, Pass
 from jaxflash._kernel_program import KernelGradients, KernelProgram
 from jaxflash._ranges import Shown
 from jaxflash._spec import AttentionSpec, Operands, PagedOperands
+from jaxflash.masks import Sizes
 
 
 def forward(spec: AttentionSpec, program: KernelProgram | None, operands: Operands):
@@ -141,10 +142,22 @@ def read_mask(mask, pass_: Pass, q_len, kv_len) -> DenseMask:
     return DenseMask(elements, shown, sees, is_seen)
 
 
-def of_blocks(whole, empty, row_sees, key_is_seen, *, q_len, kv_len) -> Shown:
-    """As `_ranges.of_blocks`."""
-    read = _partition.over_batch(_ffi.ReadMaskBlocks(q_len, kv_len))
-    return Shown(*read(whole, empty, row_sees, key_is_seen))
+def shown(spec: AttentionSpec, sizes: Sizes, captures: Sequence[Any]) -> Shown:
+    """As `_plan.shown`."""
+    assert spec.predicate is not None
+    evaluate = _ffi.EvaluatePredicate(
+        spec,
+        _kernel_program.predicate(spec.predicate),
+        sizes.q_len,
+        sizes.kv_len,
+        spec.predicate.axes,
+    )
+    (*batch, heads), _ = _plan.lead(spec.predicate, sizes, captures)
+    like = captures[0] if captures else None
+    of_batch, of_heads = _numbers(tuple(batch), heads, like)
+    numbers = of_batch[..., None], of_heads.reshape(*(1,) * len(batch), -1)
+    with_heads = (jnp.expand_dims(x, len(batch)) for x in captures)
+    return Shown(*_partition.over_batch(evaluate)(*numbers, *with_heads))
 
 
 def _read(operands: Operands, pass_: Pass) -> DenseMask | None:
@@ -225,15 +238,18 @@ def _program_operands(
     if kernel.program is None:
         return ()
     captures = _kernel_program.captures(kernel.spec, operands, mask, tangents)
-    return *(_numbers(operands.query) if kernel.numbered else ()), *captures
+    if not kernel.numbered:
+        return captures
+    *batch, _, heads, _ = operands.query.shape
+    return *_numbers(tuple(batch), heads, operands.query), *captures
 
 
-def _numbers(query) -> tuple[Any, ...]:
-    *batch, _, heads, _ = query.shape
+def _numbers(batch: tuple[Any, ...], heads, like) -> tuple[Any, Any]:
+    """Of the elements of a batch and of heads, varying over the mesh axes that `like` does."""
     number = jnp.zeros((1,) * len(batch), jnp.int32)
     for axis, extent in enumerate(batch):
         iota = jax.lax.broadcasted_iota(jnp.int32, batch, axis)
         number = number * extent + iota
     numbers = (number, jnp.arange(heads, dtype=jnp.int32))
-    axes = jax.typeof(query).manual_axis_type.varying
-    return tuple(jax.lax.pcast(x, tuple(axes), to="varying") for x in numbers) if axes else numbers
+    axes = () if like is None else tuple(jax.typeof(like).manual_axis_type.varying)
+    return tuple(jax.lax.pcast(x, axes, to="varying") for x in numbers) if axes else numbers

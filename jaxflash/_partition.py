@@ -51,13 +51,18 @@ def mapped(kernel: Pass) -> Callable:
 def over_batch(call: BatchCall) -> Callable:
     @jax.custom_batching.custom_vmap
     def op(*operands):
-        rank = operands[0].ndim - len(call.operand_axes[0])
-        return _partitioned_over_batch(call, rank, _automatic_devices(operands))(*operands)
+        lead = [n for n, _ in call.lead(operands)]
+        broadcasts = tuple(
+            tuple(n != full for n, full in zip(x.shape, lead, strict=False)) for x in operands
+        )
+        return _partitioned_over_batch(call, broadcasts, _automatic_devices(operands))(*operands)
 
     @op.def_vmap
     def rule(axis_size: int, mapped: Sequence[bool], *operands):
+        rank = operands[0].ndim - len(call.operand_axes[0])
+        size = 1 if call.broadcasts and rank < _MAX_BATCH_AXES else axis_size
         operands = (
-            x if is_mapped else jnp.broadcast_to(x, (axis_size, *x.shape))
+            x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
             for x, is_mapped in zip(operands, mapped, strict=True)
         )
         return op(*operands), (True,) * len(call.result_axes)
@@ -156,25 +161,42 @@ def _partitioned(
 
 @functools.cache
 def _partitioned_over_batch(
-    call: BatchCall, batch_rank: int, automatic_devices: int | None
+    call: BatchCall, broadcasts: tuple[tuple[bool, ...], ...], automatic_devices: int | None
 ) -> Callable:
+    """`broadcasts`: for each operand and leading axis, whether it does there."""
+    full = (False,) * len(broadcasts[0])
+
     def partition(mesh, operand_types, result_types):
-        mesh, spec = _split.on_mesh(mesh, operand_types[0], automatic_devices)
-        sharding = NamedSharding(mesh, PartitionSpec(*spec[:batch_rank]))
-        shardings = ((sharding,) * len(axes) for axes in (call.result_axes, call.operand_axes))
-        return mesh, call.call, *shardings
+        like = result_types[0] if call.broadcasts else operand_types[0]
+        mesh, spec = _split.on_mesh(mesh, like, automatic_devices)
+
+        def sharding(of: tuple[bool, ...]):
+            parts = zip(of, _split.padded(spec, len(full)), strict=False)
+            return NamedSharding(mesh, PartitionSpec(*(None if one else x for one, x in parts)))
+
+        results = (sharding(full),) * len(call.result_axes)
+        return mesh, call.call, results, tuple(map(sharding, broadcasts))
 
     op = custom_partitioning(call.call)
-    lead = [f"b{i}" for i in range(batch_rank)]
-    operands, results = (
-        ", ".join(
-            " ".join([*lead, *(f"{kind}{i}{axis}" for axis in axes)])
-            for i, axes in enumerate(all_axes)
+
+    def factors(kind: str, all_axes, of) -> str:
+        return ", ".join(
+            " ".join(
+                [
+                    *(
+                        f"one{kind}{i}x{axis}" if one else f"b{axis}"
+                        for axis, one in enumerate(lead)
+                    ),
+                    *(f"{kind}{i}{axis}" for axis in axes),
+                ]
+            )
+            for i, (axes, lead) in enumerate(zip(all_axes, of, strict=True))
         )
-        for kind, all_axes in (("operand", call.operand_axes), ("result", call.result_axes))
-    )
-    rule = f"{operands} -> {results}"
-    whole = tuple(name for name in dict.fromkeys(re.findall(r"\w+", rule)) if name not in lead)
+
+    operands = factors("operand", call.operand_axes, broadcasts)
+    rule = f"{operands} -> {factors('result', call.result_axes, (full,) * len(call.result_axes))}"
+    names = dict.fromkeys(re.findall(r"\w+", rule))
+    whole = tuple(name for name in names if not re.fullmatch(r"b\d+", name))
     op.def_partition(partition=partition, sharding_rule=rule, need_replication_factors=whole)
     return op
 

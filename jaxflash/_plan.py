@@ -2,60 +2,97 @@
 shows some of 64 rows, a gap between them, rows likewise for 64 keys, and its evaluation where it
 shows everything. Found in one pass over it on the device.
 
-The pass evaluates a block of rows against all keys at a time, in memory linear in the lengths but
-for two bools for each 64 rows and 64 keys, and once for all batch elements and heads where the
-predicate does not ask for them.
+It is evaluated once for all batch elements and heads where it does not ask for them. On CUDA a
+kernel does that; elsewhere a block of rows is evaluated against all keys at a time, in memory
+linear in the lengths but for two bools for each 64 rows and 64 keys.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 
-from jaxflash import _ranges
+from jaxflash import _jaxpr, _ranges
 from jaxflash._blockwise import filled, loop
 from jaxflash._dense_mask import DenseMask
 from jaxflash._ranges import BLOCK, Shown
+from jaxflash._scores import ARGUMENTS, Program
 from jaxflash._spec import PLANNED, AttentionSpec, Operands
-from jaxflash._tile import Block, Tiles, blocks, cut, put
+from jaxflash._tile import Block, Tiles, blocks, cut, is_one, put
+from jaxflash.masks import Sizes
 
-# Elements that are evaluated at a time, or twice as many where these are all, as those of two
-# sequences of 8192: a second step costs a GPU 0.03 ms. Where XLA does not fuse them with their bits
-# they are stored, as bools.
+# Elements that are evaluated at a time, or twice as many where these are all.
 _BLOCK_ELEMENTS = 1 << 26
 
 
 def with_plan(
-    spec: AttentionSpec, operands: Operands, of_blocks: Callable[..., Shown] = _ranges.of_blocks
+    spec: AttentionSpec,
+    operands: Operands,
+    shown: Callable[[AttentionSpec, Sizes, Sequence[Any]], Sequence[Any]],
 ) -> Operands:
     """The operands with those of `PLANNED`, of the predicate and of the band of the spec, if there
-    is a predicate and no plan that the caller made: for all passes of the call. `of_blocks`: that
-    of `_ranges`, or another that does the same."""
+    is a predicate and no plan that the caller made: for all passes of the call. `shown`: that of
+    this module, or another that does the same."""
     has_plan = operands.rows_hull is not None
     if spec.predicate is None or has_plan or 0 in (*operands.query.shape, *operands.key.shape):
         return operands
-    found = _plan(spec, operands, of_blocks)
-    return operands._replace(**dict(zip(PLANNED, found, strict=True)))
-
-
-def _plan(spec: AttentionSpec, operands: Operands, of_blocks: Callable[..., Shown]) -> Shown:
-    *_, q_len, q_heads, _ = operands.query.shape
-    kv_len = operands.key.shape[-3]
     # A band of each sequence's own would be a pass for each sequence.
     lengths = operands.query_seq_lengths, operands.key_value_seq_lengths
     if spec.bottom_right and any(x is not None for x in lengths):
         spec = dataclasses.replace(spec, left=None, right=None)
-    spec = dataclasses.replace(spec, program=None, dropout_rate=0.0)
-    operands = Operands(
-        operands.query, operands.key, operands.value, mask_captures=operands.mask_captures
+    # Calls that differ in other things have one plan.
+    spec = AttentionSpec(
+        scale=1.0,
+        left=spec.left,
+        right=spec.right,
+        bottom_right=spec.bottom_right,
+        logits_soft_cap=None,
+        dropout_rate=0.0,
+        highest_precision=False,
+        deterministic_backward=False,
+        predicate=spec.predicate,
     )
+    *batch, q_len, heads, _ = operands.query.shape
+    sizes = Sizes(tuple(batch), heads, q_len, operands.key.shape[-3])
+    found = shown(spec, sizes, operands.mask_captures)
+    return operands._replace(**dict(zip(PLANNED, found, strict=True)))
+
+
+def lead(predicate: Program, sizes: Sizes, captures: Sequence[Any]) -> tuple[tuple, tuple]:
+    """(*#B, #N) of the numbers of batch elements and of heads that a predicate asks for, and
+    (*#B, #N) of what it shows, given what it captures."""
+    reads = dict(zip(ARGUMENTS, _jaxpr.inputs_read(predicate.jaxpr), strict=False))
+    ones = (1,) * len(sizes.batch)
+    numbers = (*(sizes.batch if reads["b"] else ones), sizes.heads if reads["h"] else 1)
+    rank = len(ones)
+    shapes = [numbers[:rank], *(x.shape[:rank] for x in captures)]
+    batch = tuple(next((n for n in of if not is_one(n)), 1) for of in zip(*shapes, strict=True))
+    return numbers, (*batch, numbers[-1])
+
+
+def types(spec: AttentionSpec, sizes: Sizes, captures: Sequence[Any]) -> list[Any]:
+    """Those of `Shown`."""
+    assert spec.predicate is not None
+    _, full = lead(spec.predicate, sizes, captures)
+    lengths = sizes.q_len, sizes.kv_len
+    own = *((n, 2) for n in lengths), *((-(-n // BLOCK), 4) for n in lengths)
+    return [jax.ShapeDtypeStruct((*full, *shape), jnp.int32) for shape in own]
+
+
+def shown(spec: AttentionSpec, sizes: Sizes, captures: Sequence[Any]) -> Shown:
+    """What the predicate and the band of a spec show, which has nothing else, on any platform."""
+    batch, heads, q_len, kv_len = sizes
+    query, key = (jax.ShapeDtypeStruct((*batch, n, heads, 1), jnp.float32) for n in (q_len, kv_len))
+    operands = Operands(query, key, key, mask_captures=tuple(captures))
     columns = blocks(kv_len, kv_len)
 
     def visible(rows: Block):
-        """(*#B, #K, #G, rows, S)"""
+        """(*#B, #N, 1, rows, S)"""
         tiles = Tiles(spec, operands, blocks(q_len, rows.size), columns)
         return tiles.at(rows, columns[0], fresh_rows=False).visible
 
@@ -63,15 +100,6 @@ def _plan(spec: AttentionSpec, operands: Operands, of_blocks: Callable[..., Show
     of_row = visible(Block(jnp.int32(0), jnp.int32(0), 1))
     lead = of_row.shape[:-2]
     elements = math.prod(n for n in of_row.shape if isinstance(n, int))
-
-    def by_heads(x):
-        """(*#B, #N, ...) of (*#B, #K, #G, ...)"""
-        before = len(lead) - 2
-        kv_heads, group = x.shape[before : len(lead)]
-        if 1 in (kv_heads, group) and kv_heads * group not in (1, q_heads):
-            kv_heads, group = operands.key.shape[-2], q_heads // operands.key.shape[-2]
-            x = jnp.broadcast_to(x, (*x.shape[:before], kv_heads, group, *x.shape[len(lead) :]))
-        return x.reshape(*x.shape[:before], kv_heads * group, *x.shape[len(lead) :])
 
     at_most = max(_BLOCK_ELEMENTS // elements // BLOCK, 1) * BLOCK
     if isinstance(q_len, int) and q_len <= 2 * at_most:
@@ -102,9 +130,11 @@ def _plan(spec: AttentionSpec, operands: Operands, of_blocks: Callable[..., Show
     # One group more than there are, of the rows that follow a ragged block.
     groups = (start(True, q_blocks + 1, kv_blocks),) * 2
     found = start(False, q_len), start(False, kv_len), *groups
-    row_sees, key_is_seen, *groups = map(by_heads, loop(0, rows.count, of_rows, found))
+    found = loop(0, rows.count, of_rows, found)
+    # Heads and batch axes alone.
+    row_sees, key_is_seen, *groups = (jnp.squeeze(x, len(lead) - 1) for x in found)
     whole, empty = (x[..., :q_blocks, :] for x in groups)
-    return of_blocks(whole, empty, row_sees, key_is_seen, q_len=q_len, kv_len=kv_len)
+    return _ranges.of_blocks(whole, empty, row_sees, key_is_seen, q_len=q_len, kv_len=kv_len)
 
 
 def seeing_rows(operands: Operands, mask: DenseMask | None):

@@ -15,7 +15,9 @@ from typing import Any
 import jax
 import jax.core
 import jax.numpy as jnp
+import numpy as np
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import get_abstract_mesh
 
 from jaxflash import _sharding
 
@@ -59,7 +61,7 @@ class Op:
         return jax.vmap(self, in_axes)(*args)
 
     def jvp(self, primals: Sequence, results: Sequence, tangents: Sequence) -> list:
-        """Tangents of all results; a tangent that is None is zero."""
+        """Tangents of all results. A tangent that is None is zero, among those of results, too."""
         raise NotImplementedError
 
     def transpose(self, cotangents: Sequence, args: Sequence) -> list:
@@ -176,9 +178,17 @@ def _is_zero(tangent) -> bool:
 def _jvp_rule(primals, tangents, *, op: Op):
     tangents = [None if _is_zero(tangent) else tangent for tangent in tangents]
     results = bind(op, *primals)
-    if all(tangent is None for tangent in tangents):
-        return results, [jnp.zeros_like(x) for x in results]
-    return results, op.jvp(primals, results, tangents)
+    moved = [None] * len(results)
+    if any(tangent is not None for tangent in tangents):
+        moved = op.jvp(primals, results, tangents)
+    return results, [_zero(x) if t is None else t for x, t in zip(results, moved, strict=True)]
+
+
+def _zero(x):
+    """The tangent of a result that does not move."""
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        return jnp.zeros_like(x)
+    return np.zeros(x.shape, jax.dtypes.float0)
 
 
 def _transpose_rule(cotangents, *args, op: Op):
@@ -196,6 +206,7 @@ def _batching_rule(args, axes, *, op: Op):
 def _result_types(*types, op: Op) -> list:
     # Shardings of explicit meshes and what varies inside `shard_map` only a trace finds.
     plain = all(x.sharding.mesh.empty and not x.manual_axis_type.varying for x in types)
+    plain = plain and (types or get_abstract_mesh().empty)
     results = op.result_types(types) if plain else None
     if results is None:
         return list(jax.make_jaxpr(_traced_once(op))(*types).out_avals)

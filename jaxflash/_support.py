@@ -150,6 +150,20 @@ def _reasons_against_program(spec: AttentionSpec, operands: Operands) -> tuple[s
     return tuple(reasons)
 
 
+def plans_by_kernel(spec: AttentionSpec, operands: Operands) -> bool:
+    """Whether a kernel finds what the predicate of a call shows, if the call runs on kernels."""
+    if spec.predicate is None or not _ffi.extension.kernels or _nvrtc.reason_against() is not None:
+        return False
+    lengths = operands.query.shape[-3], operands.key.shape[-3]
+    if any(isinstance(n, int) and n > _MAX_LENGTH for n in lengths):
+        return False
+    try:
+        _kernel_program.predicate(spec.predicate)
+    except NotPrintable:
+        return False
+    return True
+
+
 def reasons_against_gradient(
     spec: AttentionSpec, operands: Operands, capture: int
 ) -> tuple[str, ...]:

@@ -408,7 +408,7 @@ def plan(mask: Mask, shape: tuple[int, ...]) -> Mask:
           x, _ = jax.lax.scan(lambda x, weights: (layer(weights, x, mask), None), x, layers)
     """
     # Which need this module.
-    from jaxflash import _api, _derivatives, _ffi, _platform, _sharding
+    from jaxflash import _api, _derivatives, _platform, _sharding, _support
 
     mask, (batch, heads, q_len, kv_len) = _checked(mask, shape)
     query = jax.ShapeDtypeStruct((*batch, q_len, heads, 1), jnp.float32)
@@ -417,7 +417,7 @@ def plan(mask: Mask, shape: tuple[int, ...]) -> Mask:
     with _sharding.mesh_of(*jax.tree.leaves(mask)):
         spec, operands = _api.described(query, key, key, mask=mask)
         # Whatever path the calls will take.
-        by_kernel = _ffi.extension.kernels and _platform.has_partitioner()
+        by_kernel = _platform.has_partitioner() and _support.plans_by_kernel(spec, operands)
         path = "auto" if by_kernel else "xla"
         given = operands.named().items()
         types = tuple((name, x) for name, x in given if _arguments.is_abstract(x))

@@ -17,7 +17,7 @@ from another_process import run_python
 from busy_stream import matrix_products
 from cases import CASES
 from check import assert_same_bits, jitted
-from jaxflash import _ffi
+from jaxflash import _api, _ffi, _kernel_program, masks
 
 pytestmark = pytest.mark.gpu
 
@@ -414,30 +414,47 @@ def test_handler_refuses(arrays, options, word):
     jax.block_until_ready(jax.jit(_step)(*_qkv()))
 
 
-# Of (2, 70, 130) masks: blocks that are whole, and empty ones; rows and keys; what comes of them.
-_MASK_BLOCKS = ((2, 2, 3), (2, 2, 3), (2, 70), (2, 130))
-_MASK_INTERVALS = ((2, 70, 2), (2, 130, 2), (2, 2, 4), (2, 3, 4))
+# Of a predicate in a call of (2, 3, 70, 130): numbers of batch elements and heads, what it
+# captures; what comes of them.
+_PREDICATE_OPERANDS = ((2, 1), (1, 3), (1, 1, 2, 2))
+_PREDICATE_BYTES = 6 * (2 * 3 + (2 + 3) * 8)
+_PREDICATE_RESULTS = ((2, 3, 70, 2), (2, 3, 130, 2), (2, 3, 2, 4), (2, 3, 3, 4))
 
 
 @pytest.mark.parametrize(
     ("number", "shape"),
     [
-        (0, (2, 2, 2)), (0, (2, 1, 3)), (0, (1, 2, 3)), (0, (2, 3)), (1, (2, 2, 4)), (2, (2, 129)),
-        (2, ()), (3, (2, 128)), (3, (1, 130)), (3, ()), (4, (2, 69, 2)), (4, (2, 70)),
-        (5, (1, 130, 2)), (6, (2, 1, 4)), (7, (2, 2, 4)),
+        (0, (3, 1)), (0, (2,)), (0, (2, 1, 1)), (1, (1, 2)), (1, ()), (2, (1, 1, 2)),
+        (2, (2, 3, 2, 2, 2)), (2, (1, 2, 2, 2)), (3, (2, 1, 70, 2)), (3, (70, 2)), (3, (2,)),
+        (4, (2, 3, 130)), (5, (2, 3, 1, 4)), (6, (2, 3, 3, 2)),
     ],
 )  # fmt: skip
-def test_blocks_of_masks_are_checked(number, shape):
-    shapes = [*_MASK_BLOCKS, *_MASK_INTERVALS]
+def test_predicates_are_checked(number, shape):
+    q = jnp.zeros((2, 70, 3, 8))
+    array = jnp.zeros((2, 2), jnp.int32)
+    mask = masks.function(lambda b, h, q, kv, x: (q >= kv) | (x[b, kv // 70] > h), array)
+    spec, _ = _api.described(q, jnp.zeros((2, 130, 3, 8)), jnp.zeros((2, 130, 3, 8)), mask=mask)
+    program = _kernel_program.predicate(spec.predicate)
+    shapes = [*_PREDICATE_OPERANDS, *_PREDICATE_RESULTS]
 
-    def call(*shapes):
-        results = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes[4:]]
-        run = jax.jit(jax.ffi.ffi_call(_ffi.MASK_BLOCKS_TARGET, results))
-        return jax.block_until_ready(run(*(np.zeros(shape, bool) for shape in shapes[:4])))
+    def call(*shapes, workspace=_PREDICATE_BYTES):
+        results = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes[3:]]
+        results.append(jax.ShapeDtypeStruct((workspace,), jnp.uint8))
+        options = dict(
+            program=program.source,
+            left=np.int64(1 << 30),
+            right=np.int64(1 << 30),
+            bottom_right=np.bool_(False),
+            capture_ranks=np.array(program.capture_ranks, np.int64),
+        )
+        run = jax.jit(lambda *x: jax.ffi.ffi_call(_ffi.PREDICATE_TARGET, results)(*x, **options))
+        return jax.block_until_ready(run(*(np.zeros(shape, np.int32) for shape in shapes[:3])))
 
     call(*shapes)
+    with pytest.raises(Exception, match=r"(?s)jaxflash.*workspace"):
+        call(*shapes, workspace=_PREDICATE_BYTES - 1)
     shapes[number] = shape
-    with pytest.raises(Exception, match=r"(?s)jaxflash.*mask"):
+    with pytest.raises(Exception, match=r"(?s)jaxflash.*(mask|intervals|axes)"):
         call(*shapes)
 
 

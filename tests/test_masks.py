@@ -451,12 +451,19 @@ def _intervals_of(visible):
     return np.stack((np.where(end > 0, begin, 0), end), axis=-1)
 
 
-@_ON_PATHS
-@pytest.mark.parametrize("elements", [1 << 22, 5000], ids=["one block", "blocks"])
-@pytest.mark.parametrize(
-    "name", [n for n, row in MASK_VALUES.items() if row not in mask_values.NATIVE]
-)
-def test_hulls(name, elements, path, monkeypatch):
+def _planned_rows():
+    """Masks of which a plan is made, where that is, and how many elements are evaluated at once."""
+    for name, row in MASK_VALUES.items():
+        if row in mask_values.NATIVE:
+            continue
+        yield pytest.param(name, "xla", 1 << 22, id=f"{name}-one block")
+        yield pytest.param(name, "xla", 5000, id=f"{name}-blocks")
+        if row.on_kernels:
+            yield pytest.param(name, "cuda", 1, marks=pytest.mark.gpu, id=f"{name}-kernel")
+
+
+@pytest.mark.parametrize(("name", "path", "elements"), _planned_rows())
+def test_hulls(name, path, elements, monkeypatch):
     """The first and the last key of each row and row of each key, of each head that has its own,
     and what follows for the ranges of the kernels; the pass widens nothing that does not ask."""
     monkeypatch.setattr(_plan, "_BLOCK_ELEMENTS", elements)
@@ -792,7 +799,7 @@ def test_unseen_rows_and_keys():
     mask &= np.arange(_S) != 9
     q, k, v = (jnp.full(x.shape, jnp.nan) for x in _qkv())
     spec, operands = _api.described(q, k, v, mask=mask)
-    operands = _plan.with_plan(spec, operands)
+    operands = _plan.with_plan(spec, operands, _plan.shown)
     visible = np.asarray(masks.as_array(mask, _SHAPE))
     keys = np.any(visible, (1, 2))[..., None, None]
     rows = np.swapaxes(np.any(visible, -1), -1, -2)[..., None]
@@ -876,14 +883,7 @@ def test_operands_of_the_custom_calls():
     for pass_, array in masks_of.items():
         (call,) = (line for line in text.splitlines() if f"@jaxflash_{pass_}_v" in line)
         assert f"tensor<1x{_N}x5xf32>, {array}, {own}, tensor<1x{_N}xf32>, {hulls}" in call, call
-    one_pass = sum(
-        equation.primitive.name == "optimization_barrier"
-        and equation.invars[0].aval.dtype == jnp.uint8
-        for equation in equations(
-            jax.grad(loss), x, table, ids, jnp.ones((1, 1, 1, 64), bool), sink
-        )
-    )
-    assert one_pass == 1
+    assert len(_custom_calls(text, _ffi.PREDICATE_TARGET)) == 1  # for both passes
 
 
 def _custom_calls(text, target) -> list[str]:
@@ -893,7 +893,7 @@ def _custom_calls(text, target) -> list[str]:
 @_needs_kernels
 @pytest.mark.parametrize("implementation", ["cuda", None])
 def test_plans_are_made_by_a_kernel(implementation):
-    """One for both passes, behind the evaluation and its reductions; elsewhere there is none."""
+    """One for both passes, which evaluates the function; elsewhere there is none."""
     x = jnp.zeros((_B, 200, _N, 64), jnp.bfloat16)
     lengths = jnp.array([30, 70], jnp.int32)
 
@@ -910,19 +910,23 @@ def test_plans_are_made_by_a_kernel(implementation):
 
     traced = jax.jit(gradient).trace(x, lengths)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    (call,) = _custom_calls(text, _ffi.MASK_BLOCKS_TARGET)
-    blocks, rows = f"tensor<{_B}x1x4x4xi1>", f"tensor<{_B}x1x200xi1>"
-    assert f"({blocks}, {blocks}, {rows}, {rows})" in call
+    (call,) = _custom_calls(text, _ffi.PREDICATE_TARGET)
+    assert f"(tensor<{_B}x1xi32>, tensor<1x1xi32>, tensor<1x1x{_B}xi32>)" in call
     hulls, inside = f"tensor<{_B}x1x200x2xi32>", f"tensor<{_B}x1x4x4xi32>"
-    assert f"({hulls}, {hulls}, {inside}, {inside})" in call
-    # All is made of bits of eight rows, for which the function is evaluated once.
-    (bits,) = re.findall(r"(%\w+) = stablehlo.reduce\(.*x4x8x8x200xui8>", text)
-    assert f"stablehlo.optimization_barrier {bits} :" in text
-    for operation in ("reduce_window", "while", "sort", "gather"):
+    assert f"({hulls}, {hulls}, {inside}, {inside}, tensor<" in call
+    for operation in ("reduce_window", "while", "sort", "gather", "optimization_barrier"):
         assert f"stablehlo.{operation}" not in text
     if implementation is None:
         text = traced.lower(lowering_platforms=("cpu",)).as_text()
-        assert _ffi.MASK_BLOCKS_TARGET not in text
+        assert _ffi.PREDICATE_TARGET not in text
+
+
+def test_elements_are_evaluated_once():
+    """Where no kernel does that: all that a plan says is made of bits of eight rows."""
+    mask = masks.function(lambda b, h, q, kv: q * 7 % 5 > kv % 3)
+    text = jax.jit(lambda: masks.plan(mask, (1, 1, 200, 200))).lower().as_text()
+    (bits,) = re.findall(r"(%\w+) = stablehlo.reduce\(.*x4x8x8x200xui8>", text)
+    assert f"stablehlo.optimization_barrier {bits} :" in text
 
 
 @_needs_kernels
@@ -931,7 +935,7 @@ def test_plans_made_by_hand(platform):
     mask, _ = _value("prefix")
     traced = jax.jit(lambda mask: masks.plan(mask, _SHAPE)).trace(mask)
     text = traced.lower(lowering_platforms=(platform,)).as_text()
-    assert len(_custom_calls(text, _ffi.MASK_BLOCKS_TARGET)) == (platform == "cuda")
+    assert len(_custom_calls(text, _ffi.PREDICATE_TARGET)) == (platform == "cuda")
 
 
 @_needs_kernels
@@ -948,13 +952,13 @@ def test_vmap_of_plans():
         arguments = [a if axis == 0 else a[0] for a, axis in zip((x, limits), axes, strict=True)]
         traced = jax.jit(jax.vmap(attend, axes)).trace(*arguments)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
-        (call,) = _custom_calls(text, _ffi.MASK_BLOCKS_TARGET)
+        (call,) = _custom_calls(text, _ffi.PREDICATE_TARGET)
         assert f"tensor<{lead}x70x2xi32>, tensor<{lead}x70x2xi32>" in call
 
 
 @_needs_kernels
 def test_plans_are_made_where_they_lie():
-    """Each device makes those of its batch elements and heads."""
+    """Each device makes those of its batch elements."""
     mesh = _mesh()
 
     def placed(shape, dtype, spec):
@@ -968,8 +972,8 @@ def test_plans_are_made_where_they_lie():
         return jaxflash.dot_product_attention(x, x, x, mask=mask, implementation="cuda")
 
     text = jax.jit(attend).trace(x, limits).lower(lowering_platforms=("cuda",)).compile().as_text()
-    (call,) = (x for x in text.splitlines() if f'"{_ffi.MASK_BLOCKS_TARGET}"' in x)
-    assert f"s32[2,{_N // 2},70,2]" in call
+    (call,) = (x for x in text.splitlines() if f'"{_ffi.PREDICATE_TARGET}"' in x)
+    assert f"s32[2,{_N},70,2]" in call
 
 
 @_needs_kernels

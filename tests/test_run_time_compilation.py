@@ -322,6 +322,30 @@ def test_masks_of_programs_on_hopper(name, head_dim, mask, pass_name):
     assert compiled.spilled <= bound, compiled
 
 
+_PREDICATES = {
+    "documents": lambda: masks.function(lambda b, h, q, kv: (q // 70 == kv // 70) & (q >= kv)),
+    "ids": lambda: masks.function(lambda b, h, q, kv, x: x[b, q] == x[b, kv], jnp.ones((1, 64))),
+    "array or band": lambda: masks.dense(jnp.ones((1, 2, 64, 64), bool)) | masks.causal(),
+    "everything": lambda: masks.function(lambda b, h, q, kv: True),
+}
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("name", _PREDICATES)
+def test_predicates(name, architecture):
+    """The kernel that makes plans."""
+    spec, _ = _api.described(*3 * (jnp.zeros((1, 64, 2, 8)),), mask=_PREDICATES[name]())
+    assert spec.predicate is not None
+    predicate = _kernel_program.predicate(spec.predicate)
+    compiled = _compile(
+        f'#include "common/program.cuh"\n{predicate.source}\n'
+        '#include "common/predicate_kernel.cuh"\n',
+        "jaxflash::predicate_kernel<jaxflash::Program>",
+        architecture,
+    )
+    assert compiled.spilled == 0, compiled
+
+
 @covering(
     "head_dim, name_and_mask, shared_units",
     [64, 128, 256],

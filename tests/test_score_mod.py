@@ -713,24 +713,6 @@ def test_masks_are_read_on_the_gpu(shape, pass_):
     _check_shown([np.asarray(x) for x in read.shown], mask, q_len, kv_len)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("shape", _MASK_SHAPES)
-def test_blocks_of_masks_are_read_on_the_gpu(shape):
-    mask = _random_mask(shape)
-    lengths = dict(
-        q_len=70 if shape[2] == 1 else shape[2], kv_len=45 if shape[3] == 1 else shape[3]
-    )
-    blocks = _ranges.in_blocks(mask)
-    actual, expected = (
-        [np.asarray(x) for x in jax.jit(functools.partial(of_blocks, **lengths))(*blocks)]
-        for of_blocks in (_kernels.of_blocks, _ranges.of_blocks)
-    )
-    _check_shown(actual, mask, **lengths)
-    # Of runs of the same length each takes another one.
-    for x, y in zip(actual[:2], expected[:2], strict=True):
-        np.testing.assert_array_equal(x, y)
-
-
 @_needs_kernels
 def test_shards_know_their_numbers():
     """Batch elements and heads keep their numbers; what a capture indexes stays whole."""

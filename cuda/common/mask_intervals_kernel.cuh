@@ -39,30 +39,27 @@ class MaskBlocks<DenseMaskParams> {
 };
 
 template <>
-class MaskBlocks<MaskBlocksParams> {
+class MaskBlocks<PredicateBlocks> {
  public:
-  // All lanes.
-  __device__ __forceinline__ MaskBlocks(const MaskBlocksParams& params, int64_t number,
-                                        bool of_rows, int own)
-      : whole_(params.whole), empty_(params.empty) {
-    const int size = of_rows ? params.rows : params.keys;
-    const uint8_t* takes_part = (of_rows ? params.row_sees : params.key_is_seen) + number * size;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int element = own * kRangeBlock + 32 * i + threadIdx.x % 32;
-      by_[i] = __ballot_sync(~0u, element < size && takes_part[element] != 0);
-    }
+  __device__ __forceinline__ MaskBlocks(const PredicateBlocks& params, int64_t number, bool of_rows,
+                                        int own)
+      : blocks_(params.blocks) {
+    const int of_mask = blocks_of(of_rows ? params.rows : params.keys);
+    const uint32_t* words = of_rows ? params.row_sees : params.key_is_seen;
+    words += 2 * (number * of_mask + own);
+    by_[0] = words[0];
+    by_[1] = words[1];
   }
 
   // Those that see something anywhere, which is all that intervals of whole blocks ask for.
   __device__ __forceinline__ SeenBlock at(int64_t i) const {
-    const uint32_t shows = empty_[i] != 0 ? 0 : ~0u;
-    return {{by_[0] & shows, by_[1] & shows}, whole_[i] != 0};
+    const uint8_t block = blocks_[i];
+    const uint32_t shown = block & PredicateBlocks::kShown ? ~0u : 0;
+    return {{by_[0] & shown, by_[1] & shown}, (block & PredicateBlocks::kWhole) != 0};
   }
 
  private:
-  const uint8_t* whole_;
-  const uint8_t* empty_;
+  const uint8_t* blocks_;
   uint32_t by_[2];
 };
 

@@ -263,7 +263,6 @@ ffi::Error ProgramOperands::take(const ProgramAttributes& program, MaskKind mask
     if (mask != MaskKind::kBand) return invalid("ranges need a score program");
     return ffi::Error::Success();
   }
-  ranks_ = program.capture_ranks;
   if (program.head_dim != problem->head_dim || program.value_dim != problem->value_dim ||
       math_of(program.dtype, problem->math == Math::kFloat32) != problem->math) {
     return invalid("the score program was compiled for other head sizes or another dtype");
@@ -273,9 +272,8 @@ ffi::Error ProgramOperands::take(const ProgramAttributes& program, MaskKind mask
     return invalid("calls with a score program are limited to 2^31 - 1 heads of all sequences");
   }
   const size_t batch_rank = full.batch_rank();
-  if (ranks_.size() > kMaxCaptures) return invalid("a score program captures at most 8 arrays");
   // A program that does not ask for numbers may come without them.
-  const size_t captured = ranks_.size() + number_of_ranges(mask);
+  const size_t captured = program.capture_ranks.size() + number_of_ranges(mask);
   if (optional.size() == first + 2 + captured) {
     auto numbers = optional.get<ffi::Buffer<ffi::S32>>(first);
     auto heads = optional.get<ffi::Buffer<ffi::S32>>(first + 1);
@@ -293,12 +291,23 @@ ffi::Error ProgramOperands::take(const ProgramAttributes& program, MaskKind mask
   } else if (optional.size() != first + captured) {
     return invalid("the number of captured arrays is not that of capture_ranks");
   }
-  for (size_t i = 0; i < ranks_.size(); ++i) {
+  if (ffi::Error error = take_captures(program.capture_ranks, full, optional, first);
+      error.failure()) {
+    return error;
+  }
+  return take_ranges(mask, batch_count(full), optional, problem);
+}
+
+ffi::Error ProgramOperands::take_captures(ffi::Span<const int64_t> ranks, Shape full,
+                                          ffi::RemainingArgs optional, size_t first) {
+  const size_t batch_rank = full.batch_rank();
+  if (ranks.size() > kMaxCaptures) return invalid("a score program captures at most 8 arrays");
+  for (size_t i = 0; i < ranks.size(); ++i) {
     auto buffer = optional.get<ffi::AnyBuffer>(first + i);
     if (!buffer.has_value()) return invalid("a captured array is not a buffer");
     const auto dims = buffer->dimensions();
-    if (ranks_[i] < 0 || ranks_[i] > kMaxCaptureRank ||
-        dims.size() != batch_rank + static_cast<size_t>(ranks_[i]) || !batch_fits({dims}, full)) {
+    if (ranks[i] < 0 || ranks[i] > kMaxCaptureRank ||
+        dims.size() != batch_rank + static_cast<size_t>(ranks[i]) || !batch_fits({dims}, full)) {
       return invalid("a captured array must have the batch axes (or 1s) and its own ones");
     }
     for (size_t axis = batch_rank; axis < dims.size(); ++axis) {
@@ -319,7 +328,7 @@ ffi::Error ProgramOperands::take(const ProgramAttributes& program, MaskKind mask
     }
     captures_.push_back(*buffer);
   }
-  return take_ranges(mask, batch_count(full), optional, problem);
+  return ffi::Error::Success();
 }
 
 void ProgramOperands::add_shapes(std::vector<Shape>* shapes) const {

@@ -80,6 +80,10 @@ class ProgramOperands {
   ffi::Error take(const ProgramAttributes& program, MaskKind mask, Shape full,
                   ffi::RemainingArgs optional, size_t first, Problem* problem);
 
+  // Captured arrays alone, of these ranks beside the batch axes.
+  ffi::Error take_captures(ffi::Span<const int64_t> ranks, Shape full, ffi::RemainingArgs optional,
+                           size_t first);
+
   // For BatchAxes.
   void add_shapes(std::vector<Shape>* shapes) const;
 
@@ -88,7 +92,6 @@ class ProgramOperands {
   Captures describe(size_t batch_rank, const BatchAxes& axes) const;
 
  private:
-  ffi::Span<const int64_t> ranks_;
   std::optional<ffi::Buffer<ffi::S32>> batch_numbers_, head_numbers_;
   std::vector<ffi::AnyBuffer> captures_;
 };

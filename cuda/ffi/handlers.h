@@ -19,19 +19,20 @@ Handlers forward_handlers();
 Handlers backward_handlers();
 Handlers tangent_handlers();
 Handlers paged_handlers();
+Handlers predicate_handlers();
 // Of calls without a program: a handler alone.
 XLA_FFI_Handler* dense_mask_handler();
-XLA_FFI_Handler* mask_blocks_handler();
 XLA_FFI_Handler* segment_matches_handler();
 XLA_FFI_Handler* range_summary_handler();
 XLA_FFI_Handler* segment_ranges_handler();
 
-// Of the state that instantiation makes, for `jax.ffi.register_ffi_type`.
+// Of the states that instantiation makes, for `jax.ffi.register_ffi_type`.
 struct StateType {
   xla::ffi::TypeId* id;
   xla::ffi::TypeInfo* info;
 };
 StateType program_state_type();
+StateType predicate_state_type();
 
 #endif  // JAXFLASH_WITH_KERNELS
 

@@ -1,10 +1,15 @@
-// The custom calls that read masks: dense ones, and what blocks of others show.
+// The custom calls that find what masks show: of dense ones, and of predicates.
 
 #include <algorithm>
 #include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
 #include <vector>
 
-#include "ffi/arrays.h"
+#include "ffi/call.h"
 #include "ffi/handlers.h"
 
 namespace jaxflash {
@@ -47,6 +52,10 @@ ffi::Error set_intervals(const Lead& lead, int64_t rows, int64_t keys, IntervalA
   return ffi::Error::Success();
 }
 
+int64_t number_of_blocks(const MaskIntervals& params) {
+  return params.count * blocks_of(params.rows) * blocks_of(params.keys);
+}
+
 ffi::Error dense_mask(CUstream_st* stream, bool packs_keys, ffi::Buffer<ffi::PRED> mask,
                       ffi::Result<ffi::Buffer<ffi::U32>> words, IntervalArray keys_of_row,
                       IntervalArray rows_of_key, IntervalArray keys_inside,
@@ -70,41 +79,111 @@ ffi::Error dense_mask(CUstream_st* stream, bool packs_keys, ffi::Buffer<ffi::PRE
   params.packs_keys = packs_keys;
   params.words = words->typed_data();
   params.blocks = reinterpret_cast<MaskBlock*>(workspace->untyped_data());
-  const int64_t blocks = int64_t{blocks_of(params.rows)} * blocks_of(params.keys);
-  if (workspace->size_bytes() < params.count * blocks * sizeof(MaskBlock)) {
+  if (workspace->size_bytes() < number_of_blocks(params) * sizeof(MaskBlock)) {
     return invalid("the workspace of a mask is too small");
   }
   return to_error(jaxflash_dense_mask(&params, stream));
 }
 
-ffi::Error mask_blocks(CUstream_st* stream, ffi::Buffer<ffi::PRED> whole,
-                       ffi::Buffer<ffi::PRED> empty, ffi::Buffer<ffi::PRED> row_sees,
-                       ffi::Buffer<ffi::PRED> key_is_seen, IntervalArray keys_of_row,
-                       IntervalArray rows_of_key, IntervalArray keys_inside,
-                       IntervalArray rows_inside) {
-  const auto row_dims = row_sees.dimensions(), key_dims = key_is_seen.dimensions();
-  if (row_dims.size() < 1 || key_dims.size() < 1) return invalid("a mask has rows and keys");
-  const int64_t rows = row_dims.back(), keys = key_dims.back();
-  const Lead lead(row_dims, 1);
-  MaskBlocksParams params = {};
-  if (auto error = set_intervals(lead, rows, keys, keys_of_row, rows_of_key, keys_inside,
-                                 rows_inside, &params);
+// What lives as long as an executable, for each of its calls.
+struct PredicateState {
+  static ffi::TypeId id;
+
+  PredicateState() = default;
+  PredicateState(const PredicateState&) = delete;
+  ~PredicateState() {
+    if (kernel != nullptr) jaxflash_delete_predicate(kernel);
+  }
+
+  PredicateKernel* kernel = nullptr;
+};
+ffi::TypeId PredicateState::id = {};
+
+// While XLA compiles.
+ffi::ErrorOr<std::unique_ptr<PredicateState>> instantiate_predicate(
+    std::string_view source, int64_t /*left*/, int64_t /*right*/, bool /*bottom_right*/,
+    ffi::Span<const int64_t> /*capture_ranks*/) {
+  auto state = std::make_unique<PredicateState>();
+  const Status status = jaxflash_create_predicate(std::string(source).c_str(), &state->kernel);
+  if (!status.ok()) return ffi::Unexpected(to_error(status));
+  return state;
+}
+
+// Before the first execution on a device, and outside of any capture.
+ffi::Error initialize_predicate(PredicateState* state) {
+  return to_error(jaxflash_load_predicate(state->kernel));
+}
+
+ffi::Error predicate(CUstream_st* stream, PredicateState* state, std::string_view /*source*/,
+                     int64_t left, int64_t right, bool bottom_right,
+                     ffi::Span<const int64_t> capture_ranks, ffi::Buffer<ffi::S32> batch_numbers,
+                     ffi::Buffer<ffi::S32> head_numbers, ffi::RemainingArgs captures,
+                     IntervalArray keys_of_row, IntervalArray rows_of_key,
+                     IntervalArray keys_inside, IntervalArray rows_inside,
+                     ffi::Result<ffi::Buffer<ffi::U8>> workspace) {
+  const auto row_dims = keys_of_row->dimensions(), key_dims = rows_of_key->dimensions();
+  if (row_dims.size() < 2 || key_dims.size() < 2) return invalid("intervals are pairs");
+  const Lead lead(row_dims, 2);
+  const size_t rank = row_dims.size() - 2;
+  PredicateParams params = {};
+  if (auto error = set_intervals(lead, row_dims[rank], key_dims[key_dims.size() - 2], keys_of_row,
+                                 rows_of_key, keys_inside, rows_inside, &params);
       error.failure()) {
     return error;
   }
-  const std::vector<int64_t> blocks = {blocks_of(params.rows), blocks_of(params.keys)};
-  if (!lead.has_shape(key_dims, {keys}) || !lead.has_shape(whole.dimensions(), blocks) ||
-      !lead.has_shape(empty.dimensions(), blocks)) {
-    return invalid("blocks, rows and keys of a mask have the same leading axes");
+  if (left < 0 || right < 0) return invalid("the sides of a band must not be negative");
+  // Kernels number batch elements and heads in 32 bits.
+  if (params.count > INT32_MAX) return invalid("a mask has at most 2^31 - 1 heads in all");
+  // Heads are one of the batch axes.
+  std::vector<int64_t> full_dims(row_dims.begin(), row_dims.end() - 1);
+  full_dims.insert(full_dims.end(), 2, 1);
+  const Shape full{{full_dims.data(), full_dims.size()}};
+  const Shape batch_shape{batch_numbers.dimensions()}, head_shape{head_numbers.dimensions()};
+  for (const Shape& shape : {batch_shape, head_shape}) {
+    if (shape.dims.size() != rank || !batch_fits(shape, full)) {
+      return invalid("numbers of batch elements and heads must have the leading axes");
+    }
   }
-  const auto bytes = [](const ffi::Buffer<ffi::PRED>& bools) {
-    return reinterpret_cast<const uint8_t*>(bools.typed_data());
-  };
-  params.whole = bytes(whole);
-  params.empty = bytes(empty);
-  params.row_sees = bytes(row_sees);
-  params.key_is_seen = bytes(key_is_seen);
-  return to_error(jaxflash_mask_blocks(&params, stream));
+  if (captures.size() != capture_ranks.size()) {
+    return invalid("the number of captured arrays is not that of capture_ranks");
+  }
+  ProgramOperands captured;
+  if (auto error = captured.take_captures(capture_ranks, full, captures, 0); error.failure()) {
+    return error;
+  }
+  std::vector<Shape> shapes = {batch_shape, head_shape};
+  captured.add_shapes(&shapes);
+  const BatchAxes axes(full, shapes);
+  if (!axes.fits()) return invalid("too many batch axes that broadcast differently");
+  axes.describe(&params.problem);
+  set_sizes(params.q_len, params.kv_len, 1, 1, 1, 1, &params.problem);
+  params.problem.band.left = clamp_side(left);
+  params.problem.band.right = clamp_side(right);
+  params.problem.band.bottom_right = bottom_right;
+  params.captures = captured.describe(rank, axes);
+  params.captures.batch_numbers = batch_numbers.typed_data();
+  axes.strides(batch_shape, 1, params.captures.batch_numbers_stride);
+  params.head_numbers = head_numbers.typed_data();
+  axes.strides(head_shape, 1, params.head_numbers_stride);
+  params.predicate = state->kernel;
+  const int64_t row_words = 2 * params.count * blocks_of(params.rows);
+  const int64_t key_words = 2 * params.count * blocks_of(params.keys);
+  params.row_sees = static_cast<uint32_t*>(workspace->untyped_data());
+  params.key_is_seen = params.row_sees + row_words;
+  params.blocks = reinterpret_cast<uint8_t*>(params.key_is_seen + key_words);
+  const auto bytes = static_cast<size_t>(4 * (row_words + key_words) + number_of_blocks(params));
+  if (workspace->size_bytes() < bytes) return invalid("the workspace of a predicate is too small");
+  return to_error(jaxflash_predicate(&params, stream));
+}
+
+template <class Binding>
+auto with_predicate_attributes(Binding&& binding) {
+  return std::forward<Binding>(binding)
+      .template Attr<std::string_view>("program")
+      .template Attr<int64_t>("left")
+      .template Attr<int64_t>("right")
+      .template Attr<bool>("bottom_right")
+      .template Attr<ffi::Span<const int64_t>>("capture_ranks");
 }
 
 XLA_FFI_DEFINE_HANDLER(kDenseMask, dense_mask,
@@ -120,22 +199,36 @@ XLA_FFI_DEFINE_HANDLER(kDenseMask, dense_mask,
                            .Ret<ffi::Buffer<ffi::U8>>(),
                        {ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER(kMaskBlocks, mask_blocks,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<CUstream_st*>>()
-                           .Arg<ffi::Buffer<ffi::PRED>>()  // see MaskBlocksParams
-                           .Arg<ffi::Buffer<ffi::PRED>>()
-                           .Arg<ffi::Buffer<ffi::PRED>>()
-                           .Arg<ffi::Buffer<ffi::PRED>>()
+XLA_FFI_DEFINE_HANDLER(kInstantiatePredicate, instantiate_predicate,
+                       with_predicate_attributes(ffi::Ffi::BindInstantiate()));
+
+XLA_FFI_DEFINE_HANDLER(kInitializePredicate, initialize_predicate,
+                       ffi::Ffi::BindInitialize().Ctx<ffi::State<PredicateState>>());
+
+XLA_FFI_DEFINE_HANDLER(kPredicate, predicate,
+                       with_predicate_attributes(ffi::Ffi::Bind()
+                                                     .Ctx<ffi::PlatformStream<CUstream_st*>>()
+                                                     .Ctx<ffi::State<PredicateState>>())
+                           .Arg<ffi::Buffer<ffi::S32>>()  // numbers of batch elements (*B), whose
+                                                          // axes are full or 1, and
+                           .Arg<ffi::Buffer<ffi::S32>>()  // of heads, likewise
+                           .RemainingArgs()               // captures (*B, ...), likewise
                            .Ret<ffi::Buffer<ffi::S32>>()  // see MaskIntervals
                            .Ret<ffi::Buffer<ffi::S32>>()
                            .Ret<ffi::Buffer<ffi::S32>>()
-                           .Ret<ffi::Buffer<ffi::S32>>(),
+                           .Ret<ffi::Buffer<ffi::S32>>()
+                           .Ret<ffi::Buffer<ffi::U8>>(),  // workspace
                        {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace
 
 XLA_FFI_Handler* dense_mask_handler() { return kDenseMask; }
-XLA_FFI_Handler* mask_blocks_handler() { return kMaskBlocks; }
+
+Handlers predicate_handlers() { return {kInstantiatePredicate, kInitializePredicate, kPredicate}; }
+
+StateType predicate_state_type() {
+  static ffi::TypeInfo info = ffi::MakeTypeInfo<PredicateState>();
+  return {&PredicateState::id, &info};
+}
 
 }  // namespace jaxflash

@@ -141,13 +141,13 @@ void define_handlers(nb::module_& m) {
         handlers["backward"] = by_stage(backward_handlers());
         handlers["tangent"] = by_stage(tangent_handlers());
         handlers["paged"] = by_stage(paged_handlers());
+        handlers["predicate"] = by_stage(predicate_handlers());
         const auto alone = [](XLA_FFI_Handler* handler) {
           nb::dict stages;
           stages["execute"] = capsule(handler);
           return stages;
         };
         handlers["dense_mask"] = alone(dense_mask_handler());
-        handlers["mask_blocks"] = alone(mask_blocks_handler());
         handlers["segment_matches"] = alone(segment_matches_handler());
         handlers["range_summary"] = alone(range_summary_handler());
         handlers["segment_ranges"] = alone(segment_ranges_handler());
@@ -155,13 +155,18 @@ void define_handlers(nb::module_& m) {
       },
       "Handlers for the CUDA platform, by custom call and stage.");
   m.def(
-      "program_state_type",
+      "state_types",
       [] {
-        const StateType type = program_state_type();
-        return nb::make_tuple(nb::capsule(static_cast<void*>(type.id)),
-                              nb::capsule(static_cast<void*>(type.info)));
+        const auto pair = [](const StateType& type) {
+          return nb::make_tuple(nb::capsule(static_cast<void*>(type.id)),
+                                nb::capsule(static_cast<void*>(type.info)));
+        };
+        nb::dict types;
+        types["program"] = pair(program_state_type());
+        types["predicate"] = pair(predicate_state_type());
+        return types;
       },
-      "(type id, type info) of the state that a call keeps, for jax.ffi.register_ffi_type.");
+      "(type id, type info) of what calls keep, by name, for jax.ffi.register_ffi_type.");
 }
 
 // Kernels that are compiled at run time.
