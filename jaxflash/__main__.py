@@ -30,8 +30,8 @@ from typing import Any
 import jax
 
 from jaxflash import _check, _config, _support
+from jaxflash._mask import ALIGNMENTS
 from jaxflash._spec import IMPLEMENTATIONS
-from jaxflash.masks import ALIGNMENTS
 
 _EXTRA = "pip install 'jaxflash[cli]'"
 

@@ -10,7 +10,7 @@ from jax.typing import ArrayLike
 
 from jaxflash import _derivatives, _scores, _sharding, _spec, _support
 from jaxflash._arguments import flag
-from jaxflash.masks import Mask
+from jaxflash._mask import Mask
 
 Implementation = _spec.Implementation
 CausalAlignment = _spec.CausalAlignment

@@ -35,8 +35,8 @@ from jaxflash import (
     _support,
     _tile_sum,
 )
+from jaxflash._mask import Sizes
 from jaxflash._spec import PLANNED, AttentionSpec, Operands, compute_dtype
-from jaxflash.masks import Sizes
 
 CHECKPOINT_NAME = "context"
 

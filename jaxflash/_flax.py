@@ -13,7 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jaxflash._api import dot_product_attention
 from jaxflash._arguments import array, broadcastable, flag, promoted
-from jaxflash.masks import Mask
+from jaxflash._mask import Mask
 
 # Flax's own words for these come by name below; a module needs an array back.
 _OPTIONS = frozenset(inspect.signature(dot_product_attention).parameters) - {"return_residual"}

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jaxflash import _dense_mask, _ffi, _kernel_program, _pages, _partition, _plan, _ranges
 from jaxflash._dense_mask import DenseMask, Pass
 from jaxflash._kernel_program import KernelGradients, KernelProgram
+from jaxflash._mask import Sizes
 from jaxflash._ranges import Shown
 from jaxflash._spec import AttentionSpec, Operands, PagedOperands
-from jaxflash.masks import Sizes
 
 
 def forward(spec: AttentionSpec, program: KernelProgram | None, operands: Operands):

@@ -20,11 +20,11 @@ import jax.numpy as jnp
 from jaxflash import _jaxpr, _ranges
 from jaxflash._blockwise import filled, loop
 from jaxflash._dense_mask import DenseMask
+from jaxflash._mask import Sizes
 from jaxflash._ranges import BLOCK, Shown
 from jaxflash._scores import ARGUMENTS, Program
 from jaxflash._spec import PLANNED, AttentionSpec, Operands
 from jaxflash._tile import Block, Tiles, blocks, cut, is_one, put
-from jaxflash.masks import Sizes
 
 # Elements that are evaluated at a time, or twice as many where these are all.
 _BLOCK_ELEMENTS = 1 << 26

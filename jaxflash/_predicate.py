@@ -13,11 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxflash import masks
+from jaxflash import _mask
 from jaxflash._arguments import computed
-from jaxflash.masks import Mask, Sizes
-
-_INT32_MAX = 2**31 - 1
+from jaxflash._mask import Mask, Sizes
 
 
 class Placed(NamedTuple):
@@ -31,7 +29,7 @@ class Placed(NamedTuple):
     segment_ids: tuple[Any, Any]  # of queries and keys, or two of None
     dense: Any
     rest: Mask | None = None
-    plan: masks.Planned | None = None
+    plan: _mask.Planned | None = None
 
 
 def place(mask: Mask, given: Placed, sizes: Sizes, alignment_is_free: bool) -> Placed:
@@ -43,14 +41,14 @@ def place(mask: Mask, given: Placed, sizes: Sizes, alignment_is_free: bool) -> P
         sizes: of the call.
         alignment_is_free: whether nothing depends on `given.bottom_right`.
     """
-    fitted = masks.fitted(mask, sizes)
-    parts = masks.conjuncts(fitted)
-    plan = masks.plan_of(fitted)
+    fitted = _mask.fitted(mask, sizes)
+    parts = _mask.conjuncts(fitted)
+    plan = _mask.plan_of(fitted)
     if plan is not None and not _knows_its_lengths(plan, parts, given):
         plan = None
     placed = given._replace(plan=plan)
     for part in parts:
-        if isinstance(part, masks.Lengths):
+        if isinstance(part, _mask.Lengths):
             placed = placed._replace(
                 query_lengths=_shorter(placed.query_lengths, part.query, sizes.batch),
                 kv_lengths=_shorter(placed.kv_lengths, part.key_value, sizes.batch),
@@ -62,9 +60,9 @@ def place(mask: Mask, given: Placed, sizes: Sizes, alignment_is_free: bool) -> P
     rest = []
     for part in parts:
         match part:
-            case masks.Lengths():
+            case _mask.Lengths():
                 pass
-            case masks.Window(left, right, alignment):
+            case _mask.Window(left, right, alignment):
                 bottom_right = alignment == "bottom_right"
                 if alignment_is_free:
                     placed, alignment_is_free = placed._replace(bottom_right=bottom_right), False
@@ -74,11 +72,11 @@ def place(mask: Mask, given: Placed, sizes: Sizes, alignment_is_free: bool) -> P
                     )
                 else:
                     rest.append(part)
-            case masks.Segments(query_ids, key_ids) if placed.segment_ids[0] is None:
+            case _mask.Segments(query_ids, key_ids) if placed.segment_ids[0] is None:
                 full = (*sizes.batch, sizes.q_len), (*sizes.batch, sizes.kv_len)
                 ids = zip((query_ids, key_ids), full, strict=True)
                 placed = placed._replace(segment_ids=tuple(_broadcast(x, n) for x, n in ids))
-            case masks.Dense(array) if _is_within(array, placed.dense):
+            case _mask.Dense(array) if _is_within(array, placed.dense):
                 both = array
                 if placed.dense is not None:
                     both = computed(jnp.logical_and, placed.dense, array)
@@ -86,24 +84,24 @@ def place(mask: Mask, given: Placed, sizes: Sizes, alignment_is_free: bool) -> P
             case _:
                 rest.append(part)
     if rest:
-        placed = placed._replace(rest=masks.And(tuple(rest)))
+        placed = placed._replace(rest=_mask.And(tuple(rest)))
     return placed
 
 
-def _knows_its_lengths(plan: masks.Planned, parts: tuple[Mask, ...], given: Placed) -> bool:
+def _knows_its_lengths(plan: _mask.Planned, parts: tuple[Mask, ...], given: Placed) -> bool:
     """Whether no lengths but a plan's own move what stands bottom right in it."""
 
     def count(parts):
-        return sum(isinstance(part, masks.Lengths) for part in parts)
+        return sum(isinstance(part, _mask.Lengths) for part in parts)
 
-    own = count(masks.conjuncts(plan.of))
+    own = count(_mask.conjuncts(plan.of))
     has_others = given.query_lengths is not None or given.kv_lengths is not None
     return not (has_others or count(parts) > own) or not _stands_bottom_right(plan.of)
 
 
 def _stands_bottom_right(mask: Mask) -> bool:
-    bands = jax.tree.leaves(mask, is_leaf=lambda x: isinstance(x, masks.Window))
-    return any(isinstance(x, masks.Window) and x.alignment == "bottom_right" for x in bands)
+    bands = jax.tree.leaves(mask, is_leaf=lambda x: isinstance(x, _mask.Window))
+    return any(isinstance(x, _mask.Window) and x.alignment == "bottom_right" for x in bands)
 
 
 def _smaller(x: int | None, y: int | None) -> int | None:
@@ -173,24 +171,24 @@ class _Reader:
 
     def of(self, mask: Mask) -> Callable:
         match mask:
-            case masks.And(terms):
+            case _mask.And(terms):
                 return _all(list(map(self.of, terms)))
-            case masks.Or(terms):
+            case _mask.Or(terms):
                 read = list(map(self.of, terms))
                 return lambda *i: functools.reduce(operator.or_, (term(*i) for term in read))
-            case masks.Not(of):
+            case _mask.Not(of):
                 inner = self.of(of)
                 return lambda *i: ~inner(*i)
-            case masks.Planned(of):
+            case _mask.Planned(of):
                 return self.of(of)
-            case masks.Window(left, right, alignment):
+            case _mask.Window(left, right, alignment):
                 return self._band(left, right, alignment == "bottom_right")
-            case masks.Lengths(query, key_value):
+            case _mask.Lengths(query, key_value):
                 return self._lengths(query, key_value)
-            case masks.Segments(query_ids, key_ids):
+            case _mask.Segments(query_ids, key_ids):
                 of_query, of_key = self._array(query_ids, "T"), self._array(key_ids, "S")
                 return lambda *i: of_query(*i) == of_key(*i)
-            case masks.Intervals(begin, end, of):
+            case _mask.Intervals(begin, end, of):
                 begin, end = (self._array(x, "NT" if of == "query" else "NS") for x in (begin, end))
 
                 def inside(b, h, q, kv, captures):
@@ -198,9 +196,9 @@ class _Reader:
                     return (begin(*i) <= number) & (number < end(*i))
 
                 return inside
-            case masks.Dense(array):
+            case _mask.Dense(array):
                 return self._array(array, "NTS")
-            case masks.Function(captures=captures):
+            case _mask.Function(captures=captures):
                 return self._function(mask, captures)
         raise ValueError(f"{type(mask).__name__} is no mask of jaxflash.masks")
 
@@ -212,9 +210,9 @@ class _Reader:
 
         limits = []
         if left is not None:
-            limits.append(lambda *i: distance(*i) <= min(left, _INT32_MAX))
+            limits.append(lambda *i: distance(*i) <= min(left, _mask.INT32_MAX))
         if right is not None:
-            limits.append(lambda *i: distance(*i) >= -min(right, _INT32_MAX))
+            limits.append(lambda *i: distance(*i) >= -min(right, _mask.INT32_MAX))
         return _all(limits)
 
     def _lengths(self, query, key_value) -> Callable:
@@ -227,7 +225,7 @@ class _Reader:
             limits.append(lambda b, h, q, kv, x: kv < columns(b, h, q, kv, x))
         return _all(limits)
 
-    def _function(self, mask: masks.Function, captures) -> Callable:
+    def _function(self, mask: _mask.Function, captures) -> Callable:
         leaves, tree = jax.tree.flatten(captures)
         first = len(self.captures)
         ones = (1,) * self._batch_rank

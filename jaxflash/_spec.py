@@ -28,7 +28,7 @@ from jaxflash._arguments import (
     window,
     with_one_dtype,
 )
-from jaxflash.masks import ALIGNMENTS, LOGITS, Alignment, Mask, Sizes
+from jaxflash._mask import ALIGNMENTS, LOGITS, Alignment, Mask, Sizes
 
 if TYPE_CHECKING:
     from jaxflash import _scores

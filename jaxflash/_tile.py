@@ -16,10 +16,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxflash import _dropout, _ranges
+from jaxflash._mask import INT32_MAX
 from jaxflash._spec import AttentionSpec, Operands, compute_dtype
 from jaxflash._tile_scores import Indices, Place, Sizes, TileScores
-
-_INT32_MAX = 2**31 - 1
 
 
 class Block(NamedTuple):
@@ -152,7 +151,7 @@ class Tiles:
 
         # Sides beyond int32 limit nothing.
         self._left, self._right = (
-            None if side is None or side >= _INT32_MAX else side for side in (spec.left, spec.right)
+            None if side is None or side >= INT32_MAX else side for side in (spec.left, spec.right)
         )
         self._q_positions = self._per_row(operands.query_positions)
         self._kv_positions = self._per_column(operands.key_positions)

@@ -20,7 +20,7 @@ except ImportError as _error:
 
 from jaxflash._api import dot_product_attention
 from jaxflash._arguments import promoted
-from jaxflash.masks import Mask
+from jaxflash._mask import Mask
 
 __all__ = ["MultiheadAttention"]
 

@@ -16,19 +16,27 @@ length.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export
-from jax.typing import ArrayLike
 
-from jaxflash import _arguments
+from jaxflash import _api, _arguments, _derivatives, _mask, _platform, _sharding, _support
+from jaxflash._mask import (
+    Mask,
+    causal,
+    dense,
+    function,
+    intervals,
+    lengths,
+    segments,
+    window,
+)
 
 __all__ = [
     "Mask",
@@ -42,347 +50,6 @@ __all__ = [
     "segments",
     "window",
 ]
-
-Alignment = Literal["top_left", "bottom_right"]
-
-ALIGNMENTS = ("top_left", "bottom_right")
-# What arrays broadcast to, for errors.
-LOGITS = "(*batch, query heads, T, S)"
-_INT32_MAX = 2**31 - 1
-
-
-class Mask:
-    """Which keys each query sees; made by the functions of this module.
-
-    ``a & b`` shows what both show, ``a | b`` what at least one shows, ``~a`` what `a` hides. One
-    side may be a bool array that broadcasts to ``(*B, N, T, S)``.
-    """
-
-    __array_ufunc__ = None  # NumPy arrays leave the operators to this class
-
-    def __and__(self, other: Mask | ArrayLike) -> Mask:
-        return _combined(And, self, other)
-
-    def __rand__(self, other: ArrayLike) -> Mask:
-        return _combined(And, other, self)
-
-    def __or__(self, other: Mask | ArrayLike) -> Mask:
-        return _combined(Or, self, other)
-
-    def __ror__(self, other: ArrayLike) -> Mask:
-        return _combined(Or, other, self)
-
-    def __invert__(self) -> Mask:
-        return Not(self)
-
-    def __bool__(self) -> bool:
-        raise TypeError("a mask is neither true nor false: combine masks with &, | and ~")
-
-
-def _combined(kind, *terms):
-    flat: list[Mask] = []
-    for term in map(_arguments.unwrapped, terms):
-        if isinstance(term, jax.Array | np.ndarray | np.bool_ | jax.ShapeDtypeStruct):
-            term = dense(term)  # pyright: ignore[reportArgumentType]
-        if not isinstance(term, Mask):
-            return NotImplemented
-        # One of many terms is easier on the eye than a chain of two.
-        flat += term.terms if isinstance(term, And | Or) and type(term) is kind else (term,)
-    return kind(tuple(flat))
-
-
-def _registered(*data: str):
-    """A frozen dataclass as a pytree whose children are these fields."""
-
-    def register(cls):
-        static = [field.name for field in dataclasses.fields(cls) if field.name not in data]
-        jax.tree_util.register_dataclass(cls, data_fields=list(data), meta_fields=static)
-        return cls
-
-    return register
-
-
-# ---- The values ----------------------------------------------------------------------------------
-
-# Their fields are checked by the functions that make them, not here: JAX puts all kinds of objects
-# into a pytree.
-
-
-@_registered()
-@dataclasses.dataclass(frozen=True, eq=False)
-class Window(Mask):
-    """Keys from ``left`` before to ``right`` after a query's position; None is no limit."""
-
-    left: int | None
-    right: int | None
-    alignment: Alignment
-
-
-@_registered("query", "key_value")
-@dataclasses.dataclass(frozen=True, eq=False)
-class Lengths(Mask):
-    query: Any  # int32, broadcasts to (*B), or None
-    key_value: Any  # likewise
-
-
-@_registered("query_ids", "key_ids")
-@dataclasses.dataclass(frozen=True, eq=False)
-class Segments(Mask):
-    query_ids: Any  # integers, broadcast to (*B, T)
-    key_ids: Any  # to (*B, S); None: those of the queries
-
-
-@_registered("begin", "end")
-@dataclasses.dataclass(frozen=True, eq=False)
-class Intervals(Mask):
-    begin: Any  # int32, broadcast to (*B, N, T), of keys (*B, N, S)
-    end: Any  # likewise
-    of: Literal["query", "key"]
-
-
-@_registered("array")
-@dataclasses.dataclass(frozen=True, eq=False)
-class Dense(Mask):
-    array: Any  # bool, broadcasts to (*B, N, T, S)
-
-
-@_registered("captures")
-@dataclasses.dataclass(frozen=True, eq=False)
-class Function(Mask):
-    function: Callable[..., Any]
-    captures: tuple[Any, ...]
-
-    def __call__(self, b: Any, h: Any, q: Any, kv: Any, *captures: Any) -> jax.Array:
-        """The function's result, checked: one bool."""
-        result = self.function(b, h, q, kv, *captures)
-        expected = "masks.function: f must return one bool scalar"
-        if not isinstance(result, jax.Array | np.ndarray | np.generic | bool):
-            raise ValueError(f"{expected}, got {type(result).__name__}")
-        if jnp.shape(result) != ():
-            raise ValueError(f"{expected}, got an array of shape {jnp.shape(result)}")
-        if jnp.result_type(result) != jnp.bool_:
-            raise ValueError(f"{expected}, got dtype {jnp.result_type(result)}")
-        return jnp.asarray(result)
-
-
-@_registered("terms")
-@dataclasses.dataclass(frozen=True, eq=False)
-class And(Mask):
-    terms: tuple[Mask, ...]
-
-
-@_registered("terms")
-@dataclasses.dataclass(frozen=True, eq=False)
-class Or(Mask):
-    terms: tuple[Mask, ...]
-
-
-@_registered("of")
-@dataclasses.dataclass(frozen=True, eq=False)
-class Not(Mask):
-    of: Mask
-
-    def __invert__(self) -> Mask:
-        return self.of
-
-
-@_registered("of", "found")
-@dataclasses.dataclass(frozen=True, eq=False)
-class Planned(Mask):
-    of: Mask
-    found: dict[str, Any]  # operands of a call, those of `_spec.PLANNED`
-    lead: tuple[Any, ...]  # (*batch, query heads), for which it was made
-
-
-# ---- How they are made ---------------------------------------------------------------------------
-
-
-def causal(alignment: Alignment = "top_left") -> Mask:
-    """A query sees the keys at positions up to its own.
-
-    Args:
-      alignment: the position of query ``i`` among the keys: ``i`` (``"top_left"``) or
-        ``i + S - T`` (``"bottom_right"``; where sequence lengths are given, as arguments of the
-        call or by ``& masks.lengths(...)``, these are S and T).
-
-    Raises:
-      ValueError: `alignment` is neither of the two.
-
-    Examples:
-      Four new queries, which are the last of the keys::
-
-          mask = masks.causal("bottom_right")
-    """
-    return Window(None, 0, _arguments.one_of("masks.causal: alignment", alignment, ALIGNMENTS))
-
-
-def window(left: int | None, right: int | None, alignment: Alignment = "top_left") -> Mask:
-    """A query at position ``p`` sees the keys from ``p - left`` to ``p + right``, both included.
-
-    Args:
-      left: a Python int, not negative; None is no limit.
-      right: likewise.
-      alignment: as for `causal`.
-
-    Raises:
-      ValueError: a side or the alignment is invalid.
-
-    Examples:
-      The query's own position and 127 before it::
-
-          mask = masks.window(127, 0)
-    """
-    left, right = _arguments.window("masks.window", (left, right))
-    alignment = _arguments.one_of("masks.window: alignment", alignment, ALIGNMENTS)
-    return Window(left, right, alignment)
-
-
-def lengths(query: ArrayLike | None = None, key_value: ArrayLike | None = None) -> Lengths:
-    """Queries and keys from a length on are padding, which sees nothing and is not seen.
-
-    Args:
-      query: int32, broadcasts to ``(*B)``, or an int; None is no limit.
-      key_value: likewise.
-
-    Raises:
-      ValueError: an array of lengths is not int32.
-
-    Examples:
-      A batch of two padded sequences::
-
-          lengths = jnp.array([100, 60], jnp.int32)
-          mask = masks.causal() & masks.lengths(lengths, lengths)
-    """
-
-    def checked(name, x):
-        if x is None:
-            return None
-        if isinstance(x, int) and not isinstance(x, bool):
-            return np.asarray(min(max(x, 0), _INT32_MAX), np.int32)
-        x = _arguments.array(f"masks.lengths: {name}", x)
-        if x.dtype != jnp.int32:
-            raise ValueError(f"masks.lengths: {name} must have dtype int32, got {x.dtype}")
-        return x
-
-    return Lengths(checked("query", query), checked("key_value", key_value))
-
-
-def segments(query_ids: ArrayLike, key_ids: ArrayLike | None = None) -> Segments:
-    """Queries see the keys with their own id: documents packed into a row, in any order.
-
-    Args:
-      query_ids: integers that broadcast to ``(*B, T)``.
-      key_ids: integers that broadcast to ``(*B, S)``; None: those of the queries, if T is S.
-
-    Raises:
-      ValueError: ids are not integers, or no dtype holds the values of both.
-
-    Examples:
-      Two documents of three and two tokens::
-
-          mask = masks.causal() & masks.segments(jnp.array([0, 0, 0, 1, 1]))
-    """
-    name = "masks.segments"
-    query_ids = _arguments.array(f"{name}: query_ids", query_ids)
-    if key_ids is None:
-        return Segments(_arguments.with_one_dtype(name, query_ids, query_ids)[0], None)
-    key_ids = _arguments.array(f"{name}: key_ids", key_ids)
-    return Segments(*_arguments.with_one_dtype(name, query_ids, key_ids))
-
-
-def intervals(begin: ArrayLike, end: ArrayLike, of: Literal["query", "key"] = "query") -> Intervals:
-    """Each query sees the keys of one interval, from `begin` up to, but excluding, `end`.
-
-    Args:
-      begin: integers that broadcast to ``(*B, N, T)``; a negative number counts as 0.
-      end: likewise; where it is not above `begin`, the query sees nothing.
-      of: with ``"key"`` the roles are exchanged: each key is seen by the queries of one interval,
-        and the arrays broadcast to ``(*B, N, S)``.
-
-    Raises:
-      ValueError: `begin` or `end` is not of integers, or `of` is neither of the two.
-
-    Examples:
-      Blocks of 64 queries that see the keys of their own block::
-
-          begin = jnp.arange(length) // 64 * 64
-          mask = masks.intervals(begin, begin + 64)
-    """
-
-    def checked(name, x):
-        name = f"masks.intervals: {name}"
-        if isinstance(x, int):  # of any size
-            x = max(-_INT32_MAX, min(x, _INT32_MAX))
-        x = _arguments.array(name, x)
-        if not jnp.issubdtype(x.dtype, jnp.integer):
-            raise ValueError(f"{name} must have an integer dtype, got {x.dtype}")
-        if x.dtype == jnp.int32:
-            return x
-        # Beyond int32 is beyond every array.
-        limits = jnp.iinfo(x.dtype)
-        low, high = max(limits.min, -_INT32_MAX), min(limits.max, _INT32_MAX)
-        return _arguments.computed(lambda x: jnp.clip(x, low, high).astype(jnp.int32), x)
-
-    of = _arguments.one_of("masks.intervals: of", of, ("query", "key"))
-    return Intervals(checked("begin", begin), checked("end", end), of)
-
-
-def dense(array: ArrayLike) -> Dense:
-    """A bool array, True = attend. The argument `mask` also takes such an array directly.
-
-    Args:
-      array: bool, broadcasts to ``(*B, N, T, S)``, each axis 1 or full.
-
-    Raises:
-      ValueError: the dtype is not bool.
-
-    Examples:
-      Keys that are padding, for all heads and queries, from a bool array (B, S)::
-
-          mask = masks.dense(~is_padding[:, None, None, :])
-    """
-    x = _arguments.array("masks.dense: array", array)
-    if x.dtype != jnp.bool_:
-        raise ValueError(f"masks.dense: array must have dtype bool (True = attend), got {x.dtype}")
-    return Dense(x)
-
-
-def function(f: Callable[..., Any], *captures: Any) -> Mask:
-    """What a function written in JAX shows: ``f(b, h, q, kv, *captures) -> bool``, of scalars.
-
-    It is never stored as an array over queries and keys: it is compiled into the kernels, and one
-    pass over it finds which tiles they can skip. Arrays that it captures are operands of the call:
-    other values compile nothing new. They have no gradient, and an index out of bounds is clamped,
-    as always in JAX.
-
-    Args:
-      f: traced once for each call and identified by what it computes: equal functions compile once.
-        ``b`` is the index of the batch element (row-major over the batch axes, 0 without any),
-        ``h`` of the query head, ``q`` of the query and ``kv`` of the key, all int32. It may also
-        close over arrays. But `jax.jit` identifies a mask among its arguments by the function
-        object: define `f` once, and pass what changes as captures.
-      *captures: arrays, or pytrees of them, that `f` gets as further arguments.
-
-    Returns:
-      The mask. That `f` returns one bool is checked when it is traced.
-
-    Raises:
-      ValueError: `f` is not a function.
-
-    Examples:
-      A prefix that every query sees, of a different length in each sequence::
-
-          def in_prefix(b, h, q, kv, lengths):
-              return kv < lengths[b]
-
-          mask = masks.causal() | masks.function(in_prefix, prefix_lengths)
-    """
-    if not callable(f) or isinstance(f, Mask):
-        raise ValueError(
-            f"masks.function: f must be a function (b, h, q, kv) -> bool, got {type(f).__name__}"
-        )
-    name = "masks.function: a capture"
-    return Function(f, jax.tree.map(functools.partial(_arguments.array, name), captures))
 
 
 def plan(mask: Mask, shape: tuple[int, ...]) -> Mask:
@@ -407,9 +74,6 @@ def plan(mask: Mask, shape: tuple[int, ...]) -> Mask:
           mask = masks.plan(prefix_lm, (batch, heads, length, length))
           x, _ = jax.lax.scan(lambda x, weights: (layer(weights, x, mask), None), x, layers)
     """
-    # Which need this module.
-    from jaxflash import _api, _derivatives, _platform, _sharding, _support
-
     mask, (batch, heads, q_len, kv_len) = _checked(mask, shape)
     query = jax.ShapeDtypeStruct((*batch, q_len, heads, 1), jnp.float32)
     key_heads = 1 if heads == 0 else heads
@@ -423,148 +87,7 @@ def plan(mask: Mask, shape: tuple[int, ...]) -> Mask:
         types = tuple((name, x) for name, x in given if _arguments.is_abstract(x))
         arrays = {name: x for name, x in given if not _arguments.is_abstract(x)}
         found = _derivatives.planned(spec, path, types, arrays)
-    return Planned(mask, found, (*batch, heads))
-
-
-# ---- Their sizes ---------------------------------------------------------------------------------
-
-
-class Sizes(NamedTuple):
-    """Of a call."""
-
-    batch: tuple[Any, ...]
-    heads: int
-    q_len: int
-    kv_len: int
-
-
-def fitted(mask: Mask, sizes: Sizes) -> Mask:
-    """The same mask with arrays of the ranks of what they broadcast to.
-
-    Raises:
-        ValueError: an array does not broadcast.
-    """
-    batch, heads, q_len, kv_len = sizes
-
-    def fit(name, x, shape, words):
-        return None if x is None else _arguments.broadcastable(name, x, shape, words)
-
-    # Made anew: what became of the leaves of a pytree, nobody has checked.
-    match mask:
-        case And(terms) | Or(terms):
-            return type(mask)(tuple(fitted(term, sizes) for term in terms))
-        case Not(of):
-            return Not(fitted(of, sizes))
-        case Planned(of, found, lead):
-            full = (*batch, heads)
-            for name, hull, length in (("T", "rows_hull", q_len), ("S", "keys_hull", kv_len)):
-                if hull not in found:
-                    continue
-                *axes, planned, _ = found[hull].shape
-                # Size 1 is one for all, but where there was no other. `vmap` takes leading axes.
-                fits = len(axes) == len(full) <= len(lead) and planned == length
-                if not fits or any(
-                    size != there and (size != 1 or made_for == 1)
-                    for size, made_for, there in zip(axes, lead[-len(full) :], full, strict=True)
-                ):
-                    raise ValueError(
-                        f"masks.plan: made for (*batch, query heads) = {lead} and {name} = "
-                        f"{planned}, got {full} and {name} = {length}"
-                    )
-            return Planned(fitted(of, sizes), found, lead)
-        case Lengths(query, key_value):
-            mask = lengths(query, key_value)
-            return Lengths(
-                fit("masks.lengths: query", mask.query, batch, "(*batch)"),
-                fit("masks.lengths: key_value", mask.key_value, batch, "(*batch)"),
-            )
-        case Segments(query_ids, key_ids):
-            mask = segments(query_ids, key_ids)
-            query_ids = key_ids = mask.query_ids
-            if mask.key_ids is not None:
-                key_ids = mask.key_ids
-            elif q_len != kv_len:
-                raise ValueError(
-                    f"masks.segments: key_ids must be given where queries ({q_len}) and keys "
-                    f"({kv_len}) differ in length; got query_ids {query_ids.shape} alone"
-                )
-            return Segments(
-                fit("masks.segments: query_ids", query_ids, (*batch, q_len), "(*batch, T)"),
-                fit("masks.segments: key_ids", key_ids, (*batch, kv_len), "(*batch, S)"),
-            )
-        case Intervals(begin, end, of):
-            mask = intervals(begin, end, of)
-            length, letter = (q_len, "T") if of == "query" else (kv_len, "S")
-            shape, words = (*batch, heads, length), f"(*batch, query heads, {letter})"
-            return Intervals(
-                fit("masks.intervals: begin", mask.begin, shape, words),
-                fit("masks.intervals: end", mask.end, shape, words),
-                of,
-            )
-        case Dense(array):
-            shape = (*batch, heads, q_len, kv_len)
-            return Dense(fit("masks.dense: array", dense(array).array, shape, LOGITS))
-        case Function(f, captures):
-            return function(f, *captures)
-    return mask
-
-
-def conjuncts(mask: Mask) -> tuple[Mask, ...]:
-    """The masks that all must allow what `mask` allows: by them it holds for a call as a whole."""
-    if isinstance(mask, Planned):
-        return conjuncts(mask.of)
-    if not isinstance(mask, And):
-        return (mask,)
-    return tuple(part for term in mask.terms for part in conjuncts(term))
-
-
-def valid_lengths(mask: Mask, q_len, kv_len) -> tuple[jax.Array, jax.Array]:
-    """Queries and keys of each sequence, (*#B) each, by the lengths that hold for a call as a
-    whole."""
-    valid_queries, valid_keys = jnp.int32(q_len), jnp.int32(kv_len)
-    for part in conjuncts(mask):
-        if isinstance(part, Lengths):
-            if part.query is not None:
-                valid_queries = jnp.minimum(valid_queries, jnp.maximum(part.query, 0))
-            if part.key_value is not None:
-                valid_keys = jnp.minimum(valid_keys, jnp.maximum(part.key_value, 0))
-    return valid_queries, valid_keys
-
-
-def plan_of(mask: Mask) -> Planned | None:
-    """A plan that holds for the mask as a whole, if it was given one."""
-    if isinstance(mask, Planned):
-        return mask
-    terms = mask.terms if isinstance(mask, And) else ()
-    return next((plan for plan in map(plan_of, terms) if plan is not None), None)
-
-
-def _checked(mask, shape) -> tuple[Mask, Sizes]:
-    """A mask that fits (*batch, query heads, T, S)."""
-    if not isinstance(mask, Mask):
-        raise ValueError(f"mask must be a value of jaxflash.masks, got {type(mask).__name__}")
-    *batch, heads, q_len, kv_len = _sizes_in(shape)
-    sizes = Sizes(tuple(batch), heads, q_len, kv_len)
-    return fitted(mask, sizes), sizes
-
-
-def _sizes_in(shape) -> tuple[Any, ...]:
-    """The sizes that a shape holds."""
-
-    def is_size(n) -> bool:
-        if isinstance(n, (int, np.integer)):
-            return int(n) >= 0
-        return bool(export.is_symbolic_dim(n))
-
-    sizes = tuple(shape) if isinstance(shape, (Sequence, np.ndarray)) else ()
-    if len(sizes) < 3 or not all(map(is_size, sizes)):
-        raise ValueError(
-            f"shape must be (*batch, query heads, T, S), integers of 0 or more, got {shape!r}"
-        )
-    return tuple(int(n) if isinstance(n, np.integer) else n for n in sizes)
-
-
-# ---- Their dense meaning -------------------------------------------------------------------------
+    return _mask.Planned(mask, found, (*batch, heads))
 
 
 def as_array(mask: Mask, shape: tuple[int, ...]) -> jax.Array:
@@ -590,50 +113,50 @@ def as_array(mask: Mask, shape: tuple[int, ...]) -> jax.Array:
         return jnp.zeros(shape, jnp.bool_)
 
     # The last query stands at the last key.
-    valid_queries, valid_keys = valid_lengths(mask, q_len, kv_len)
+    valid_queries, valid_keys = _mask.valid_lengths(mask, q_len, kv_len)
     offset = (valid_keys - valid_queries)[..., None, None, None]
     row = jnp.arange(q_len, dtype=jnp.int32)[:, None]
     column = jnp.arange(kv_len, dtype=jnp.int32)[None, :]
 
     def meaning(mask: Mask):
         match mask:
-            case And(terms):
+            case _mask.And(terms):
                 return functools.reduce(jnp.logical_and, map(meaning, terms))
-            case Or(terms):
+            case _mask.Or(terms):
                 return functools.reduce(jnp.logical_or, map(meaning, terms))
-            case Not(of):
+            case _mask.Not(of):
                 return ~meaning(of)
-            case Planned(of):
+            case _mask.Planned(of):
                 return meaning(of)
-            case Window(left, right, alignment):
+            case _mask.Window(left, right, alignment):
                 position = full(row)
                 if alignment == "bottom_right":
                     position = position + full(offset)
                 distance = position - full(column)
                 visible = jnp.ones(shape, jnp.bool_)
                 if left is not None:
-                    visible &= distance <= min(left, _INT32_MAX)
+                    visible &= distance <= min(left, _mask.INT32_MAX)
                 if right is not None:
-                    visible &= distance >= -min(right, _INT32_MAX)
+                    visible &= distance >= -min(right, _mask.INT32_MAX)
                 return visible
-            case Lengths(query, key_value):
+            case _mask.Lengths(query, key_value):
                 visible = jnp.ones(shape, jnp.bool_)
                 if query is not None:
                     visible &= full(row) < full(query[..., None, None, None])
                 if key_value is not None:
                     visible &= full(column) < full(key_value[..., None, None, None])
                 return visible
-            case Segments(query_ids, key_ids):
+            case _mask.Segments(query_ids, key_ids):
                 return full(query_ids[..., None, :, None]) == full(key_ids[..., None, None, :])
-            case Intervals(begin, end, "query"):
+            case _mask.Intervals(begin, end, "query"):
                 begin, end = full(begin[..., :, None]), full(end[..., :, None])
                 return (begin <= full(column)) & (full(column) < end)
-            case Intervals(begin, end, _):
+            case _mask.Intervals(begin, end, _):
                 begin, end = full(begin[..., None, :]), full(end[..., None, :])
                 return (begin <= full(row)) & (full(row) < end)
-            case Dense(array):
+            case _mask.Dense(array):
                 return full(array)
-            case Function():
+            case _mask.Function():
                 numbers = (jnp.arange(n, dtype=jnp.int32) for n in (math.prod(batch), *shape[-3:]))
                 of_element = mask
                 for axis in reversed(range(4)):
@@ -647,3 +170,28 @@ def as_array(mask: Mask, shape: tuple[int, ...]) -> jax.Array:
         return jnp.broadcast_to(x, shape)
 
     return meaning(mask)
+
+
+def _checked(mask, shape) -> tuple[Mask, _mask.Sizes]:
+    """A mask that fits (*batch, query heads, T, S)."""
+    if not isinstance(mask, Mask):
+        raise ValueError(f"mask must be a value of jaxflash.masks, got {type(mask).__name__}")
+    *batch, heads, q_len, kv_len = _sizes_in(shape)
+    sizes = _mask.Sizes(tuple(batch), heads, q_len, kv_len)
+    return _mask.fitted(mask, sizes), sizes
+
+
+def _sizes_in(shape) -> tuple[Any, ...]:
+    """The sizes that a shape holds."""
+
+    def is_size(n) -> bool:
+        if isinstance(n, (int, np.integer)):
+            return int(n) >= 0
+        return bool(export.is_symbolic_dim(n))
+
+    sizes = tuple(shape) if isinstance(shape, (Sequence, np.ndarray)) else ()
+    if len(sizes) < 3 or not all(map(is_size, sizes)):
+        raise ValueError(
+            f"shape must be (*batch, query heads, T, S), integers of 0 or more, got {shape!r}"
+        )
+    return tuple(int(n) if isinstance(n, np.integer) else n for n in sizes)

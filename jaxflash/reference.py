@@ -19,15 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jaxflash import _dropout, _spec, masks
+from jaxflash import _dropout, _mask, _spec, masks
 from jaxflash._blockwise import relative
 
 if TYPE_CHECKING:
     from jaxflash._api import CausalAlignment, Implementation, Window
 
 __all__ = ["dot_product_attention", "paged_attention", "varlen_attention"]
-
-_INT32_MAX = 2**31 - 1
 
 
 def dot_product_attention(
@@ -334,9 +332,9 @@ def _visible(spec, operands, distance):
     if operands.mask is not None:
         visible &= operands.mask
     if spec.left is not None:
-        visible &= distance <= min(spec.left, _INT32_MAX)
+        visible &= distance <= min(spec.left, _mask.INT32_MAX)
     if spec.right is not None:
-        visible &= distance >= -min(spec.right, _INT32_MAX)
+        visible &= distance >= -min(spec.right, _mask.INT32_MAX)
     if operands.query_seq_lengths is not None:
         visible &= rows < operands.query_seq_lengths[..., None, None, None]
     if operands.key_value_seq_lengths is not None:
@@ -354,7 +352,7 @@ def _dense(mask: masks.Mask, query, key, query_seq_lengths, key_value_seq_length
     kv_len = jnp.shape(key)[-3]
     mask &= masks.lengths(query_seq_lengths, key_value_seq_lengths)
     array = masks.as_array(mask, (*batch, q_heads, q_len, kv_len))
-    lengths = masks.valid_lengths(mask, q_len, kv_len)
+    lengths = _mask.valid_lengths(mask, q_len, kv_len)
     return array, *(jnp.broadcast_to(x, batch) for x in lengths)
 
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxflash import _dense_mask, masks
+from jaxflash import _dense_mask, _mask, masks
 from score_mods import Sizes
 
 
@@ -48,7 +48,7 @@ def _standard(mask):
     """The same with functions that are traced as users have it."""
 
     def standard(x):
-        if not isinstance(x, masks.Function):
+        if not isinstance(x, _mask.Function):
             return x
 
         def traced(*arguments):
@@ -57,7 +57,7 @@ def _standard(mask):
 
         return masks.function(traced, *x.captures)
 
-    return jax.tree.map(standard, mask, is_leaf=lambda x: isinstance(x, masks.Function))
+    return jax.tree.map(standard, mask, is_leaf=lambda x: isinstance(x, _mask.Function))
 
 
 def _shaped(x, batch):

@@ -25,6 +25,7 @@ from jaxflash import (
     _derivatives,
     _ffi,
     _kernels,
+    _mask,
     _plan,
     _ranges,
     _tile,
@@ -462,7 +463,7 @@ def _planned_rows():
             yield pytest.param(name, "cuda", 1, marks=pytest.mark.gpu, id=f"{name}-kernel")
 
 
-@pytest.mark.parametrize(("name", "path", "elements"), _planned_rows())
+@pytest.mark.parametrize(("name", "path", "elements"), list(_planned_rows()))
 def test_hulls(name, path, elements, monkeypatch):
     """The first and the last key of each row and row of each key, of each head that has its own,
     and what follows for the ranges of the kernels; the pass widens nothing that does not ask."""
@@ -1185,7 +1186,7 @@ def test_supported_without_arrays():
         masks.dense(jax.ShapeDtypeStruct((128,), jnp.bool_)) & jax.ShapeDtypeStruct((), jnp.bool_),
         ~masks.intervals(jax.ShapeDtypeStruct((128,), jnp.int8), ids),
     ):
-        if isinstance(mask, masks.Not):
+        if isinstance(mask, _mask.Not):
             with pytest.raises(ValueError, match="end must broadcast"):
                 jaxflash.supported(shape, shape, shape, mask=mask)
         else:
