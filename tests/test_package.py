@@ -1,6 +1,8 @@
 """The installed package: its import, its names, what it says about itself."""
 
+import ast
 import ctypes
+import graphlib
 import os
 import pathlib
 import re
@@ -141,6 +143,30 @@ def test_supported_and_show_config_start_no_backend():
 def test_import_needs_no_gpu():
     """Nor a driver that answers."""
     run_python("import os; os.environ['CUDA_VISIBLE_DEVICES'] = ''; import jaxflash")
+
+
+def test_imports_go_one_way():
+    """Also those within functions, but not those of types alone."""
+    package = pathlib.Path(jaxflash.__file__).parent
+    files = {
+        ".".join(path.relative_to(package.parent).with_suffix("").parts): path
+        for path in package.rglob("*.py")
+    }
+    imports = {}
+    for module, path in files.items():
+        tree = ast.parse(path.read_text())
+        conditional = [x for x in ast.walk(tree) if isinstance(x, ast.If)]
+        of_types = [x for x in conditional if ast.unparse(x.test) == "TYPE_CHECKING"]
+        ignored = {id(x) for block in of_types for x in ast.walk(block)}
+        imports[module] = {
+            name
+            for x in ast.walk(tree)
+            if isinstance(x, ast.ImportFrom) and x.module and id(x) not in ignored
+            for name in (x.module, *(f"{x.module}.{alias.name}" for alias in x.names))
+            if name in files and name != module
+        }
+    assert imports["jaxflash.masks"]
+    graphlib.TopologicalSorter(imports).prepare()  # raises an error that names a cycle
 
 
 def test_import_time():

@@ -28,6 +28,13 @@ __device__ __forceinline__ Interval outside(Interval interval, Interval gap) {
   return interval;
 }
 
+// Where the next tile begins that has anything outside of a gap: at a multiple of `multiple` from
+// `next` on, which is one.
+__device__ __forceinline__ int beyond(Interval gap, int next, int multiple) {
+  const bool inside = next >= gap.begin && next < gap.end;
+  return inside ? max(next, gap.end / multiple * multiple) : next;
+}
+
 // Rows from which a score program hides all keys, or keys that it hides from all rows.
 struct HiddenElements {
   Interval hull;          // they lie in this part of the array

@@ -104,14 +104,6 @@ struct WarpPlace {
   }
 };
 
-// Makes the compiler forget what it knows about a value. Addresses of fragments depend on the lane
-// and on such a coordinate; left alone, the compiler computes the addresses of all products before
-// the main loop and then has no registers left for the products.
-__device__ __forceinline__ int forget(int value) {
-  asm volatile("" : "+r"(value));
-  return value;
-}
-
 // From s^T and dp^T to p^T and ds^T, in place. `row` and `key` are those of the warp's first
 // element; lse and delta belong to the rows of the thread's accumulators. ds lacks the scale: it is
 // the same everywhere, so dk and dq get it at the end.
@@ -177,6 +169,17 @@ __device__ __forceinline__ void differentiate(float (&s)[kKeyTiles][kBlocks][4],
   }
 }
 
+// Rows that some of `keys` are seen by, and tiles of rows between them by which none is.
+template <class Mask>
+__device__ __forceinline__ Interval rows_of(const Mask& mask, Interval keys) {
+  return outside(mask.rows(keys), mask.gap_of_rows(keys));
+}
+template <int kRows, class Mask>
+__device__ __forceinline__ Interval skipped_tiles(const Mask& mask, Interval keys) {
+  const Interval gap = mask.gap_of_rows(keys);
+  return {(gap.begin + kRows - 1) / kRows, gap.end / kRows};
+}
+
 // The turn of a key tile at the rows from `row` on. The whole block.
 template <int kRows, int kKeys, class Mask>
 __device__ __forceinline__ DqTurn dq_turn_of(const Mask& mask, int row, int tile) {
@@ -187,8 +190,10 @@ __device__ __forceinline__ DqTurn dq_turn_of(const Mask& mask, int row, int tile
   } else {
     if (tile < first || tile * kKeys >= keys.end) return {false, 0};
     return turn_after(last_that_works(first, tile, [&](int other) {
-      const Interval rows = mask.rows({other * kKeys, (other + 1) * kKeys});
-      return rows.begin < rows.end && row + kRows > rows.begin && row < rows.end;
+      const Interval keys = {other * kKeys, (other + 1) * kKeys};
+      const Interval rows = rows_of(mask, keys);
+      return rows.begin < rows.end && row + kRows > rows.begin && row < rows.end &&
+             beyond(skipped_tiles<kRows>(mask, keys), row / kRows, 1) == row / kRows;
     }));
   }
 }
@@ -244,7 +249,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::Tile::kBlocksPerSm)
     };
     Work& mine = *reinterpret_cast<Work*>(smem + Traits::kWork);
     mine.mask = Mask(problem, batch);
-    mine.rows = mine.mask.rows({first_key, first_key + Tile::kKeys});
+    mine.rows = rows_of(mine.mask, {first_key, first_key + Tile::kKeys});
     mine.seen_keys = mine.mask.seen_keys();
     mine.hidden_keys_hull = mine.mask.hull_of_hidden_keys();
     mine.hidden_rows_hull = mine.mask.hull_of_hidden_rows();
@@ -323,7 +328,9 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::Tile::kBlocksPerSm)
   // All tiles of rows that see the keys, head after head of the group.
   int head = 0, row_tile = work.row_tiles.begin;
   const auto advance = [&](int& head, int& row_tile) {
-    if (++row_tile < work.row_tiles.end) return true;
+    const Interval tile_keys = {work.first_key, work.first_key + Tile::kKeys};
+    row_tile = beyond(skipped_tiles<kRows>(work.mask, tile_keys), row_tile + 1, 1);
+    if (row_tile < work.row_tiles.end) return true;
     row_tile = work.row_tiles.begin;
     return ++head < work.heads;
   };

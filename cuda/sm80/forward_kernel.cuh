@@ -92,11 +92,24 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSM)
   const auto cut_rows = [&](int first_row, int count) {
     return Interval{first_row, min(first_row + count, mask.q_len())};
   };
-  const Interval seen_keys = mask.keys(cut_rows(work.first_row, Tile::kRows));
+  // Loaded again for each tile: registers are short.
+  const auto gap = [&] {
+    if constexpr (Mask::kHasGaps) {
+      return mask.gap_of_keys(cut_rows(forget(work.first_row), Tile::kRows));
+    } else {
+      return Interval{0, 0};
+    }
+  };
+  const Interval seen_keys = outside(mask.keys(cut_rows(work.first_row, Tile::kRows)), gap());
   Interval keys = seen_keys;
   constexpr int kTileMultiple = Scores::template kTileMultiple<Tile::kKeys>;
   keys.begin = keys.begin / kTileMultiple * kTileMultiple;
   const auto hidden = mask.hidden_keys(mask.hull_of_hidden_keys());
+
+  // Of the tile after one.
+  const auto next_of = [&](int first_key) {
+    return beyond(gap(), first_key + Tile::kKeys, kTileMultiple);
+  };
 
   // Keys at keys.end and beyond are zero: a probability of 0 does not silence a NaN.
   const auto load_k = [&](int stage, int first_key) {
@@ -123,15 +136,15 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSM)
 
   int stage = 0;
 #pragma unroll 1
-  for (int first_key = keys.begin; first_key < keys.end; first_key += Tile::kKeys) {
+  for (int first_key = keys.begin; first_key < keys.end; first_key = next_of(first_key)) {
     const int next_stage = Tile::kStages == 1 ? 0 : 1 - stage;
-    const int next_key = first_key + Tile::kKeys;
-    const Interval tile_keys = {first_key, next_key};
+    const Interval tile_keys = {first_key, first_key + Tile::kKeys};
+    const int next_key = next_of(first_key);
     const Interval warp_rows =
         cut_rows(work.first_row + static_cast<int>(tid_x() / 32) * kWarpRows, kWarpRows);
     // A warp whose rows see nothing of this tile only keeps the barriers company.
     const Interval warp_keys = mask.keys(warp_rows);
-    const bool sees = first_key < warp_keys.end && next_key > warp_keys.begin;
+    const bool sees = first_key < warp_keys.end && tile_keys.end > warp_keys.begin;
     const auto k_smem = smem.k(stage), v_smem = smem.v(stage);
 
     cp_async_wait_group<0>();

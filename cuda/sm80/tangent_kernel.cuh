@@ -67,7 +67,8 @@ __global__ void __launch_bounds__(Traits::Tile::kThreads, Traits::Tile::kBlocksP
   const auto cut_rows = [&](int first_row, int count) {
     return Interval{first_row, min(first_row + count, mask.q_len())};
   };
-  const Interval seen_keys = mask.keys(cut_rows(work.first_row, Tile::kRows));
+  const auto gap = [&] { return mask.gap_of_keys(cut_rows(work.first_row, Tile::kRows)); };
+  const Interval seen_keys = outside(mask.keys(cut_rows(work.first_row, Tile::kRows)), gap());
   Interval keys = seen_keys;
   constexpr int kTileMultiple = Scores::template kTileMultiple<Tile::kKeys>;
   keys.begin = keys.begin / kTileMultiple * kTileMultiple;
@@ -130,10 +131,11 @@ __global__ void __launch_bounds__(Traits::Tile::kThreads, Traits::Tile::kBlocksP
 
   int stage = 0;
 #pragma unroll 1
-  for (int first_key = keys.begin; first_key < keys.end; first_key += Tile::kKeys) {
-    const int next_key = first_key + Tile::kKeys;
+  for (int first_key = keys.begin, next_key; first_key < keys.end; first_key = next_key) {
+    const Interval tile_keys = {first_key, first_key + Tile::kKeys};
+    next_key = beyond(gap(), tile_keys.end, kTileMultiple);
     const Interval warp_keys = mask.keys(warp_rows);
-    const bool sees = first_key < warp_keys.end && next_key > warp_keys.begin;
+    const bool sees = first_key < warp_keys.end && tile_keys.end > warp_keys.begin;
     const auto v_smem = key_tile(stage, kValue), tv_smem = key_tile(stage, kValueTangent);
 
     cp_async_wait_group<0>();
@@ -142,7 +144,7 @@ __global__ void __launch_bounds__(Traits::Tile::kThreads, Traits::Tile::kBlocksP
     cp_async_commit_group();
 
     if (sees) {
-      const bool full = mask.full(warp_rows, {first_key, next_key});
+      const bool full = mask.full(warp_rows, tile_keys);
       Shown<Scores::kHasWords, kRowTiles, Tile::kKeys> shown;
       if constexpr (Scores::kHasWords) {
         if (!full) scores.load(shown, first_row, first_key);
