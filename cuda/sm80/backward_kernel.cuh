@@ -76,8 +76,8 @@ struct BlockWork {
   // Where a score program hides keys among them from all rows, and all keys from rows.
   Interval hidden_keys_hull;
   Interval hidden_rows_hull;
-  Interval row_tiles;
-  int heads;  // query heads to walk: those of the group, or none
+  Interval row_tiles;  // up to a gap
+  int heads;           // query heads to walk: those of the group, or none
   int first_key;
   bool aligned;  // rows of q and dout, to 16 bytes
   const Element* q;
@@ -169,16 +169,29 @@ __device__ __forceinline__ void differentiate(float (&s)[kKeyTiles][kBlocks][4],
   }
 }
 
-// Rows that some of `keys` are seen by, and tiles of rows between them by which none is.
-template <class Mask>
-__device__ __forceinline__ Interval rows_of(const Mask& mask, Interval keys) {
-  return outside(mask.rows(keys), mask.gap_of_rows(keys));
-}
-template <int kRows, class Mask>
-__device__ __forceinline__ Interval skipped_tiles(const Mask& mask, Interval keys) {
-  const Interval gap = mask.gap_of_rows(keys);
-  return {(gap.begin + kRows - 1) / kRows, gap.end / kRows};
-}
+// The tiles of rows that see some of `keys`: an interval and, if there is a gap, what follows it.
+template <int kRows>
+struct SeeingRows {
+  Interval rows;
+  Interval gap;  // of tiles
+
+  template <class Mask>
+  __device__ __forceinline__ SeeingRows(const Mask& mask, Interval keys) {
+    const Interval unseen = mask.gap_of_rows(keys);
+    rows = outside(mask.rows(keys), unseen);
+    gap = {(unseen.begin + kRows - 1) / kRows, unseen.end / kRows};
+  }
+  // Up to the gap, or to the end.
+  __device__ __forceinline__ Interval first_tiles() const {
+    const Interval tiles = {rows.begin / kRows, (rows.end + kRows - 1) / kRows};
+    const bool divided = gap.begin > tiles.begin && gap.begin < min(gap.end, tiles.end);
+    return {tiles.begin, divided ? gap.begin : tiles.end};
+  }
+  __device__ __forceinline__ bool hold(int row) const {
+    return rows.begin < rows.end && row + kRows > rows.begin && row < rows.end &&
+           beyond(gap, row / kRows, 1) == row / kRows;
+  }
+};
 
 // The turn of a key tile at the rows from `row` on. The whole block.
 template <int kRows, int kKeys, class Mask>
@@ -190,10 +203,7 @@ __device__ __forceinline__ DqTurn dq_turn_of(const Mask& mask, int row, int tile
   } else {
     if (tile < first || tile * kKeys >= keys.end) return {false, 0};
     return turn_after(last_that_works(first, tile, [&](int other) {
-      const Interval keys = {other * kKeys, (other + 1) * kKeys};
-      const Interval rows = rows_of(mask, keys);
-      return rows.begin < rows.end && row + kRows > rows.begin && row < rows.end &&
-             beyond(skipped_tiles<kRows>(mask, keys), row / kRows, 1) == row / kRows;
+      return SeeingRows<kRows>(mask, {other * kKeys, (other + 1) * kKeys}).hold(row);
     }));
   }
 }
@@ -249,11 +259,12 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::Tile::kBlocksPerSm)
     };
     Work& mine = *reinterpret_cast<Work*>(smem + Traits::kWork);
     mine.mask = Mask(problem, batch);
-    mine.rows = rows_of(mine.mask, {first_key, first_key + Tile::kKeys});
+    const SeeingRows<kRows> seeing(mine.mask, {first_key, first_key + Tile::kKeys});
+    mine.rows = seeing.rows;
     mine.seen_keys = mine.mask.seen_keys();
     mine.hidden_keys_hull = mine.mask.hull_of_hidden_keys();
     mine.hidden_rows_hull = mine.mask.hull_of_hidden_rows();
-    mine.row_tiles = {mine.rows.begin / kRows, (mine.rows.end + kRows - 1) / kRows};
+    mine.row_tiles = seeing.first_tiles();
     mine.heads = mine.rows.begin < mine.rows.end ? group : 0;
     mine.first_key = first_key;
     mine.q = start(params.q, kv_head * group);
@@ -328,9 +339,14 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::Tile::kBlocksPerSm)
   // All tiles of rows that see the keys, head after head of the group.
   int head = 0, row_tile = work.row_tiles.begin;
   const auto advance = [&](int& head, int& row_tile) {
-    const Interval tile_keys = {work.first_key, work.first_key + Tile::kKeys};
-    row_tile = beyond(skipped_tiles<kRows>(work.mask, tile_keys), row_tile + 1, 1);
-    if (row_tile < work.row_tiles.end) return true;
+    if (++row_tile < work.row_tiles.end) return true;
+    if constexpr (Mask::kHasGaps) {
+      if (row_tile == work.row_tiles.end) {
+        const Interval keys = {work.first_key, work.first_key + Tile::kKeys};
+        row_tile = beyond(SeeingRows<kRows>(work.mask, keys).gap, row_tile, 1);
+      }
+      if (row_tile * kRows < work.rows.end) return true;
+    }
     row_tile = work.row_tiles.begin;
     return ++head < work.heads;
   };

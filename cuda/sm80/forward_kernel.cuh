@@ -92,23 +92,18 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSM)
   const auto cut_rows = [&](int first_row, int count) {
     return Interval{first_row, min(first_row + count, mask.q_len())};
   };
-  // Loaded again for each tile: registers are short.
-  const auto gap = [&] {
-    if constexpr (Mask::kHasGaps) {
-      return mask.gap_of_keys(cut_rows(forget(work.first_row), Tile::kRows));
-    } else {
-      return Interval{0, 0};
-    }
-  };
-  const Interval seen_keys = outside(mask.keys(cut_rows(work.first_row, Tile::kRows)), gap());
+  const Interval gap = mask.gap_of_keys(cut_rows(work.first_row, Tile::kRows));
+  const Interval seen_keys = outside(mask.keys(cut_rows(work.first_row, Tile::kRows)), gap);
   Interval keys = seen_keys;
   constexpr int kTileMultiple = Scores::template kTileMultiple<Tile::kKeys>;
   keys.begin = keys.begin / kTileMultiple * kTileMultiple;
   const auto hidden = mask.hidden_keys(mask.hull_of_hidden_keys());
 
-  // Of the tile after one.
+  const int gap_begin = begin_of(gap);
   const auto next_of = [&](int first_key) {
-    return beyond(gap(), first_key + Tile::kKeys, kTileMultiple);
+    return next_tile<Tile::kKeys, kTileMultiple, Mask::kHasGaps>(first_key, gap_begin, [&] {
+      return mask.gap_of_keys(cut_rows(forget(work.first_row), Tile::kRows));
+    });
   };
 
   // Keys at keys.end and beyond are zero: a probability of 0 does not silence a NaN.

@@ -1,7 +1,10 @@
-// What a block of the forward and of the tangent kernel works on.
+// What a block of the forward and of the tangent kernel works on, and which tiles of keys it
+// visits.
 #pragma once
 
+#include "common/mask.cuh"
 #include "problem.h"
+#include "sm80/ptx.cuh"
 
 namespace jaxflash::sm80 {
 
@@ -25,5 +28,21 @@ struct QueryWork {
             static_cast<int>(tile * Tile::kRows)};
   }
 };
+
+// Where a gap begins; beyond all keys if there is none.
+__device__ __forceinline__ int begin_of(Interval gap) {
+  return gap.begin < gap.end ? gap.begin : kMaxLength;
+}
+
+// Where the tile of kKeys keys begins that is visited after that of `first_key`. Tiles begin at
+// multiples of kMultiple. A gap() is asked for again where it begins: registers are short.
+template <int kKeys, int kMultiple, bool kHasGaps, class Gap>
+__device__ __forceinline__ int next_tile(int first_key, int gap_begin, const Gap& gap) {
+  int next = first_key + kKeys;
+  if constexpr (kHasGaps) {
+    if (first_key < gap_begin && next >= gap_begin) next = beyond(gap(), next, kMultiple);
+  }
+  return next;
+}
 
 }  // namespace jaxflash::sm80

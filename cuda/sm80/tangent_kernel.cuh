@@ -67,11 +67,18 @@ __global__ void __launch_bounds__(Traits::Tile::kThreads, Traits::Tile::kBlocksP
   const auto cut_rows = [&](int first_row, int count) {
     return Interval{first_row, min(first_row + count, mask.q_len())};
   };
-  const auto gap = [&] { return mask.gap_of_keys(cut_rows(work.first_row, Tile::kRows)); };
-  const Interval seen_keys = outside(mask.keys(cut_rows(work.first_row, Tile::kRows)), gap());
+  const Interval gap = mask.gap_of_keys(cut_rows(work.first_row, Tile::kRows));
+  const Interval seen_keys = outside(mask.keys(cut_rows(work.first_row, Tile::kRows)), gap);
   Interval keys = seen_keys;
   constexpr int kTileMultiple = Scores::template kTileMultiple<Tile::kKeys>;
   keys.begin = keys.begin / kTileMultiple * kTileMultiple;
+
+  const int gap_begin = begin_of(gap);
+  const auto next_of = [&](int first_key) {
+    return next_tile<Tile::kKeys, kTileMultiple, Mask::kHasGaps>(first_key, gap_begin, [&] {
+      return mask.gap_of_keys(cut_rows(forget(work.first_row), Tile::kRows));
+    });
+  };
 
   const Element* const k_gmem = part_of(params.k, kv_head);
   const Element* const tk_gmem = part_of(params.tk, kv_head);
@@ -131,9 +138,9 @@ __global__ void __launch_bounds__(Traits::Tile::kThreads, Traits::Tile::kBlocksP
 
   int stage = 0;
 #pragma unroll 1
-  for (int first_key = keys.begin, next_key; first_key < keys.end; first_key = next_key) {
+  for (int first_key = keys.begin; first_key < keys.end; first_key = next_of(first_key)) {
     const Interval tile_keys = {first_key, first_key + Tile::kKeys};
-    next_key = beyond(gap(), tile_keys.end, kTileMultiple);
+    const int next_key = next_of(first_key);
     const Interval warp_keys = mask.keys(warp_rows);
     const bool sees = first_key < warp_keys.end && tile_keys.end > warp_keys.begin;
     const auto v_smem = key_tile(stage, kValue), tv_smem = key_tile(stage, kValueTangent);
