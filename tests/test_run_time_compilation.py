@@ -1375,7 +1375,7 @@ _STAGES = """if True:
     from jaxflash import _ffi
     # The CPU runs instantiation as a GPU does; there is no GPU to compile for.
     jax.devices()  # the CPU's registers kept handlers before kept types, the CUDA platform's after
-    type_id, type_info = _ffi.extension.program_state_type()
+    type_id, type_info = _ffi.extension.state_types()["program"]
     jax.ffi.register_ffi_type("state", dict(type_id=type_id, type_info=type_info), platform="cpu")
     handlers = _ffi.extension.cuda_handlers()
     for name in ("forward", "paged", "backward"):
