@@ -18,6 +18,7 @@ from jaxflash import _dense_mask, _nvrtc, _ranges, _split
 from jaxflash import _extension as extension
 from jaxflash._kernel_program import KernelGradients, KernelPredicate, KernelProgram
 from jaxflash._spec import AttentionSpec, Operands
+from jaxflash._tile import is_one
 
 # The names are part of exported programs: a changed contract gets a new number.
 FORWARD_TARGET = "jaxflash_forward_v7"
@@ -498,7 +499,7 @@ class BatchCall:
         axes = []
         for axis in range(rank):
             sizes = [x.shape[axis] for x in operands]
-            full = next((n for n in sizes if not _is_one(n)), 1)
+            full = next((n for n in sizes if not is_one(n)), 1)
             names = (part[axis] for part, n in zip(parts, sizes, strict=True) if n == full)
             axes.append((full, next(filter(None, names), None)))
         return axes
@@ -519,10 +520,6 @@ class BatchCall:
             types.append(_result_type(like, (math.prod(lead) * workspace,), jnp.uint8, [None]))
         found = jax.ffi.ffi_call(target, types)(*operands, **attributes)
         return tuple(found[: len(results)])
-
-
-def _is_one(size) -> bool:
-    return isinstance(size, int) and size == 1
 
 
 # cuda/problem.h: the arrays of MaskIntervals.
@@ -588,7 +585,7 @@ class EvaluatePredicate(BatchCall):
             own = _mesh_axes(x)[len(batch) + 1 :]
             of_heads = (p for p, axis in zip(own, axes, strict=True) if axis == "N")
             part = part or next(of_heads, None)
-        return [*batch, (heads, None if _is_one(heads) else part)]
+        return [*batch, (heads, None if is_one(heads) else part)]
 
     def call(self, *operands):
         row_blocks, key_blocks = _range_blocks(self.q_len), _range_blocks(self.kv_len)

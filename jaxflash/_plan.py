@@ -98,7 +98,7 @@ def shown(spec: AttentionSpec, sizes: Sizes, captures: Sequence[Any]) -> Shown:
 
     # What is wanted is its type: how large it is, and how it is split.
     of_row = visible(Block(jnp.int32(0), jnp.int32(0), 1))
-    lead = of_row.shape[:-2]
+    leading = of_row.shape[:-2]
     elements = math.prod(n for n in of_row.shape if isinstance(n, int))
 
     at_most = max(_BLOCK_ELEMENTS // elements // BLOCK, 1) * BLOCK
@@ -125,14 +125,14 @@ def shown(spec: AttentionSpec, sizes: Sizes, captures: Sequence[Any]) -> Shown:
         )
 
     def start(value, *shape):
-        return filled(value, of_row, (*lead, *shape), jnp.bool_)
+        return filled(value, of_row, (*leading, *shape), jnp.bool_)
 
     # One group more than there are, of the rows that follow a ragged block.
     groups = (start(True, q_blocks + 1, kv_blocks),) * 2
     found = start(False, q_len), start(False, kv_len), *groups
     found = loop(0, rows.count, of_rows, found)
     # Heads and batch axes alone.
-    row_sees, key_is_seen, *groups = (jnp.squeeze(x, len(lead) - 1) for x in found)
+    row_sees, key_is_seen, *groups = (jnp.squeeze(x, len(leading) - 1) for x in found)
     whole, empty = (x[..., :q_blocks, :] for x in groups)
     return _ranges.of_blocks(whole, empty, row_sees, key_is_seen, q_len=q_len, kv_len=kv_len)
 
