@@ -46,6 +46,7 @@ struct ProgramDescription {
   int32_t value_dim;
   float scale;
   MaskKind mask;
+  bool walks;            // calls are long enough for a kernel that walks, see Walked
   bool one_sided;        // the band limits one side of the diagonal only
   bool deterministic;    // backward: as in BackwardParams
   bool paged;            // keys and values lie in pages

@@ -188,8 +188,8 @@ Status expected_variant(const ScoreKernels& program, int arch, const CompiledVar
 Status compile_for(const ScoreKernels& program, const GpuTraits& gpu) {
   const CompiledVariant* variant = nullptr;
   Status status = expected_variant(program, gpu.arch, &variant);
-  ScoreKernels::Compiled compiled;
-  if (status.ok()) status = program.compile(*variant, gpu, &compiled);
+  ScoreKernels::Compiled compiled, walk;
+  if (status.ok()) status = program.compile_all(*variant, gpu, &compiled, &walk);
   if (!status.ok() || program.capture_gradients() == nullptr) return status;
   return program.capture_gradients()->compile(gpu, variant->gradients_beside);
 }
@@ -413,8 +413,11 @@ Status jaxflash_compile_program(const jaxflash::ProgramDescription* description,
     return status;
   }
   jaxflash::ScoreKernels::Compiled compiled;
-  Status status =
-      program.compile(*variant, {arch, shared_bytes, jaxflash::portable_arch_for(arch)}, &compiled);
+  if (description->walks && !program.has_walk(*variant)) {
+    return jaxflash::error_status("no kernel of this program walks");
+  }
+  Status status = program.compile(*variant, {arch, shared_bytes, jaxflash::portable_arch_for(arch)},
+                                  description->walks, &compiled);
   if (status.ok()) *report = compiled.kernel->report();
   return status;
 }

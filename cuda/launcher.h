@@ -30,11 +30,14 @@ struct ProgramKernel {
 };
 // Another tile costs more than these spills, measured at head size 64.
 inline constexpr int kHarmlessSpills = 64;
+// Beside them, of producers that walk over what a mask shows: they run ahead.
+inline constexpr int kHarmlessWalkSpills = 192;
 
 // What the choice of a tile for a score program depends on.
 struct ProgramTraits {
   bool unit_slope;
   bool ranges;        // the mask is one of ranges alone: segments, packed sequences
+  bool walks;         // for the kernel that walks, see Walked
   bool one_sided;     // its band limits one side only
   bool paged;         // keys and values lie in pages
   int shared_units;   // see ProgramDescription
@@ -47,11 +50,18 @@ struct ProgramTraits {
 inline constexpr int kMaxProgramTiles = 8;
 
 // A ProgramKernel, compiled and on the GPU.
-struct LoadedKernel {
+struct LoadedTile {
   int tile;
   const void* handle;  // for cudaLaunchKernelExC
-  const void* merge;   // likewise; nullptr: there is none
-  int start_capture;   // see ProgramDescription
+};
+
+// What a program's calls launch.
+struct LoadedKernel : LoadedTile {
+  const void* merge;  // nullptr: there is none
+  LoadedTile walk;  // for masks that are better walked over (Walked), without handle: there is none
+  int start_capture;  // see ProgramDescription
+
+  bool has_walk() const { return walk.handle != nullptr; }
 };
 
 // Gradients of captures that a backward kernel computes beside those of q, k and v: the others take
@@ -73,6 +83,7 @@ struct CompiledVariant {
   bool (*takes_sizes)(const Problem&);  // whether head sizes and scale are right; nullptr: any are
   // Score programs: the tiles to try, best first. Returns how many.
   int (*program_kernels)(const ProgramTraits&, ProgramKernel (&)[kMaxProgramTiles]);
+  bool walks;                        // score programs: whether the list has kernels that walk
   GradientsBeside gradients_beside;  // backward
 };
 

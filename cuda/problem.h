@@ -65,12 +65,27 @@ enum class MaskKind : int32_t {
 inline constexpr bool is_of_program(MaskKind kind) {
   return kind == MaskKind::kProgramRanges || kind == MaskKind::kProgramSegments;
 }
+inline constexpr bool has_ids(MaskKind kind) {
+  return kind == MaskKind::kSegments || kind == MaskKind::kProgramSegments;
+}
 
 // Rows (keys) whose intervals are summarised together.
 inline constexpr int kRangeBlock = 64;
 JAXFLASH_HOST_DEVICE inline int32_t blocks_of(int32_t length) {
   return (length + kRangeBlock - 1) / kRangeBlock;
 }
+// Words with a bit for each block of so many rows or keys.
+JAXFLASH_HOST_DEVICE inline int32_t block_words_of(int32_t length) {
+  return (blocks_of(length) + 31) / 32;
+}
+// Pairs of Ranges::hulls.
+inline constexpr int kHulls = 4;
+// Blocks of 64 rows and 64 keys that a sequence's rows see something of, and how many more there
+// are in their intervals less one gap each.
+struct WalkCounts {
+  int32_t visited;
+  int32_t left_out;
+};
 // Of all sequences: indices into their summaries stay within 32 bits.
 inline constexpr int64_t kMaxRangeBlocks = int64_t{1} << 30;
 
@@ -82,12 +97,20 @@ struct Ranges {
   const int32_t* rows_of_key;  // (prod B, S, 2)
   const int32_t* row_blocks;   // (prod B, ceil(T / kRangeBlock), 3, 2)
   const int32_t* key_blocks;   // (prod B, ceil(S / kRangeBlock), 3, 2)
-  // (prod B, 3, 2), hulls: of all rows' intervals; of the keys among them that a score program
-  // hides from all rows, and of rows from which it hides all.
+  // (prod B, kHulls, 2), hulls: of all rows' intervals; of the keys among them that a score program
+  // hides from all rows, and of rows from which it hides all. The last pair is WalkCounts.
   const int32_t* hulls;
+  // For kernels that walk, what a score program shows of blocks. Of each block of rows, for 32
+  // blocks of keys at a time, two words: a bit for each block of which some row sees some key, and
+  // for each that all of them see as a whole. (prod B or 1, ceil(T / kRangeBlock),
+  // block_words_of(S), 2), and likewise of keys.
+  const int32_t* row_visits;
+  const int32_t* key_visits;
+  bool shares_visits;     // those are of all sequences
   const int32_t* q_ids;   // (prod B, T), or nullptr: all see each other
   const int32_t* kv_ids;  // (prod B, S)
   bool of_program;        // is_of_program() of their kind
+  bool has_walk;          // a kernel that walks runs beside the other one, see takes_call()
 };
 
 struct Problem {
@@ -274,6 +297,9 @@ struct MaskIntervals {
   // keys.
   int32_t* keys_inside;
   int32_t* rows_inside;
+  // As in Ranges.
+  int32_t* row_visits;
+  int32_t* key_visits;
 };
 
 // What is made of dense masks.
@@ -357,11 +383,15 @@ struct RangeSummaryParams {
   // Of masks, as in MaskIntervals; or nullptr: they hide nothing.
   const int32_t* keys_inside;
   const int32_t* rows_inside;
+  const int32_t* row_visits;  // as in Ranges; or nullptr: no kernel walks
+  bool shares_visits;
   int32_t* row_blocks;  // as in Ranges
   int32_t* key_blocks;
   int32_t* hulls;
-  // Workspace, (count, blocks of rows, then of keys): a bit for each element without an interval.
+  // Workspace: (count, blocks of rows, then of keys), a bit for each element without an interval,
+  // and with visits (count, blocks of rows).
   uint64_t* hidden;
+  WalkCounts* walks;
 };
 
 // All of these for calls with segments alone: the summary is of the matches.

@@ -28,6 +28,7 @@ def compile_program(
     arch: int,
     shared_memory: int,
     mask: int = 0,
+    walks: bool = False,
     one_sided: bool = False,
     deterministic: bool = False,
     paged: bool = False,

@@ -54,8 +54,13 @@ _WORKSPACE_ROWS = 128
 _MASK_BLOCK_BYTES = 24
 # cuda/problem.h: bytes of SegmentBucket, two for each row and key.
 _SEGMENT_BYTES = 2 * 20
-# Of RangeSummaryParams::hidden, for each block.
+# Of RangeSummaryParams::hidden, for each block, and ::walks, for each of rows.
 _HIDDEN_BYTES = 8
+_WALK_BYTES = 8
+
+# Elements of a head's scores from which on a second kernel is worth its launch, which takes 2 to
+# 4 us: 1.6 % of a forward pass of 4 x 2048 queries, 16 heads of 128.
+_LEAST_WALK = 1 << 22
 
 # Axes of the arrays of ranges, in their order: t and s are the lengths.
 _RANGES = (
@@ -63,8 +68,11 @@ _RANGES = (
     ("s", "cpair"),
     ("crowblock", "csix"),
     ("ckeyblock", "csix"),
-    ("csix",),
+    ("ceight",),
 )
+# Those that follow of a mask that a score program knows, and of ids.
+_VISITS = (("crowblock", "ckeywords", "cpair"), ("ckeyblock", "crowwords", "cpair"))
+_IDS = (("t",), ("s",))
 
 
 def _register() -> None:
@@ -91,15 +99,28 @@ class MaskKind(NamedTuple):
 
     number: int = 0
     axes: tuple[tuple[str, ...], ...] = ()
+    walks: bool = False  # see `may_walk`; then there are visits
 
     @classmethod
     def of(cls, ranges: _ranges.Ranges | None, is_of_program: bool) -> MaskKind:
         """`is_of_program`: whether a score program hides something, which the ranges know."""
         if ranges is None:
             return cls()
-        has_ids = ranges.query_ids is not None
-        axes = (*_RANGES, ("t",), ("s",)) if has_ids else _RANGES
-        return cls(1 + has_ids + 2 * is_of_program, axes)
+        has_ids, walks = ranges.query_ids is not None, ranges.row_visits is not None
+        axes = _RANGES + (_VISITS if walks else ()) + (_IDS if has_ids else ())
+        return cls(1 + has_ids + 2 * is_of_program, axes, walks)
+
+    @property
+    def dense(self) -> tuple[bool, ...]:
+        """See `Pass`."""
+        return tuple(axes not in _VISITS for axes in self.axes)
+
+
+def may_walk(q_len, kv_len) -> bool:
+    """Whether calls of such lengths may have kernels that visit all that a score program shows and
+    nothing else, see Walked in cuda/common/walked_mask.cuh."""
+    is_known = isinstance(q_len, int) and isinstance(kv_len, int)
+    return not is_known or q_len * kv_len >= _LEAST_WALK
 
 
 class Lengths(tuple):
@@ -123,6 +144,7 @@ def _attributes(spec: AttentionSpec, lengths: Lengths, mask: MaskKind) -> dict:
         has_q_lengths=np.bool_(lengths[0]),
         has_kv_lengths=np.bool_(lengths[1]),
         mask=np.int64(mask.number),
+        walks=np.bool_(mask.walks),
     )
 
 
@@ -215,7 +237,7 @@ class Pass:
             self.dense = (
                 *dense,
                 *(False,) * (len(numbers) + len(program.capture_ranks)),
-                *(True,) * len(mask.axes),
+                *mask.dense,
             )
 
     def call(self, *operands):
@@ -256,6 +278,17 @@ class Pass:
             self.result(operands, query, rows, jnp.float32),
         )
 
+    def _with_visits(self, operands):
+        """Operands as the custom call has them: visits of all batch elements, or of each."""
+        if not self.mask.walks:
+            return operands
+        batch = self.full_batch(operands)
+        first = len(operands) - len(self.mask.axes)
+        return [
+            x if i < first or self.mask.dense[i - first] else _of_all_or_each(x, batch)
+            for i, x in enumerate(operands)
+        ]
+
     def _batch_axes(self, operands) -> list[tuple]:
         """(extent, mesh axes) of each batch axis, taken from an operand that does not broadcast."""
         batch_rank = operands[0].ndim - len(self.operand_axes[0])
@@ -292,7 +325,7 @@ class Forward(Pass):
             _result_type(query, (workspace,), jnp.uint8, [None]),
         )
         out, lse, _ = jax.ffi.ffi_call(target, results)(
-            *operands,
+            *self._with_visits(operands),
             problem=_attributes(self.spec, self.lengths, self.mask),
             **_program_attributes(self.program, query, value),
             shared_units=np.int64(shared_units or 0),
@@ -370,7 +403,7 @@ class Tangent(Pass):
     def call(self, *operands):
         query, _, value = operands[:3]
         return jax.ffi.ffi_call(TANGENT_TARGET, self.result_of_rows(operands, value))(
-            *operands,
+            *self._with_visits(operands),
             problem=_attributes(self.spec, self.lengths, self.mask),
             **_program_attributes(self.program, query, value),
         )
@@ -445,7 +478,7 @@ class Backward(Pass):
             *self._gradient_types(operands),
         )
         dq, dk, dv, _, *more = jax.ffi.ffi_call(BACKWARD_TARGET, results)(
-            *operands,
+            *self._with_visits(operands),
             problem=_attributes(self.spec, self.lengths, self.mask),
             **_program_attributes(self.program, query, value),
             start_capture=_start_capture(self.program),
@@ -523,12 +556,18 @@ class BatchCall:
 
 
 # cuda/problem.h: the arrays of MaskIntervals.
-_INTERVAL_AXES = (("row", "pair"), ("key", "pair"), ("rowblock", "four"), ("keyblock", "four"))
+_INTERVAL_AXES = (
+    ("row", "pair"),
+    ("key", "pair"),
+    ("rowblock", "four"),
+    ("keyblock", "four"),
+    ("rowblock", "keywords", "pair"),
+    ("keyblock", "rowwords", "pair"),
+)
 
 
 def _intervals(q_len, kv_len):
-    shapes = (q_len, 2), (kv_len, 2), (_range_blocks(q_len), 4), (_range_blocks(kv_len), 4)
-    return [(own, jnp.int32) for own in shapes]
+    return [(own, jnp.int32) for own in _ranges.shown_shapes(q_len, kv_len)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -629,23 +668,34 @@ class SummariseRanges(BatchCall):
 
     has_solid: bool
     has_inside: bool
-    result_axes = (("rowblock", "six"), ("keyblock", "six"), ("six",))
+    has_visits: bool
+    broadcasts = True
+    result_axes = (("rowblock", "six"), ("keyblock", "six"), ("eight",))
 
     @property
     def operand_axes(self):
         solid = (("row",), ("key",)) if self.has_solid else ()
         inside = (("rowblock", "four"), ("keyblock", "four")) if self.has_inside else ()
-        return (("row", "pair"), ("key", "pair"), *solid, *inside)
+        visits = (("rowblock", "keywords", "pair"),) if self.has_visits else ()
+        return (("row", "pair"), ("key", "pair"), *solid, *inside, *visits)
 
     def call(self, *operands):
         rows, keys = (x.shape[-2] for x in operands[:2])
+        lead = [n for n, _ in self.lead(operands)]
+        operands = [
+            _of_all_or_each(x, lead)
+            if self.has_visits and i == len(operands) - 1
+            else jnp.broadcast_to(x, (*lead, *x.shape[len(lead) :]))
+            for i, x in enumerate(operands)
+        ]
         return self._call(
             RANGE_SUMMARY_TARGET,
             operands,
             _summaries(rows, keys),
-            _hidden_bytes(rows, keys),
+            _summary_bytes(rows, keys),
             has_solid=np.bool_(self.has_solid),
             has_inside=np.bool_(self.has_inside),
+            has_visits=np.bool_(self.has_visits),
         )
 
 
@@ -663,18 +713,26 @@ class SegmentRanges(BatchCall):
             SEGMENT_RANGES_TARGET,
             operands,
             [((rows, 2), jnp.int32), ((keys, 2), jnp.int32), *_summaries(rows, keys)],
-            # Buckets, what is hidden, and a byte for whether an interval is solid.
-            (rows + keys) * (_SEGMENT_BYTES + 1) + _hidden_bytes(rows, keys),
+            # Buckets, what a summary takes, and a byte for whether an interval is solid.
+            (rows + keys) * (_SEGMENT_BYTES + 1) + _summary_bytes(rows, keys),
         )
 
 
+def _of_all_or_each(x, lead):
+    """An array that is the same for all leading indices as it is, others in full."""
+    if all(is_one(n) for n in x.shape[: len(lead)]):
+        return x
+    return jnp.broadcast_to(x, (*lead, *x.shape[len(lead) :]))
+
+
 def _summaries(rows, keys):
-    shapes = (_range_blocks(rows), 6), (_range_blocks(keys), 6), (6,)
+    shapes = (_range_blocks(rows), 6), (_range_blocks(keys), 6), (8,)
     return [(own, jnp.int32) for own in shapes]
 
 
-def _hidden_bytes(rows, keys):
-    return (_range_blocks(rows) + _range_blocks(keys)) * _HIDDEN_BYTES
+def _summary_bytes(rows, keys):
+    row_blocks, key_blocks = _range_blocks(rows), _range_blocks(keys)
+    return (row_blocks + key_blocks) * _HIDDEN_BYTES + row_blocks * _WALK_BYTES
 
 
 def _range_blocks(length):

@@ -169,7 +169,8 @@ def _read(operands: Operands, pass_: Pass) -> DenseMask | None:
 def _ranges_of(spec: AttentionSpec, operands: Operands, mask: DenseMask | None):
     shown = () if mask is None else (mask.shown,)
     steps = _ranges.Steps(_matched, _summarised, _of_segments)
-    return _ranges.of_call(spec, operands, *shown, steps=steps)
+    has_visits = _ffi.may_walk(operands.query.shape[-3], operands.key.shape[-3])
+    return _ranges.of_call(spec, operands, *shown, steps=steps, has_visits=has_visits)
 
 
 def _matched(query_ids, key_ids) -> _ranges.Intervals:
@@ -178,9 +179,11 @@ def _matched(query_ids, key_ids) -> _ranges.Intervals:
 
 def _summarised(intervals: _ranges.Intervals):
     kernel = _ffi.SummariseRanges(
-        has_solid=intervals.keys_solid is not None, has_inside=intervals.keys_inside is not None
+        has_solid=intervals.keys_solid is not None,
+        has_inside=intervals.keys_inside is not None,
+        has_visits=intervals.row_visits is not None,
     )
-    return _partition.over_batch(kernel)(*_given(*intervals))
+    return _partition.over_batch(kernel)(*_given(*intervals[:7]))
 
 
 def _of_segments(query_ids, key_ids) -> tuple[Any, ...]:

@@ -1,5 +1,5 @@
 """What the kernels can skip of a predicate: keys before the first and behind the last one that it
-shows some of 64 rows, a gap between them, rows likewise for 64 keys, and its evaluation where it
+shows some of 64 rows, blocks between them, rows likewise for 64 keys, and its evaluation where it
 shows everything. Found in one pass over it on the device.
 
 It is evaluated once for all batch elements and heads where it does not ask for them. On CUDA a
@@ -79,8 +79,7 @@ def types(spec: AttentionSpec, sizes: Sizes, captures: Sequence[Any]) -> list[An
     """Those of `Shown`."""
     assert spec.predicate is not None
     _, full = lead(spec.predicate, sizes, captures)
-    lengths = sizes.q_len, sizes.kv_len
-    own = *((n, 2) for n in lengths), *((-(-n // BLOCK), 4) for n in lengths)
+    own = _ranges.shown_shapes(sizes.q_len, sizes.kv_len)
     return [jax.ShapeDtypeStruct((*full, *shape), jnp.int32) for shape in own]
 
 

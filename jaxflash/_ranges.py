@@ -21,6 +21,7 @@ from jaxflash._spec import AttentionSpec, Operands
 
 # cuda/problem.h: kRangeBlock, kMaxLength.
 BLOCK = 64
+_WORD = 32  # bits
 _FAR = 1 << 30
 
 
@@ -35,6 +36,9 @@ class Intervals(NamedTuple):
     # Of masks that say so, see `Shown`: (*B, ceil(T / 64), 4) and (*B, ceil(S / 64), 4).
     keys_inside: Any = None
     rows_inside: Any = None
+    # Likewise, (*#B, ceil(T / 64), ceil(S / 2048), 2) and (*#B, ceil(S / 64), ceil(T / 2048), 2).
+    row_visits: Any = None
+    key_visits: Any = None
 
 
 class Steps(NamedTuple):
@@ -53,9 +57,12 @@ class Ranges(NamedTuple):
     rows_of_key: Any  # (*B, S, 2)
     row_blocks: Any  # (*B, ceil(T / 64), 6), of 64 rows: hull, what all of them see, a gap
     key_blocks: Any  # (*B, ceil(S / 64), 6), likewise of 64 keys
-    # (*B, 6), hulls: of all rows; of keys that a program hides from all rows, and of rows from
-    # which it hides all keys.
+    # (*B, 8), hulls: of all rows; of keys that a program hides from all rows, and of rows from
+    # which it hides all keys. The last pair: blocks of 64 rows and 64 keys of which rows see
+    # something, and how many more lie in the hulls of blocks of rows, outside of their gaps.
     hulls: Any
+    row_visits: Any = None  # as in Intervals
+    key_visits: Any = None
     query_ids: Any = None  # (*B, T); with ids, equal ones see each other
     key_ids: Any = None  # (*B, S)
 
@@ -65,14 +72,16 @@ def of_call(
     operands: Operands,
     *masks: Shown,
     steps: Steps | None = None,
+    has_visits: bool = True,
 ) -> Ranges | None:
     """Those of a call's segments or packed sequences, of what its predicate shows and what other
     masks do; or None. Where packed ones have positions, the band of the spec (causal, window) is
-    part of the intervals. `steps`: those of this module, or others that do the same."""
+    part of the intervals. `steps`: those of this module, or others that do the same. `has_visits`:
+    whether visits are wanted."""
     steps = Steps(matched, summarised, of_segments) if steps is None else steps
     if 0 in (*operands.query.shape, *operands.key.shape):
         return None  # nothing to see
-    shown = _of_batch(operands, _of_predicate(operands) + masks)
+    shown = _of_batch(operands, _of_predicate(operands) + masks, has_visits)
     ids = operands.query_segment_ids, operands.key_segment_ids
     if ids[0] is None:
         if shown is None:
@@ -82,13 +91,16 @@ def of_call(
         if ids[0].dtype != jnp.int32:
             ids = _over_batch(_as_ranks, operands)(*ids)
         if shown is None:
-            return Ranges(*steps.of_segments(*ids), *ids)
+            found = steps.of_segments(*ids)
+            return Ranges(*found, query_ids=ids[0], key_ids=ids[1])
         intervals = steps.matched(*ids)
         intervals = intervals._replace(
             keys_of_row=_met(intervals.keys_of_row, shown.keys_of_row),
             rows_of_key=_met(intervals.rows_of_key, shown.rows_of_key),
             keys_inside=shown.keys_inside,
             rows_inside=shown.rows_inside,
+            row_visits=shown.row_visits,
+            key_visits=shown.key_visits,
         )
     else:
         boundaries = operands.query_boundaries, operands.key_boundaries
@@ -99,7 +111,9 @@ def of_call(
             banded = functools.partial(_of_packed_band, spec)
             intervals = _over_batch(banded, operands)(*ids, *positions, *boundaries)
         ids = ()  # sequences are intervals
-    return Ranges(intervals.keys_of_row, intervals.rows_of_key, *steps.summarised(intervals), *ids)
+    visits = intervals.row_visits, intervals.key_visits
+    summaries = steps.summarised(intervals)
+    return Ranges(intervals.keys_of_row, intervals.rows_of_key, *summaries, *visits, *ids)
 
 
 def _over_batch(for_one: Callable[..., Any], operands: Operands) -> Callable[..., Any]:
@@ -115,13 +129,27 @@ class Shown(NamedTuple):
     rows_of_key: Any  # (*#B, #N, S, 2)
     keys_inside: Any  # (*#B, #N, ceil(T / 64), 4), of keys that all and none of 64 rows see
     rows_inside: Any  # (*#B, #N, ceil(S / 64), 4)
+    # Bits of 32 blocks of 64 keys at a time: of which some of 64 rows see something, and which all
+    # of them see as a whole, (*#B, #N, ceil(T / 64), ceil(S / 2048), 2); the lowest bit is the
+    # first block's.
+    row_visits: Any
+    key_visits: Any  # (*#B, #N, ceil(S / 64), ceil(T / 2048), 2), likewise of blocks of 64 rows
+
+
+def shown_shapes(q_len, kv_len) -> tuple[tuple[Any, ...], ...]:
+    """The own shapes of `Shown`."""
+    rows, keys = -(-q_len // BLOCK), -(-kv_len // BLOCK)
+    row_words, key_words = -(-rows // _WORD), -(-keys // _WORD)
+    lengths = (q_len, 2), (kv_len, 2)
+    return *lengths, (rows, 4), (keys, 4), (rows, key_words, 2), (keys, row_words, 2)
 
 
 def _of_predicate(operands: Operands) -> tuple[Shown, ...]:
     if operands.rows_hull is None:
         return ()
-    found = operands.rows_hull, operands.keys_hull, operands.rows_inside, operands.keys_inside
-    return (Shown(*found),)
+    hulls = operands.rows_hull, operands.keys_hull
+    inside = operands.rows_inside, operands.keys_inside
+    return (Shown(*hulls, *inside, operands.rows_visits, operands.keys_visits),)
 
 
 def of_dense_mask(operands: Operands) -> tuple[Shown, ...]:
@@ -204,9 +232,9 @@ def of_blocks(whole, empty, row_sees, key_is_seen, *, q_len, kv_len) -> Shown:
         q_len: number of rows.
         kv_len: number of keys.
     """
-    rows, keys_inside = _of_blocks(whole, empty, row_sees, q_len, kv_len)
-    keys, rows_inside = _of_blocks(whole.mT, empty.mT, key_is_seen, kv_len, q_len)
-    return Shown(rows, keys, keys_inside, rows_inside)
+    rows, keys_inside, row_visits = _of_blocks(whole, empty, row_sees, q_len, kv_len)
+    keys, rows_inside, key_visits = _of_blocks(whole.mT, empty.mT, key_is_seen, kv_len, q_len)
+    return Shown(rows, keys, keys_inside, rows_inside, row_visits, key_visits)
 
 
 def all_of_groups(x, axis: int, size: int):
@@ -229,7 +257,7 @@ def _in_groups(x, axis: int, size: int, padding: bool):
 
 
 def _of_blocks(whole, empty, sees, length, other_length):
-    """(hulls of what each row sees, what lies inside them for blocks of rows)."""
+    """(hulls of what each row sees, what lies inside them for blocks of rows, their visits)."""
     count, other_count = (-(-n // BLOCK) for n in (length, other_length))
     axis = whole.ndim - 1
     number = jax.lax.broadcasted_iota(jnp.int32, whole.shape, axis)
@@ -256,16 +284,37 @@ def _of_blocks(whole, empty, sees, length, other_length):
     gap = jnp.where(last < 0, 0, gap[0]), jnp.where(last < 0, _FAR, gap[1])
     inside = jnp.stack((*longest_run(whole), *gap), axis=-1)
     inside = jnp.broadcast_to(inside, (*inside.shape[:-2], count, 4))
-    return jnp.where(sees[..., None], hull, 0), inside
+
+    visits = jnp.stack((_words(~empty, other_count), _words(whole, other_count)), axis=-1)
+    visits = jnp.broadcast_to(visits, (*visits.shape[:-3], count, *visits.shape[-2:]))
+    return jnp.where(sees[..., None], hull, 0), inside, visits
 
 
-def _of_batch(operands: Operands, shown: tuple[Shown, ...]) -> Intervals | None:
+def _words(blocks, count):
+    """Bools of `count` blocks, or of one for all, as bits (..., words)."""
+    if blocks.shape[-1] != count:
+        words = jnp.where(blocks, np.int32(-1), np.int32(0))
+        return jnp.broadcast_to(words, (*blocks.shape[:-1], -(-count // _WORD)))
+    return _of_bits(_in_groups(blocks, -1, _WORD, False).astype(jnp.int32))
+
+
+def _of_bits(bits):
+    """Words of bits (..., 32), the lowest of which is the first."""
+    return jnp.sum(bits << _word_bits(bits.ndim), axis=-1, dtype=jnp.int32)
+
+
+def _word_bits(rank: int):
+    """The numbers of a word's bits, along the last axis."""
+    return np.arange(_WORD, dtype=np.int32).reshape(*(1,) * (rank - 1), _WORD)
+
+
+def _of_batch(operands: Operands, shown: tuple[Shown, ...], has_visits: bool) -> Intervals | None:
     """What all of some masks show, of all heads together, without that axis: since the kernels read
     ranges of every batch element."""
     if not shown:
         return None
     batch = operands.query.shape[:-3]
-    *hulls, keys_inside, rows_inside = zip(*shown, strict=True)
+    *hulls, keys_inside, rows_inside, row_visits, key_visits = zip(*shown, strict=True)
     hulls = [_joined(functools.reduce(_met, of), axis=-3) for of in hulls]
     insides = [
         _common_inside(functools.reduce(_met_inside, of), axis=-3)
@@ -274,7 +323,14 @@ def _of_batch(operands: Operands, shown: tuple[Shown, ...]) -> Intervals | None:
     keys, rows, keys_inside, rows_inside = (
         jnp.broadcast_to(x, (*batch, *x.shape[-2:])) for x in (*hulls, *insides)
     )
-    return Intervals(keys, rows, keys_inside=keys_inside, rows_inside=rows_inside)
+    intervals = Intervals(keys, rows, keys_inside=keys_inside, rows_inside=rows_inside)
+    if not has_visits:
+        return intervals
+    visits = (
+        _joined_visits(functools.reduce(jnp.bitwise_and, of), axis=-4)
+        for of in (row_visits, key_visits)
+    )
+    return intervals._replace(**dict(zip(("row_visits", "key_visits"), visits, strict=True)))
 
 
 def _met(intervals, others):
@@ -299,6 +355,16 @@ def _common_inside(inside, axis: int):
         return jnp.squeeze(inside, axis)
     begin, end = jnp.max(inside[..., ::2], axis=axis), jnp.min(inside[..., 1::2], axis=axis)
     return jnp.stack((begin, end), axis=-1).reshape(*begin.shape[:-1], 4)
+
+
+def _joined_visits(visits, axis: int):
+    """Of several heads the blocks that some of them visit, and those that all see as a whole."""
+    if visits.shape[axis] == 1:
+        return jnp.squeeze(visits, axis)
+    # Bit by bit: over devices that share the heads, words have maxima, but no unions.
+    bits = visits[..., None] >> _word_bits(visits.ndim + 1) & 1
+    some, whole = jnp.max(bits[..., 0, :], axis), jnp.min(bits[..., 1, :], axis)
+    return _of_bits(jnp.stack((some, whole), axis=-2))
 
 
 def _joined(intervals, axis: int):
@@ -438,18 +504,25 @@ def summarised(intervals: Intervals) -> tuple[Any, Any, Any]:
     solid = jnp.ones((), jnp.bool_)
 
     def for_one(intervals: Intervals):
-        keys, rows, keys_solid, rows_solid, keys_inside, rows_inside = intervals
+        keys, rows, keys_solid, rows_solid, keys_inside, rows_inside, row_visits, _ = intervals
         row_blocks = _blocks(keys, solid if keys_solid is None else keys_solid)
         key_blocks = _blocks(rows, solid if rows_solid is None else rows_solid)
         begin, end = jnp.min(row_blocks[:, 0]), jnp.max(row_blocks[:, 1])
         # Zeros that are split over an explicit mesh as `begin` is.
-        hidden = (begin * 0,) * 4
+        hidden, walk = (begin * 0,) * 4, (begin * 0,) * 2
         if keys_inside is not None:
             hidden = (*_hidden(rows, begin, end), *_hidden(keys))
-        hulls = jnp.stack((begin, end, *hidden))
+        if keys_inside is not None and row_visits is not None:
+            walk = _count_walk(row_blocks[:, :2], keys_inside[:, 2:], row_visits[..., 0])
+        hulls = jnp.stack((begin, end, *hidden, *walk))
         return _with_inside(row_blocks, keys_inside), _with_inside(key_blocks, rows_inside), hulls
 
-    for _ in range(intervals.keys_of_row.ndim - 2):
+    *batch, _, _ = intervals.keys_of_row.shape
+    if intervals.row_visits is not None:
+        own = intervals.row_visits.shape[len(batch) :]
+        visits = jnp.broadcast_to(intervals.row_visits, (*batch, *own))
+        intervals = intervals._replace(row_visits=visits, key_visits=None)
+    for _ in batch:
         for_one = jax.vmap(for_one)
     return for_one(intervals)
 
@@ -466,6 +539,20 @@ def _hidden(intervals, begin: Any = 0, end: Any = _FAR):
     is_hidden = (number >= begin) & (number < end) & (intervals[:, 0] >= intervals[:, 1])
     first = jnp.min(jnp.where(is_hidden, number, _FAR))
     return first, jnp.max(jnp.where(is_hidden, number + 1, 0))
+
+
+def _count_walk(hulls, gaps, visits):
+    """The last pair of `Ranges.hulls`, of blocks of rows."""
+    words = visits.shape[-1]
+    block = np.arange(words * _WORD, dtype=np.int32)[None]
+    shown = (visits[..., None] >> _word_bits(3) & 1 != 0).reshape(-1, words * _WORD)
+    is_inside = (hulls[:, :1] < (block + 1) * BLOCK) & (block * BLOCK < hulls[:, 1:])
+    in_gap = (gaps[:, :1] <= block * BLOCK) & ((block + 1) * BLOCK <= gaps[:, 1:])
+    visited = is_inside & shown
+    left_out = is_inside & ~shown & ~in_gap
+    # In float32: 2^31 blocks are few.
+    sums = (jnp.minimum(jnp.sum(x, dtype=jnp.float32), _FAR) for x in (visited, left_out))
+    return tuple(x.astype(jnp.int32) for x in sums)
 
 
 def _blocks(intervals, solid):

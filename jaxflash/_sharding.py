@@ -40,6 +40,8 @@ _TRAILING = {
     "keys_hull": "NS_",
     "rows_inside": "N__",
     "keys_inside": "N__",
+    "rows_visits": "N___",
+    "keys_visits": "N___",
     "query_positions": "T",
     "key_positions": "S",
 }

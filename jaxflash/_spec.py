@@ -73,7 +73,7 @@ class AttentionSpec:
 
 
 # Operands that `_plan` finds for all passes of a call, or the caller's plan has.
-PLANNED = ("rows_hull", "keys_hull", "rows_inside", "keys_inside")
+PLANNED = ("rows_hull", "keys_hull", "rows_inside", "keys_inside", "rows_visits", "keys_visits")
 
 
 class Operands(NamedTuple):
@@ -110,6 +110,10 @@ class Operands(NamedTuple):
     # (*#B, #N, ceil(T / 64), 4), of keys that it shows to all of 64 rows, and to none; and of rows
     rows_inside: Any = None
     keys_inside: Any = None  # (*#B, #N, ceil(S / 64), 4)
+    # (*#B, #N, ceil(T / 64), ceil(S / 2048), 2), bits of blocks of 64 keys: of which it shows some
+    # to 64 rows, and which it shows to all of them; and of blocks of rows
+    rows_visits: Any = None
+    keys_visits: Any = None  # (*#B, #N, ceil(S / 64), ceil(T / 2048), 2)
     first_element: Any = None  # () int32, number of the first batch element, of a part of a batch
     captures: tuple[Any, ...] = ()  # (*#B, *own shape) each
     mask_captures: tuple[Any, ...] = ()  # likewise, without a gradient

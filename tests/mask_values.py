@@ -183,6 +183,14 @@ _FUNCTIONS = (
         lambda i: (i.q // 16 + i.kv // 16) % 2 == 1,
     ),
     MaskValue(
+        "some-blocks",  # of 64 x 64, with many gaps between them
+        lambda batch, table: masks.function(
+            lambda b, h, q, kv, table: table[b, q // 64, kv // 64], table
+        ),
+        lambda i, table: table[i.b, i.q // 64, i.kv // 64],
+        lambda s, r: {"table": _some_blocks(s, r)},
+    ),
+    MaskValue(
         "first-and-last",  # with a gap between them
         lambda batch, last: masks.function(lambda b, h, q, kv, last: (kv < 3) | (kv >= last), last),
         lambda i, last: (i.kv < 3) | (i.kv >= last),
@@ -335,6 +343,15 @@ _COMBINED = (
         lambda arrays: (arrays["q_lens"], arrays["kv_lens"]),
     ),
 )
+
+
+def _some_blocks(sizes, rng):
+    blocks = rng.random((sizes.batch, -(-sizes.q_len // 64), -(-sizes.kv_len // 64))) < 0.3
+    blocks[:, 1::3] = False  # whole rows, and keys
+    blocks[:, 0], blocks[..., 0] = True, True
+    blocks[..., 4:6] = False
+    return blocks
+
 
 MASK_VALUES = {row.name: row for row in (*NATIVE, *_FUNCTIONS, *_COMBINED)}
 

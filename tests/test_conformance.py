@@ -10,6 +10,7 @@ import pytest
 import jaxflash
 from cases import CASES, AttentionCase, visibility
 from check import check_attention, check_tangents, on_gpu, split
+from jaxflash import _ffi
 
 
 def _name(case):
@@ -34,6 +35,13 @@ def test_xla(case):
 def test_default_of_nothing(case):
     """implementation=None: what the kernels are told is made on every platform."""
     check_attention(case, None)
+
+
+@pytest.fixture(autouse=True)
+def walks(request, monkeypatch):
+    """Rows of that name are for the kernels that walk, which longer calls have."""
+    if "walk-" in request.node.name:
+        monkeypatch.setattr(_ffi, "_LEAST_WALK", 1)
 
 
 @pytest.mark.gpu

@@ -26,6 +26,7 @@ def _problem(causal: bool, highest: bool) -> dict:
         scale=np.float32(_SCALE), left=np.int64(_UNLIMITED), bottom_right=np.bool_(False),
         right=np.int64(0 if causal else _UNLIMITED), highest_precision=np.bool_(highest),
         has_q_lengths=np.bool_(False), has_kv_lengths=np.bool_(False), mask=np.int64(0),
+        walks=np.bool_(False),
     )  # fmt: skip
 
 

@@ -352,6 +352,7 @@ _SPEC = dict(
     scale=np.float32(1), left=np.int64(1 << 30), right=np.int64(1 << 30),
     bottom_right=np.bool_(False), highest_precision=np.bool_(False),
     has_q_lengths=np.bool_(False), has_kv_lengths=np.bool_(False), mask=np.int64(0),
+    walks=np.bool_(False),
 )  # fmt: skip
 
 
@@ -418,7 +419,9 @@ def test_handler_refuses(arrays, options, word):
 # captures; what comes of them.
 _PREDICATE_OPERANDS = ((2, 1), (1, 3), (1, 1, 2, 2))
 _PREDICATE_BYTES = 6 * (2 * 3 + (2 + 3) * 8)
-_PREDICATE_RESULTS = ((2, 3, 70, 2), (2, 3, 130, 2), (2, 3, 2, 4), (2, 3, 3, 4))
+_PREDICATE_RESULTS = (
+    (2, 3, 70, 2), (2, 3, 130, 2), (2, 3, 2, 4), (2, 3, 3, 4), (2, 3, 2, 1, 2), (2, 3, 3, 1, 2),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -426,7 +429,8 @@ _PREDICATE_RESULTS = ((2, 3, 70, 2), (2, 3, 130, 2), (2, 3, 2, 4), (2, 3, 3, 4))
     [
         (0, (3, 1)), (0, (2,)), (0, (2, 1, 1)), (1, (1, 2)), (1, ()), (2, (1, 1, 2)),
         (2, (2, 3, 2, 2, 2)), (2, (1, 2, 2, 2)), (3, (2, 1, 70, 2)), (3, (70, 2)), (3, (2,)),
-        (4, (2, 3, 130)), (5, (2, 3, 1, 4)), (6, (2, 3, 3, 2)),
+        (4, (2, 3, 130)), (5, (2, 3, 1, 4)), (6, (2, 3, 3, 2)), (7, (2, 3, 3, 1, 2)),
+        (8, (2, 3, 3, 2)),
     ],
 )  # fmt: skip
 def test_predicates_are_checked(number, shape):

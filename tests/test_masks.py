@@ -510,6 +510,40 @@ def _check_inside(ranges, visible, is_longest: bool = False) -> None:
                 whole = [columns[i : i + 64].all() for i in range(0, columns.size, 64)]
                 lengths = [len(list(run)) if key else 0 for key, run in itertools.groupby(whole)]
                 assert max(end - begin, 0) == min(64 * max(lengths), columns.size - begin)
+    _check_visits(ranges, visible, is_longest)
+
+
+def _check_visits(ranges, visible, is_exact: bool) -> None:
+    """Blocks that kernels leave out are hidden, and those that they do not test are visible."""
+    if ranges.row_visits is None:
+        return  # segments alone
+    for visits, of_heads in ((ranges.row_visits, visible), (ranges.key_visits, visible.mT)):
+        for number, of_batch in enumerate(of_heads):
+            some, whole = _blocks_of(of_batch)
+            words = np.broadcast_to(visits, (len(of_heads), *visits.shape[1:]))
+            is_visited, is_whole = (_bits(x, some.shape[-1]) for x in np.moveaxis(words, -1, 0))
+            some, whole = some.any(0), whole.all(0)
+            assert (is_visited[number] >= some).all()
+            if ranges.query_ids is None:  # of which visits do not know
+                assert (is_whole[number] <= whole).all()
+            if is_exact:
+                np.testing.assert_array_equal(is_visited[number], some)
+                np.testing.assert_array_equal(is_whole[number], whole)
+
+
+def _blocks_of(visible):
+    """(whether something of a block of 64 x 64 is visible, whether all is), by the last axes."""
+    *lead, rows, keys = visible.shape
+    amounts = *((0, 0),) * len(lead), (0, -rows % 64), (0, -keys % 64)
+    shape = *lead, -(-rows // 64), 64, -(-keys // 64), 64
+    some = np.pad(visible, amounts).reshape(shape).any((-3, -1))
+    return some, np.pad(visible, amounts, constant_values=True).reshape(shape).all((-3, -1))
+
+
+def _bits(words, count: int):
+    """The lowest bits first, of words (..., n), as bools (..., count)."""
+    bits = np.asarray(words, np.uint32)[..., None] >> np.arange(32, dtype=np.uint32) & 1
+    return bits.reshape(*bits.shape[:-2], -1)[..., :count] != 0
 
 
 @_ON_PATHS
@@ -535,18 +569,28 @@ def test_whole_tiles(shape, path):
         _check_inside(ranges, visible)
 
 
-def _visited(intervals, others: int, size: int = 64) -> int:
-    """How many tiles a kernel visits: of each block of rows those of keys in the hull."""
+def _left_out(blocks, visits, others: int) -> int:
+    """Of 64 x 64, those between visited ones that no gap tells of."""
+    count = 0
+    bits = _bits(np.asarray(visits)[..., 0], -(-others // 64))
+    for of_rows, shown in zip(np.concatenate(blocks), np.concatenate(bits), strict=True):
+        begin, end, _, _, gap_begin, gap_end = of_rows
+        for i in range(begin // 64, -(-min(end, others) // 64) if begin < end else 0):
+            count += not shown[i] and not gap_begin <= 64 * i < 64 * (i + 1) <= gap_end
+    return count
+
+
+def _visited(blocks, visits, others: int) -> int:
+    """How many blocks of 64 x 64 a kernel visits: of each block of rows those in the hull."""
     tiles = 0
-    for blocks in np.asarray(intervals):
-        for begin, end, _, _, gap_begin, gap_end in blocks:
-            hull = range(begin // size, -(-min(end, others) // size))
-            gap = range(-(-gap_begin // size), gap_end // size)
-            tiles += len(set(hull) - set(gap)) if hull else 0
+    bits = _bits(np.asarray(visits)[..., 0], -(-others // 64))
+    for of_rows, shown in zip(np.concatenate(blocks), np.concatenate(bits), strict=True):
+        begin, end = of_rows[:2]
+        tiles += shown[begin // 64 : -(-min(end, others) // 64)].sum() if begin < end else 0
     return tiles
 
 
-# Of masks with one gap at most between what a block of rows sees: no empty tile is visited.
+# What a block of rows sees has one gap at most.
 _VISITS = {
     "prefix of 100": masks.causal() | masks.function(lambda b, h, q, kv: kv < 100),
     "window": masks.function(lambda b, h, q, kv: (q >= kv) & (q - kv < 130)),
@@ -560,18 +604,117 @@ _VISITS = {
 }
 
 
+_RANDOM_BLOCKS = np.random.default_rng(0).random((10, 10)) < 0.3
+_MANY_GAPS = {
+    "checkerboard": masks.function(lambda b, h, q, kv: (q // 128 + kv // 128) % 2 == 0),
+    "blocks far apart": masks.causal()
+    & masks.function(lambda b, h, q, kv: (q // 64 - kv // 64) % 3 == 0),
+    "random blocks": masks.dense(_RANDOM_BLOCKS.repeat(64, 0).repeat(64, 1)),
+}
+
+
 @_ON_PATHS
-@pytest.mark.parametrize("mask", _VISITS.values(), ids=_VISITS)
+@pytest.mark.parametrize(
+    "mask", [*_VISITS.values(), *_MANY_GAPS.values()], ids=[*_VISITS, *_MANY_GAPS]
+)
 def test_visited_tiles(mask, path):
+    """Kernels visit no empty tile."""
     length = 640
     visible = np.asarray(masks.as_array(mask, (1, length, length)))[0]
     spec, operands = _described(mask, path, shape=(1, 2, length, length))
     ranges = _ranges_of(spec, operands)
     tiles = visible.reshape(length // 64, 64, length // 64, 64).any((1, 3)).sum()
     assert tiles < 100 or tiles == 0
-    for blocks in (ranges.row_blocks, ranges.key_blocks):
-        assert _visited(blocks, length) == tiles
+    assert _visited(ranges.row_blocks, ranges.row_visits, length) == tiles
+    assert _visited(ranges.key_blocks, ranges.key_visits, length) == tiles
+    left_out = _left_out(ranges.row_blocks, ranges.row_visits, length)
+    np.testing.assert_array_equal(ranges.hulls[:, 6:], [[tiles, left_out]])
+    if any(mask is x for x in _VISITS.values()):
+        assert left_out == 0
     _check_inside(ranges, visible[None, None], is_longest=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_array", [False, True], ids=["function", "array"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_kernels_visit_no_empty_tile(head_dim, is_array):
+    """What is not a number reaches whoever works on its tile, with a weight of 0 too: here those
+    that see it, and nobody else."""
+    length, square = 4096, 512
+    mask = masks.function(lambda b, h, q, kv: (q // square + kv // square) % 2 == 0)
+    if is_array:
+        mask = masks.dense(masks.as_array(mask, (1, 1, length, length)))
+    rng = np.random.default_rng(0)
+    q, k, v, tv = (
+        jnp.asarray(rng.standard_normal((1, length, 2, head_dim)), jnp.bfloat16) for _ in range(4)
+    )
+    bad = slice(square + 150, square + 300)  # of the second square, within its tiles
+    expected = np.zeros(length, bool).reshape(-1, square)
+    expected[1::2] = True
+
+    def attend(q, k, v):
+        return jaxflash.dot_product_attention(q, k, v, mask=mask, implementation="cuda")
+
+    def reached(x):
+        return np.isnan(np.asarray(x, np.float32)).any((0, 2, 3)).reshape(-1, square)
+
+    assert not reached(attend(q, k, v)).any()
+    with jax.debug_nans(False):
+        np.testing.assert_array_equal(reached(attend(q, k, v.at[:, bad].set(jnp.nan))), expected)
+        # A block of that kernel works on up to 192 rows, for all of which its tiles are.
+        _, tangent = jax.jvp(attend, (q, k, v), (q, k, tv.at[:, bad].set(jnp.nan)))
+        inside = slice(192, square - 192)
+        np.testing.assert_array_equal(reached(tangent)[:, inside], expected[:, inside])
+
+
+@pytest.mark.gpu
+def test_vmap_of_kernels_that_walk(monkeypatch):
+    """Under vmap, what a mask shows may be that of some batch axes alone."""
+    monkeypatch.setattr(_ffi, "_LEAST_WALK", 1)
+    rng = np.random.default_rng(0)
+    blocks = rng.random((2, 1, 17, 17)) < 0.25
+    blocks[..., 0] = True
+    mask = masks.dense(jnp.asarray(blocks.repeat(64, -1).repeat(64, -2)))
+    q, k, v = (
+        jnp.asarray(rng.standard_normal((3, 2, 1088, 2, 64)), jnp.bfloat16) for _ in range(3)
+    )
+
+    def attend(q, k, v):
+        return jaxflash.dot_product_attention(q, k, v, mask=mask, implementation="cuda")
+
+    def gradient(q, k, v):
+        return jax.grad(lambda q: jnp.sum(attend(q, k, v).astype(jnp.float32) ** 2))(q)
+
+    for f in (attend, gradient):
+        expected = [f(*x) for x in zip(q, k, v, strict=True)]
+        np.testing.assert_allclose(
+            np.asarray(jax.vmap(f)(q, k, v), np.float32),
+            np.asarray(jnp.stack(expected), np.float32),
+            atol=2e-2,
+        )
+    # Other kernels, of which rows of several queries share keys.
+    np.testing.assert_allclose(
+        np.asarray(jax.vmap(attend, (0, None, None))(q, k[0], v[0]), np.float32)[0],
+        np.asarray(attend(q[0], k[0], v[0]), np.float32),
+        atol=2e-2,
+    )
+
+
+def test_who_walks():
+    """The second kernel is for long calls of masks that are read or evaluated."""
+    array = np.zeros((1, 1, 2048, 2048), bool)
+    for mask, length, expected in (
+        (masks.dense(array), 2048, True),
+        (masks.dense(array[..., :2047, :2047]), 2047, False),
+        (masks.causal(), 4096, False),
+        (masks.segments(np.zeros(2048, np.int32)), 2048, False),
+    ):
+        spec, operands = _described(mask, shape=(1, 2, length, length))
+        shown = _ranges.of_dense_mask(operands)
+        ranges = _ranges.of_call(spec, operands, *shown, has_visits=_ffi.may_walk(length, length))
+        kind = _ffi.MaskKind.of(ranges, operands.mask is not None)
+        assert kind.walks == expected, mask
+        assert len(kind.axes) == len(kind.dense)
 
 
 def test_intervals_to_any_end():
@@ -701,7 +844,7 @@ def test_hulls_of_several_parts():
     ranges = _ranges_of(spec, operands)
     visible = np.asarray(masks.as_array(mask, (1, 640, 640)))
     tiles = visible[0].reshape(10, 64, 10, 64).any((1, 3)).sum()
-    assert _visited(ranges.row_blocks, 640) == tiles
+    assert _visited(ranges.row_blocks, ranges.row_visits, 640) == tiles
 
 
 # ---- Plans ---------------------------------------------------------------------------------------
@@ -815,7 +958,9 @@ def test_unseen_rows_and_keys():
     seen = np.asarray(ranges.rows_of_key)[..., 0] < np.asarray(ranges.rows_of_key)[..., 1]
     np.testing.assert_array_equal(seen, keys[..., 0, 0])
     assert rows.any(2).all()
-    np.testing.assert_array_equal(ranges.hulls, np.tile([0, _S, 0, 10, 2**30, 0], (_B, 1)))
+    blocks = -(-_T // 64) * -(-_S // 64)
+    hulls = [0, _S, 0, 10, 2**30, 0, blocks, 0]
+    np.testing.assert_array_equal(ranges.hulls, np.tile(hulls, (_B, 1)))
 
 
 def _largest(function, *arguments) -> int:
@@ -1038,6 +1183,9 @@ def _random_ranges(lead, lengths, has_solid, has_inside):
             np.concatenate([_random_intervals(rng, lead, -(-n // 64), m) for _ in range(2)], -1)
             for n, m in (lengths, lengths[::-1])
         ]
+        shapes = _ranges.shown_shapes(*lengths)[-2:]
+        of_visits = (1,) if lead == (3,) else lead  # of all sequences, or of each
+        inside += [rng.integers(-(2**31), 2**31, (*of_visits, *x)).astype(np.int32) for x in shapes]
     return _ranges.Intervals(*hulls, *solid, *inside)
 
 
@@ -1156,8 +1304,39 @@ def test_ranges_are_made_where_they_lie(name):
         assert "s32[2,64,2]" in call
         if target == summary:
             assert "s32[2,1,6]" in call
-            assert "s32[2,6]" in call
+            assert "s32[2,8]" in call
     assert "all-gather" not in text
+
+
+@_needs_kernels
+@pytest.mark.parametrize(
+    ("lead", "spec"), [((4, 1), P("b")), ((1, 1), P()), ((1, _N), P(None, "h"))], ids=str
+)
+def test_visits_are_split(lead, spec):
+    """Of long calls; an array of all sequences is of all on each device, too."""
+    mesh, length = _mesh(), 2048
+
+    def zeros(shape, dtype, spec):
+        return jax.device_put(jnp.zeros(shape, dtype), NamedSharding(mesh, spec))
+
+    query = zeros((4, length, _N, 16), jnp.bfloat16, P("b", None, "h"))
+    array = zeros((*lead, length, length), jnp.bool_, spec)
+    attend = functools.partial(jaxflash.dot_product_attention, implementation="cuda")
+
+    def gradient(q, array):
+        return jax.grad(lambda q: jnp.sum(attend(q, q, q, mask=array)))(q)
+
+    text = jax.jit(gradient).trace(query, array).lower(lowering_platforms=("cuda",))
+    text = text.compile().as_text()
+    visits = f"s32[{2 if lead[0] == 4 else 1},32,1,2]"
+    for target in (_ffi.RANGE_SUMMARY_TARGET, _ffi.FORWARD_TARGET, _ffi.BACKWARD_TARGET):
+        calls = [x for x in text.splitlines() if f'"{target}"' in x]
+        assert calls
+        for call in calls:
+            _, operands = call.split("operand_layout_constraints=")
+            assert visits in operands, operands
+    # The bits of an array with heads of its own are; nothing of its plan is.
+    assert not re.search(r"= s32\S* all-gather", text)
 
 
 @_needs_kernels

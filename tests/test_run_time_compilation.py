@@ -74,6 +74,7 @@ def _program(
     arch: int,
     shared_memory: int,
     mask: int = 0,
+    walks: bool = False,
     one_sided: bool = False,
     deterministic: bool = False,
     paged: bool = False,
@@ -94,6 +95,7 @@ def _program(
             arch=arch,
             shared_memory=shared_memory,
             mask=mask,
+            walks=walks,
             one_sided=one_sided,
             deterministic=deterministic,
             paged=paged,
@@ -320,6 +322,38 @@ def test_masks_of_programs_on_hopper(name, head_dim, mask, pass_name):
     if (name, pass_name) == ("array and function", "backward"):
         bound = 192
     assert compiled.spilled <= bound, compiled
+
+
+# Producers that walk over tiles may spill, see kHarmlessWalkSpills: others seldom wait for them.
+@pytest.mark.parametrize(
+    ("pass_name", "deterministic"),
+    [("forward", False), ("backward", False), ("backward", True), ("tangent", False)],
+)
+@pytest.mark.parametrize(
+    ("name", "head_dim", "mask"),
+    [
+        *(("array", head_dim, 3) for head_dim in (64, 128, 256)),
+        ("function", 128, 3),
+        ("array and function", 64, 4),
+    ],
+)
+def test_masks_that_are_walked_over_on_hopper(name, head_dim, mask, pass_name, deterministic):
+    compiled = _program(
+        _masked(name, pass_name, head_dim), pass_name=pass_name, head_dim=head_dim, mask=mask,
+        walks=True, deterministic=deterministic, **_H200,
+    )  # fmt: skip
+    assert compiled.name.endswith(" walk"), compiled
+    assert not compiled.serialised, compiled
+    assert compiled.spilled <= 256, compiled
+
+
+def test_who_walks():
+    source = _masked("array", "forward", 64)
+    options = dict(pass_name="forward", head_dim=64, walks=True)
+    with pytest.raises(RuntimeError, match="no kernel of this program walks"):
+        _program(source, mask=1, **options, **_H200)
+    with pytest.raises(RuntimeError, match="no kernel of this program walks"):
+        _program(source, mask=3, **options, **_A100)
 
 
 _PREDICATES = {
@@ -1383,7 +1417,7 @@ _STAGES = """if True:
     problem = dict(
         scale=np.float32(1), left=np.int64(1), right=np.int64(1), bottom_right=np.bool_(False),
         highest_precision=np.bool_(False), has_q_lengths=np.bool_(False),
-        has_kv_lengths=np.bool_(False), mask=np.int64(0))
+        has_kv_lengths=np.bool_(False), mask=np.int64(0), walks=np.bool_(False))
 
     def instantiate(name, **attributes):
         attributes = dict(

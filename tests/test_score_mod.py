@@ -638,18 +638,22 @@ def _check_shown(shown, mask, q_len, kv_len):
     q_blocks, kv_blocks = (-(-n // 64) for n in (q_len, kv_len))
     lead = mask.shape[:2]
     assert [x.shape for x in shown] == [
-        (*lead, q_len, 2), (*lead, kv_len, 2), (*lead, q_blocks, 4), (*lead, kv_blocks, 4)
+        (*lead, q_len, 2), (*lead, kv_len, 2), (*lead, q_blocks, 4), (*lead, kv_blocks, 4),
+        (*lead, q_blocks, -(-kv_blocks // 32), 2), (*lead, kv_blocks, -(-q_blocks // 32), 2),
     ]  # fmt: skip
     full = np.broadcast_to(mask, (*lead, q_len, kv_len))
     for index in np.ndindex(lead):
-        sides = (full[index], shown[0][index], shown[2][index]), (
-            full[index].T, shown[1][index], shown[3][index],
+        sides = (full[index], *(x[index] for x in shown[::2])), (
+            full[index].T, *(x[index] for x in shown[1::2]),
         )  # fmt: skip
-        for of_side, hulls, inside in sides:
+        for of_side, hulls, inside, visits in sides:
             blocks = _blocks_of(of_side, 0)
             for number, block in enumerate(blocks):
                 seen = [part.any() for part in _blocks_of(block, 1)]
                 whole = [part.all() for part in _blocks_of(block, 1)]
+                for words, expected in zip(visits[number].T, (seen, whole), strict=True):
+                    bits = [int(words[i // 32]) >> i % 32 & 1 for i in range(len(expected))]
+                    assert bits == expected
                 first = seen.index(True) if any(seen) else 0
                 last = len(seen) - seen[::-1].index(True) if any(seen) else 0
                 hull = [64 * first, min(64 * last, of_side.shape[1])]

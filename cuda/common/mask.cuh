@@ -21,6 +21,19 @@ __device__ __forceinline__ void store_interval(int32_t* intervals, int64_t i, In
   reinterpret_cast<int2*>(intervals)[i] = make_int2(interval.begin, interval.end);
 }
 
+// The tiles of kSize elements that cover an interval.
+template <int kSize>
+__device__ __forceinline__ Interval covering_tiles(Interval elements) {
+  if (elements.end <= elements.begin) return {0, 0};
+  return {elements.begin / kSize, (elements.end + kSize - 1) / kSize};
+}
+
+// Those of 32 elements from `first` on that lie in an interval.
+__device__ __forceinline__ uint32_t bits_within(Interval interval, int first) {
+  const int begin = max(interval.begin - first, 0), end = min(interval.end - first, 32);
+  return begin < end ? ~0u << begin & ~0u >> (32 - end) : 0;
+}
+
 // What is left of an interval whose ends may lie in a gap.
 __device__ __forceinline__ Interval outside(Interval interval, Interval gap) {
   if (interval.begin >= gap.begin && interval.begin < gap.end) interval.begin = gap.end;
@@ -66,8 +79,11 @@ class BandMask {
   static constexpr bool kKnowsProgram = false;
   // Whether how much rows see is known to the device alone.
   static constexpr bool kVaries = false;
-  // Whether nobody may see what lies between two parts that are seen.
+  // Whether nobody may see what lies between two parts that are seen: the longest such gap is left
+  // out.
   static constexpr bool kHasGaps = false;
+  // Whether nobody may see what lies between any number of such parts, see Walked.
+  static constexpr bool kWalks = false;
   // Whether key tiles that work on a row tile need not be neighbours, see DqTurn.
   static constexpr bool kFindsTurns = false;
   using Hidden = NoneHidden;

@@ -108,6 +108,9 @@ __global__ void __launch_bounds__(kMaskIntervalsThreads)
   const int64_t begin =
       number * row_blocks * key_blocks + (of_rows ? int64_t{own_block} * key_blocks : own_block);
   const int step = of_rows ? 1 : key_blocks;
+  const int words = block_words_of(other_length);
+  auto* visits = reinterpret_cast<uint2*>(of_rows ? params.row_visits : params.key_visits);
+  visits += (number * blocks_of(length) + own) * words;
 
   uint32_t seeing[2] = {0, 0};
   Interval hull{others, 0}, whole{0, 0};
@@ -117,11 +120,20 @@ __global__ void __launch_bounds__(kMaskIntervalsThreads)
     if (first + lane < others) block = blocks.at(begin + int64_t{first + lane} * step);
     seeing[0] |= block.by[0];
     seeing[1] |= block.by[1];
-    for_each_run(__ballot_sync(~0u, (block.by[0] | block.by[1]) != 0), [&](int begin, int end) {
+    const uint32_t shown = __ballot_sync(~0u, (block.by[0] | block.by[1]) != 0);
+    const uint32_t all_shown = __ballot_sync(~0u, block.whole);
+    if (other_size == 1) {  // that of all words
+      for (int word = lane; word < words; word += 32) {
+        visits[word] = make_uint2(shown != 0 ? ~0u : 0, all_shown != 0 ? ~0u : 0);
+      }
+    } else if (lane == 0) {
+      visits[first / 32] = make_uint2(shown, all_shown);
+    }
+    for_each_run(shown, [&](int begin, int end) {
       if (hull.end > 0) gaps.offer({hull.end, first + begin});
       hull = {min(hull.begin, first + begin), first + end};
     });
-    for_each_run(__ballot_sync(~0u, block.whole), [&](int begin, int end) {
+    for_each_run(all_shown, [&](int begin, int end) {
       whole = {whole.end == first + begin ? whole.begin : first + begin, first + end};
       wholes.offer(whole);
     });

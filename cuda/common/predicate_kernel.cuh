@@ -10,12 +10,6 @@ namespace jaxflash {
 
 static_assert(kRangeBlock == 64, "bits of two words");
 
-// Those of 32 elements from `first` on that lie in an interval.
-__device__ __forceinline__ uint32_t bits_within(Interval interval, int first) {
-  const int begin = max(interval.begin - first, 0), end = min(interval.end - first, 32);
-  return begin < end ? ~0u << begin & ~0u >> (32 - end) : 0;
-}
-
 // A lane's keys, each with the rows of the band.
 template <class Program>
 class PredicateKeys {

@@ -81,7 +81,7 @@ class ProgramKernelList {
     kernel.tile = number;
     kernel.header = header;
     kernel.shared_bytes = shared_bytes;
-    kernel.harmless_spills = kHarmlessSpills;
+    kernel.harmless_spills = kHarmlessSpills + (traits_.walks ? kHarmlessWalkSpills : 0);
     const TypeName tile = type_name<Tile>();
     std::snprintf(kernel.tile_name, sizeof(kernel.tile_name), "%.*s", tile.length, tile.begin);
     std::snprintf(kernel.name, sizeof(kernel.name), format, parts...);

@@ -19,6 +19,7 @@ class RangeMask {
   static constexpr bool kKnowsProgram = kOfProgram;
   static constexpr bool kVaries = true;
   static constexpr bool kHasGaps = kOfProgram;
+  static constexpr bool kWalks = false;
   static constexpr bool kFindsTurns = false;
   using Hidden = Conditional<kOfProgram, HiddenElements, NoneHidden>;
 
@@ -73,13 +74,13 @@ class RangeMask {
     }
   }
   __device__ __forceinline__ Interval seen_keys() const {
-    return both(band_.seen_keys(), one(ranges().hulls, 3, 0));
+    return both(band_.seen_keys(), one(ranges().hulls, kHulls, 0));
   }
   __device__ __forceinline__ Interval hull_of_hidden_keys() const {
-    return kOfProgram ? one(ranges().hulls, 3, 1) : Interval{0, 0};
+    return kOfProgram ? one(ranges().hulls, kHulls, 1) : Interval{0, 0};
   }
   __device__ __forceinline__ Interval hull_of_hidden_rows() const {
-    return kOfProgram ? one(ranges().hulls, 3, 2) : Interval{0, 0};
+    return kOfProgram ? one(ranges().hulls, kHulls, 2) : Interval{0, 0};
   }
   __device__ __forceinline__ Hidden hidden_keys(Interval hull) const {
     return hidden(hull, ranges().rows_of_key, problem_->kv_len);
@@ -104,6 +105,11 @@ class RangeMask {
       return q_id == __ldg(ranges().kv_ids + element(problem_->kv_len, key));
     }
   }
+
+ protected:
+  __device__ __forceinline__ const BandMask& band() const { return band_; }
+  __device__ __forceinline__ const Problem& problem() const { return *problem_; }
+  __device__ __forceinline__ int batch() const { return batch_; }
 
  private:
   __device__ __forceinline__ const Ranges& ranges() const { return problem_->ranges; }

@@ -58,6 +58,44 @@ struct RangeBlock {
   }
 };
 
+// What a block of rows visits, for a whole warp.
+class RowWalk {
+ public:
+  RowWalk() = default;
+  // Loads early what is needed late.
+  __device__ __forceinline__ RowWalk(const RangeSummaryParams& params, int64_t number, int own)
+      : words_(block_words_of(params.keys)) {
+    const int64_t at = number * blocks_of(params.rows) + own;
+    visits_ = reinterpret_cast<const uint2*>(params.row_visits);
+    visits_ += (params.shares_visits ? own : at) * words_;
+    gap_ = interval_at(params.keys_inside, 2 * at + 1);
+    const int word = threadIdx.x % 32;
+    shown_ = word < words_ ? visits_[word].x : 0;
+  }
+
+  // `hull`: of the keys that the rows see.
+  __device__ __forceinline__ WalkCounts count(Interval hull) const {
+    const Interval seen = covering_tiles<kRangeBlock>(hull);
+    const Interval gap = {(gap_.begin + kRangeBlock - 1) / kRangeBlock, gap_.end / kRangeBlock};
+    WalkCounts counts{0, 0};
+    uint32_t all_shown = shown_;
+    for (int word = threadIdx.x % 32; word < words_; word += 32) {
+      if (word >= 32) all_shown = visits_[word].x;
+      const uint32_t inside = bits_within(seen, 32 * word);
+      const uint32_t shown = all_shown & inside;
+      counts.visited += __popc(shown);
+      counts.left_out += __popc(inside & ~shown & ~bits_within(gap, 32 * word));
+    }
+    return {__reduce_add_sync(~0u, counts.visited), __reduce_add_sync(~0u, counts.left_out)};
+  }
+
+ private:
+  int words_;
+  const uint2* visits_;
+  Interval gap_;
+  uint32_t shown_;  // in the lane's first word
+};
+
 // A warp for each block of rows or keys.
 __global__ void __launch_bounds__(kRangeSummaryThreads)
     range_blocks_kernel(const __grid_constant__ RangeSummaryParams params) {
@@ -71,6 +109,8 @@ __global__ void __launch_bounds__(kRangeSummaryThreads)
   const int size = of_rows ? params.rows : params.keys;
   const int32_t* intervals = of_rows ? params.keys_of_row : params.rows_of_key;
   const uint8_t* solid = of_rows ? params.keys_solid : params.rows_solid;
+  const bool counts_walk = of_rows && params.row_visits != nullptr;
+  const RowWalk walk = counts_walk ? RowWalk(params, number, own) : RowWalk{};
   RangeBlock block;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -81,50 +121,73 @@ __global__ void __launch_bounds__(kRangeSummaryThreads)
                solid == nullptr || (exists && solid[at] != 0));
   }
   block.reduce();
+  WalkCounts counts{0, 0};
+  if (counts_walk) counts = walk.count(block.hull);
   if (threadIdx.x % 32 != 0) return;
   block.store(params, number, of_rows, own);
   params.hidden[work] = block.hidden;
+  if (counts_walk) params.walks[number * row_blocks + own] = counts;
 }
 
 // One thread: those of a sequence.
 __device__ __forceinline__ void store_hulls(const RangeSummaryParams& params, int64_t number,
                                             Interval seen, Interval hidden_keys,
-                                            Interval hidden_rows) {
-  store_interval(params.hulls, 3 * number, seen);
-  store_interval(params.hulls, 3 * number + 1, hidden_keys);
-  store_interval(params.hulls, 3 * number + 2, hidden_rows);
+                                            Interval hidden_rows, WalkCounts walk) {
+  store_interval(params.hulls, kHulls * number, seen);
+  store_interval(params.hulls, kHulls * number + 1, hidden_keys);
+  store_interval(params.hulls, kHulls * number + 2, hidden_rows);
+  store_interval(params.hulls, kHulls * number + 3, {walk.visited, walk.left_out});
 }
 
-// Over a block of threads: every thread gets the result.
-template <class Reduce>
-__device__ __forceinline__ int reduced(int value, const Reduce& reduce) {
-  __shared__ int of_warps[kRangeSummaryThreads / 32];
-  value = reduce(value);
-  __syncthreads();  // the numbers of the time before have been read
-  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = value;
-  __syncthreads();
-  return reduce(of_warps[threadIdx.x % (kRangeSummaryThreads / 32)]);
+// What is found of a sequence's rows.
+struct SequenceSummary {
+  Interval seen;    // the hull of all keys
+  Interval hidden;  // the hull of rows that see nothing
+  int64_t visited;  // see WalkCounts
+  int64_t left_out;
+};
+
+__device__ __forceinline__ Interval joined(Interval a, Interval b) {
+  return {min(a.begin, b.begin), max(a.end, b.end)};
 }
-__device__ __forceinline__ Interval joined(Interval interval) {
-  const int begin = reduced(interval.begin, [](int x) { return __reduce_min_sync(~0u, x); });
-  const int end = reduced(interval.end, [](int x) { return __reduce_max_sync(~0u, x); });
-  return {begin, end};
+__device__ __forceinline__ SequenceSummary joined(const SequenceSummary& a,
+                                                  const SequenceSummary& b) {
+  return {joined(a.seen, b.seen), joined(a.hidden, b.hidden), a.visited + b.visited,
+          a.left_out + b.left_out};
 }
 
-// The hull of the hidden elements among `part`, of those of some blocks.
-__device__ __forceinline__ Interval hull_of_hidden(const uint64_t* hidden, int blocks,
-                                                   Interval part) {
-  Interval hull = {kMaxLength, 0};
-  for (int block = threadIdx.x; block < blocks; block += kRangeSummaryThreads) {
-    const int first = block * kRangeBlock;
-    const int begin = max(part.begin - first, 0), end = min(part.end - first, kRangeBlock);
-    if (begin >= end) continue;
-    const uint64_t bits = hidden[block] & ~uint64_t{0} << begin & ~uint64_t{0} >> (64 - end);
-    if (bits == 0) continue;
-    hull.begin = min(hull.begin, first + __ffsll(static_cast<long long>(bits)) - 1);
-    hull.end = max(hull.end, first + 64 - __clzll(static_cast<long long>(bits)));
+// The same of all threads of a block, to each of them; once for a type.
+template <class Found>
+__device__ __forceinline__ Found joined_over_block(Found found) {
+  constexpr int kWarps = kRangeSummaryThreads / 32;
+  constexpr int kWords = sizeof(Found) / sizeof(int);
+  __shared__ Found of_warps[kWarps];
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) {
+    int words[kWords];
+    memcpy(words, &found, sizeof(Found));
+    for (int& word : words) word = __shfl_xor_sync(~0u, word, distance);
+    Found other;
+    memcpy(&other, words, sizeof(Found));
+    found = joined(found, other);
   }
-  return joined(hull);
+  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = found;
+  __syncthreads();
+  found = of_warps[0];
+#pragma unroll
+  for (int warp = 1; warp < kWarps; ++warp) found = joined(found, of_warps[warp]);
+  return found;
+}
+
+// The hull of hidden elements of a block of them among `part`.
+__device__ __forceinline__ Interval hull_of_hidden(uint64_t hidden, int block, Interval part) {
+  const int first = block * kRangeBlock;
+  const int begin = max(part.begin - first, 0), end = min(part.end - first, kRangeBlock);
+  if (begin >= end) return {kMaxLength, 0};
+  const uint64_t bits = hidden & ~uint64_t{0} << begin & ~uint64_t{0} >> (64 - end);
+  if (bits == 0) return {kMaxLength, 0};
+  return {first + __ffsll(static_cast<long long>(bits)) - 1,
+          first + 64 - __clzll(static_cast<long long>(bits))};
 }
 
 // A block for each sequence.
@@ -132,19 +195,38 @@ __global__ void __launch_bounds__(kRangeSummaryThreads)
     range_hulls_kernel(const __grid_constant__ RangeSummaryParams params) {
   const int64_t number = blockIdx.x;
   const int row_blocks = blocks_of(params.rows), key_blocks = blocks_of(params.keys);
-  Interval hull = {kMaxLength, 0};
+  const bool of_mask = params.keys_inside != nullptr;
+  const uint64_t* hidden = params.hidden + number * (row_blocks + key_blocks);
+  SequenceSummary found{{kMaxLength, 0}, {kMaxLength, 0}, 0, 0};
   for (int block = threadIdx.x; block < row_blocks; block += kRangeSummaryThreads) {
-    const Interval own = interval_at(params.row_blocks, 3 * (number * row_blocks + block));
-    hull = {min(hull.begin, own.begin), max(hull.end, own.end)};
+    const int64_t at = number * row_blocks + block;
+    SequenceSummary own{interval_at(params.row_blocks, 3 * at), {kMaxLength, 0}, 0, 0};
+    if (of_mask) {
+      own.hidden = hull_of_hidden(hidden[block], block, {0, params.rows});
+    }
+    if (params.row_visits != nullptr) {
+      const WalkCounts walk = params.walks[at];
+      own.visited = walk.visited;
+      own.left_out = walk.left_out;
+    }
+    found = joined(found, own);
   }
-  hull = joined(hull);
-  Interval keys = {0, 0}, rows = {0, 0};
-  if (params.keys_inside != nullptr) {
-    const uint64_t* hidden = params.hidden + number * (row_blocks + key_blocks);
-    keys = hull_of_hidden(hidden + row_blocks, key_blocks, hull);
-    rows = hull_of_hidden(hidden, row_blocks, {0, params.rows});
+  found = joined_over_block(found);
+  Interval keys{0, 0}, rows{0, 0};
+  if (of_mask) {
+    keys = {kMaxLength, 0};
+    for (int block = threadIdx.x; block < key_blocks; block += kRangeSummaryThreads) {
+      keys = joined(keys, hull_of_hidden(hidden[row_blocks + block], block, found.seen));
+    }
+    keys = joined_over_block(keys);
+    rows = found.hidden;
   }
-  if (threadIdx.x == 0) store_hulls(params, number, hull, keys, rows);
+  if (threadIdx.x != 0) return;
+  const auto clamped = [](int64_t count) {
+    return static_cast<int32_t>(min(count, int64_t{kMaxLength}));
+  };
+  store_hulls(params, number, found.seen, keys, rows,
+              {clamped(found.visited), clamped(found.left_out)});
 }
 
 }  // namespace jaxflash

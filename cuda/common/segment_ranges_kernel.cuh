@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(kSegmentRangesThreads)
   }
   cluster.sync();  // nobody asks this block any more
   if (of_rows && cluster.rank == 0 && threadIdx.x == 0) {
-    store_hulls(params.summary, number, hull, {0, 0}, {0, 0});
+    store_hulls(params.summary, number, hull, {0, 0}, {0, 0}, {0, 0});
   }
 }
 

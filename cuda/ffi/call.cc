@@ -207,60 +207,58 @@ Tensor pool_tensor(ffi::AnyBuffer pages) {
 
 namespace {
 
-// Arrays of Ranges.
-size_t number_of_ranges(MaskKind mask) {
-  switch (mask) {
-    case MaskKind::kBand:
-      return 0;
-    case MaskKind::kRanges:
-    case MaskKind::kProgramRanges:
-      return 5;
-    case MaskKind::kSegments:
-    case MaskKind::kProgramSegments:
-      return 7;
-  }
-  return 0;
-}
-
-// Fills them in from the operands, of which they are the last. All have full batch axes.
-ffi::Error take_ranges(MaskKind mask, int64_t batch, ffi::RemainingArgs optional,
+// Fills in the ranges from the operands, of which they are the last. All have full batch axes, but
+// for visits that all sequences share.
+ffi::Error take_ranges(RangeArrays present, int64_t batch, ffi::RemainingArgs optional,
                        Problem* problem) {
-  const size_t count = number_of_ranges(mask);
+  const size_t count = present.count();
   if (count == 0) return ffi::Error::Success();
   const int64_t row_blocks = blocks_of(problem->q_len), key_blocks = blocks_of(problem->kv_len);
   if (batch * std::max(row_blocks, key_blocks) > kMaxRangeBlocks) {
     return invalid("ranges are limited to 2^30 blocks of 64 positions");
   }
   Ranges& ranges = problem->ranges;
-  const struct {
+  struct Array {
     const int32_t** data;
     int64_t size;
-  } arrays[7] = {{&ranges.keys_of_row, int64_t{2} * problem->q_len},
-                 {&ranges.rows_of_key, int64_t{2} * problem->kv_len},
-                 {&ranges.row_blocks, 6 * row_blocks},
-                 {&ranges.key_blocks, 6 * key_blocks},
-                 {&ranges.hulls, 6},
-                 {&ranges.q_ids, problem->q_len},
-                 {&ranges.kv_ids, problem->kv_len}};
+    bool is_visits = false;
+  };
+  std::vector<Array> arrays = {{&ranges.keys_of_row, int64_t{2} * problem->q_len},
+                               {&ranges.rows_of_key, int64_t{2} * problem->kv_len},
+                               {&ranges.row_blocks, 6 * row_blocks},
+                               {&ranges.key_blocks, 6 * key_blocks},
+                               {&ranges.hulls, 2 * kHulls}};
+  if (present.visits) {
+    arrays.push_back({&ranges.row_visits, 2 * row_blocks * block_words_of(problem->kv_len), true});
+    arrays.push_back({&ranges.key_visits, 2 * key_blocks * block_words_of(problem->q_len), true});
+    const auto of_rows = optional.get<ffi::AnyBuffer>(optional.size() - count + 5);
+    ranges.shares_visits =
+        of_rows && static_cast<int64_t>(of_rows->element_count()) == arrays[5].size;
+  }
+  if (has_ids(present.mask)) {
+    arrays.push_back({&ranges.q_ids, problem->q_len});
+    arrays.push_back({&ranges.kv_ids, problem->kv_len});
+  }
   if (optional.size() < count) return invalid("ranges are missing");
   for (size_t i = 0; i < count; ++i) {
     auto buffer = optional.get<ffi::Buffer<ffi::S32>>(optional.size() - count + i);
+    const int64_t sequences = arrays[i].is_visits && ranges.shares_visits ? 1 : batch;
     if (!buffer.has_value() ||
-        static_cast<int64_t>(buffer->element_count()) != batch * arrays[i].size) {
+        static_cast<int64_t>(buffer->element_count()) != sequences * arrays[i].size) {
       return invalid("ranges must be int32, of the sizes of the call");
     }
     *arrays[i].data = buffer->typed_data();
   }
-  ranges.of_program = is_of_program(mask);
+  ranges.of_program = is_of_program(present.mask);
   return ffi::Error::Success();
 }
 
 }  // namespace
 
-ffi::Error ProgramOperands::take(const ProgramAttributes& program, MaskKind mask, Shape full,
+ffi::Error ProgramOperands::take(const ProgramAttributes& program, RangeArrays ranges, Shape full,
                                  ffi::RemainingArgs optional, size_t first, Problem* problem) {
   if (program.source.empty()) {
-    if (mask != MaskKind::kBand) return invalid("ranges need a score program");
+    if (ranges.count() > 0) return invalid("ranges need a score program");
     return ffi::Error::Success();
   }
   if (program.head_dim != problem->head_dim || program.value_dim != problem->value_dim ||
@@ -273,7 +271,7 @@ ffi::Error ProgramOperands::take(const ProgramAttributes& program, MaskKind mask
   }
   const size_t batch_rank = full.batch_rank();
   // A program that does not ask for numbers may come without them.
-  const size_t captured = program.capture_ranks.size() + number_of_ranges(mask);
+  const size_t captured = program.capture_ranks.size() + ranges.count();
   if (optional.size() == first + 2 + captured) {
     auto numbers = optional.get<ffi::Buffer<ffi::S32>>(first);
     auto heads = optional.get<ffi::Buffer<ffi::S32>>(first + 1);
@@ -295,7 +293,7 @@ ffi::Error ProgramOperands::take(const ProgramAttributes& program, MaskKind mask
       error.failure()) {
     return error;
   }
-  return take_ranges(mask, batch_count(full), optional, problem);
+  return take_ranges(ranges, batch_count(full), optional, problem);
 }
 
 ffi::Error ProgramOperands::take_captures(ffi::Span<const int64_t> ranks, Shape full,

@@ -22,6 +22,7 @@ struct Attributes {
   bool has_q_lengths;  // the optional operands follow in this order
   bool has_kv_lengths;
   int64_t mask;  // MaskKind
+  bool walks;    // see ProgramDescription: there are Ranges::row_visits
 };
 
 // What both passes are told of the score program, attributes of their own.
@@ -57,6 +58,21 @@ int32_t clamp_side(int64_t side);
 
 std::optional<MaskKind> mask_of(int64_t kind);
 
+// Which arrays of Ranges a call has.
+struct RangeArrays {
+  MaskKind mask;
+  bool visits;
+
+  RangeArrays() : mask(MaskKind::kBand), visits(false) {}
+  // Whose mask is one.
+  explicit RangeArrays(const Attributes& attributes)
+      : mask(static_cast<MaskKind>(attributes.mask)),
+        visits(is_of_program(mask) && attributes.walks) {}
+  size_t count() const {
+    return mask == MaskKind::kBand ? 0 : size_t{5} + 2 * visits + 2 * has_ids(mask);
+  }
+};
+
 void set_sizes(int64_t q_len, int64_t kv_len, int64_t q_heads, int64_t kv_heads, int64_t head_dim,
                int64_t value_dim, Problem* problem);
 
@@ -77,7 +93,7 @@ Tensor pool_tensor(ffi::AnyBuffer pages);
 class ProgramOperands {
  public:
   // Reads the shapes, and fills in the ranges that follow.
-  ffi::Error take(const ProgramAttributes& program, MaskKind mask, Shape full,
+  ffi::Error take(const ProgramAttributes& program, RangeArrays ranges, Shape full,
                   ffi::RemainingArgs optional, size_t first, Problem* problem);
 
   // Captured arrays alone, of these ranks beside the batch axes.
@@ -127,11 +143,9 @@ class CaptureGradientResults {
 
 }  // namespace jaxflash
 
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jaxflash::Attributes, xla::ffi::StructMember<float>("scale"),
-                                      xla::ffi::StructMember<int64_t>("left"),
-                                      xla::ffi::StructMember<int64_t>("right"),
-                                      xla::ffi::StructMember<bool>("bottom_right"),
-                                      xla::ffi::StructMember<bool>("highest_precision"),
-                                      xla::ffi::StructMember<bool>("has_q_lengths"),
-                                      xla::ffi::StructMember<bool>("has_kv_lengths"),
-                                      xla::ffi::StructMember<int64_t>("mask"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
+    jaxflash::Attributes, xla::ffi::StructMember<float>("scale"),
+    xla::ffi::StructMember<int64_t>("left"), xla::ffi::StructMember<int64_t>("right"),
+    xla::ffi::StructMember<bool>("bottom_right"), xla::ffi::StructMember<bool>("highest_precision"),
+    xla::ffi::StructMember<bool>("has_q_lengths"), xla::ffi::StructMember<bool>("has_kv_lengths"),
+    xla::ffi::StructMember<int64_t>("mask"), xla::ffi::StructMember<bool>("walks"));

@@ -66,6 +66,7 @@ ffi::ErrorOr<std::unique_ptr<ProgramState>> instantiate(Pass pass, const Attribu
   const std::optional<MaskKind> mask = mask_of(attributes.mask);
   if (!mask) return ffi::Unexpected(invalid("unknown kind of mask"));
   description.mask = *mask;
+  description.walks = attributes.walks;
   description.one_sided = (attributes.left >= kUnlimited) != (attributes.right >= kUnlimited);
   description.deterministic = access.deterministic;
   description.paged = access.paged;
@@ -167,9 +168,9 @@ ffi::Error forward(CUstream_st* stream, ProgramState* state, Attributes attribut
   }
   const Shape q_shape{q.dimensions()}, k_shape{k.dimensions()}, v_shape{v.dimensions()};
   ProgramOperands program;
-  const auto mask = static_cast<MaskKind>(attributes.mask);
+  const RangeArrays ranges(attributes);
   if (ffi::Error error = program.take(
-          {source, unit_slope, head_dim, value_dim, dtype, capture_ranks}, mask, full, optional,
+          {source, unit_slope, head_dim, value_dim, dtype, capture_ranks}, ranges, full, optional,
           attributes.has_q_lengths + attributes.has_kv_lengths, &params.problem);
       error.failure()) {
     return error;
@@ -223,7 +224,7 @@ ffi::Error paged(CUstream_st* stream, ProgramState* state, Attributes attributes
   ProgramOperands program;
   if (ffi::Error error =
           program.take({source, unit_slope, head_dim, value_dim, dtype, capture_ranks},
-                       MaskKind::kBand, full, optional, attributes.has_kv_lengths, &params.problem);
+                       RangeArrays{}, full, optional, attributes.has_kv_lengths, &params.problem);
       error.failure()) {
     return error;
   }
@@ -284,9 +285,9 @@ ffi::Error backward(CUstream_st* stream, ProgramState* state, Attributes attribu
   const ProgramAttributes program_attributes = {source,    unit_slope, head_dim,
                                                 value_dim, dtype,      capture_ranks};
   ProgramOperands program;
-  const auto mask = static_cast<MaskKind>(attributes.mask);
-  if (ffi::Error error = program.take(program_attributes, mask, full, optional, lengths + has_dlse,
-                                      &params.problem);
+  const RangeArrays ranges(attributes);
+  if (ffi::Error error = program.take(program_attributes, ranges, full, optional,
+                                      lengths + has_dlse, &params.problem);
       error.failure()) {
     return error;
   }
@@ -364,9 +365,9 @@ ffi::Error tangent(CUstream_st* stream, ProgramState* state, Attributes attribut
     return invalid("lse and its tangent must have the shape of out without its last axis");
   }
   ProgramOperands program;
-  const auto mask = static_cast<MaskKind>(attributes.mask);
+  const RangeArrays ranges(attributes);
   if (ffi::Error error = program.take(
-          {source, unit_slope, head_dim, value_dim, dtype, capture_ranks}, mask, full, optional,
+          {source, unit_slope, head_dim, value_dim, dtype, capture_ranks}, ranges, full, optional,
           attributes.has_q_lengths + attributes.has_kv_lengths, &params.problem);
       error.failure()) {
     return error;

@@ -20,11 +20,21 @@ using IntervalArray = ffi::Result<ffi::Buffer<ffi::S32>>;
 // Whether a mask of so many rows or keys is one of a call: it may have one for all.
 bool fits(int64_t size, int64_t length) { return size == length || size == 1; }
 
+// See MaskIntervals.
+struct IntervalArrays {
+  IntervalArray keys_of_row;
+  IntervalArray rows_of_key;
+  IntervalArray keys_inside;
+  IntervalArray rows_inside;
+  IntervalArray row_visits;
+  IntervalArray key_visits;
+};
+
 // What both make of masks (*B, rows, keys): intervals of a call's rows and keys.
-ffi::Error set_intervals(const Lead& lead, int64_t rows, int64_t keys, IntervalArray keys_of_row,
-                         IntervalArray rows_of_key, IntervalArray keys_inside,
-                         IntervalArray rows_inside, MaskIntervals* intervals) {
-  const auto row_dims = keys_of_row->dimensions(), key_dims = rows_of_key->dimensions();
+ffi::Error set_intervals(const Lead& lead, int64_t rows, int64_t keys, IntervalArrays arrays,
+                         MaskIntervals* intervals) {
+  const auto row_dims = arrays.keys_of_row->dimensions();
+  const auto key_dims = arrays.rows_of_key->dimensions();
   if (row_dims.size() < 2 || key_dims.size() < 2) return invalid("intervals are pairs");
   const int64_t q_len = row_dims[row_dims.size() - 2], kv_len = key_dims[key_dims.size() - 2];
   if (std::max(q_len, kv_len) > kMaxLength) {
@@ -33,22 +43,27 @@ ffi::Error set_intervals(const Lead& lead, int64_t rows, int64_t keys, IntervalA
   if (!fits(rows, q_len) || !fits(keys, kv_len)) {
     return invalid("a mask has the rows and keys of the call, or one for all");
   }
-  const int64_t row_blocks = blocks_of(static_cast<int32_t>(q_len));
-  const int64_t key_blocks = blocks_of(static_cast<int32_t>(kv_len));
-  if (!lead.has_shape(row_dims, {q_len, 2}) || !lead.has_shape(key_dims, {kv_len, 2}) ||
-      !lead.has_shape(keys_inside->dimensions(), {row_blocks, 4}) ||
-      !lead.has_shape(rows_inside->dimensions(), {key_blocks, 4})) {
-    return invalid("the intervals of a mask have its leading axes");
-  }
   intervals->count = lead.count();
   intervals->rows = static_cast<int32_t>(rows);
   intervals->keys = static_cast<int32_t>(keys);
   intervals->q_len = static_cast<int32_t>(q_len);
   intervals->kv_len = static_cast<int32_t>(kv_len);
-  intervals->keys_of_row = keys_of_row->typed_data();
-  intervals->rows_of_key = rows_of_key->typed_data();
-  intervals->keys_inside = keys_inside->typed_data();
-  intervals->rows_inside = rows_inside->typed_data();
+  const int64_t row_blocks = blocks_of(intervals->q_len), key_blocks = blocks_of(intervals->kv_len);
+  const int64_t row_words = block_words_of(intervals->q_len);
+  const int64_t key_words = block_words_of(intervals->kv_len);
+  if (!lead.has_shape(row_dims, {q_len, 2}) || !lead.has_shape(key_dims, {kv_len, 2}) ||
+      !lead.has_shape(arrays.keys_inside->dimensions(), {row_blocks, 4}) ||
+      !lead.has_shape(arrays.rows_inside->dimensions(), {key_blocks, 4}) ||
+      !lead.has_shape(arrays.row_visits->dimensions(), {row_blocks, key_words, 2}) ||
+      !lead.has_shape(arrays.key_visits->dimensions(), {key_blocks, row_words, 2})) {
+    return invalid("the intervals of a mask have its leading axes");
+  }
+  intervals->keys_of_row = arrays.keys_of_row->typed_data();
+  intervals->rows_of_key = arrays.rows_of_key->typed_data();
+  intervals->keys_inside = arrays.keys_inside->typed_data();
+  intervals->rows_inside = arrays.rows_inside->typed_data();
+  intervals->row_visits = arrays.row_visits->typed_data();
+  intervals->key_visits = arrays.key_visits->typed_data();
   return ffi::Error::Success();
 }
 
@@ -59,15 +74,16 @@ int64_t number_of_blocks(const MaskIntervals& params) {
 ffi::Error dense_mask(CUstream_st* stream, bool packs_keys, ffi::Buffer<ffi::PRED> mask,
                       ffi::Result<ffi::Buffer<ffi::U32>> words, IntervalArray keys_of_row,
                       IntervalArray rows_of_key, IntervalArray keys_inside,
-                      IntervalArray rows_inside, ffi::Result<ffi::Buffer<ffi::U8>> workspace) {
+                      IntervalArray rows_inside, IntervalArray row_visits, IntervalArray key_visits,
+                      ffi::Result<ffi::Buffer<ffi::U8>> workspace) {
   const auto dims = mask.dimensions();
   if (dims.size() < 2) return invalid("a mask has axes of rows and keys");
   const int64_t rows = dims[dims.size() - 2], keys = dims[dims.size() - 1];
   const Lead lead(dims, 2);
   DenseMaskParams params = {};
-  if (auto error = set_intervals(lead, rows, keys, keys_of_row, rows_of_key, keys_inside,
-                                 rows_inside, &params);
-      error.failure()) {
+  const IntervalArrays intervals = {keys_of_row, rows_of_key, keys_inside,
+                                    rows_inside, row_visits,  key_visits};
+  if (auto error = set_intervals(lead, rows, keys, intervals, &params); error.failure()) {
     return error;
   }
   const std::vector<int64_t> packed = packs_keys ? std::vector<int64_t>{(keys + 127) / 128, rows, 4}
@@ -119,15 +135,17 @@ ffi::Error predicate(CUstream_st* stream, PredicateState* state, std::string_vie
                      ffi::Span<const int64_t> capture_ranks, ffi::Buffer<ffi::S32> batch_numbers,
                      ffi::Buffer<ffi::S32> head_numbers, ffi::RemainingArgs captures,
                      IntervalArray keys_of_row, IntervalArray rows_of_key,
-                     IntervalArray keys_inside, IntervalArray rows_inside,
-                     ffi::Result<ffi::Buffer<ffi::U8>> workspace) {
+                     IntervalArray keys_inside, IntervalArray rows_inside, IntervalArray row_visits,
+                     IntervalArray key_visits, ffi::Result<ffi::Buffer<ffi::U8>> workspace) {
   const auto row_dims = keys_of_row->dimensions(), key_dims = rows_of_key->dimensions();
   if (row_dims.size() < 2 || key_dims.size() < 2) return invalid("intervals are pairs");
   const Lead lead(row_dims, 2);
   const size_t rank = row_dims.size() - 2;
   PredicateParams params = {};
-  if (auto error = set_intervals(lead, row_dims[rank], key_dims[key_dims.size() - 2], keys_of_row,
-                                 rows_of_key, keys_inside, rows_inside, &params);
+  const IntervalArrays intervals = {keys_of_row, rows_of_key, keys_inside,
+                                    rows_inside, row_visits,  key_visits};
+  if (auto error =
+          set_intervals(lead, row_dims[rank], key_dims[key_dims.size() - 2], intervals, &params);
       error.failure()) {
     return error;
   }
@@ -196,6 +214,8 @@ XLA_FFI_DEFINE_HANDLER(kDenseMask, dense_mask,
                            .Ret<ffi::Buffer<ffi::S32>>()
                            .Ret<ffi::Buffer<ffi::S32>>()
                            .Ret<ffi::Buffer<ffi::S32>>()
+                           .Ret<ffi::Buffer<ffi::S32>>()
+                           .Ret<ffi::Buffer<ffi::S32>>()
                            .Ret<ffi::Buffer<ffi::U8>>(),
                        {ffi::Traits::kCmdBufferCompatible});
 
@@ -214,6 +234,8 @@ XLA_FFI_DEFINE_HANDLER(kPredicate, predicate,
                            .Arg<ffi::Buffer<ffi::S32>>()  // of heads, likewise
                            .RemainingArgs()               // captures (*B, ...), likewise
                            .Ret<ffi::Buffer<ffi::S32>>()  // see MaskIntervals
+                           .Ret<ffi::Buffer<ffi::S32>>()
+                           .Ret<ffi::Buffer<ffi::S32>>()
                            .Ret<ffi::Buffer<ffi::S32>>()
                            .Ret<ffi::Buffer<ffi::S32>>()
                            .Ret<ffi::Buffer<ffi::S32>>()

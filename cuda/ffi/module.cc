@@ -199,7 +199,7 @@ void define_compiler(nb::module_& m) {
       "compile_program",
       [](const std::string& pass, const std::string& source, bool unit_slope,
          const std::string& dtype, bool highest_precision, int32_t head_dim, int32_t value_dim,
-         float scale, int32_t arch, int32_t shared_memory, int64_t mask, bool one_sided,
+         float scale, int32_t arch, int32_t shared_memory, int64_t mask, bool walks, bool one_sided,
          bool deterministic, bool paged, int32_t shared_units, const std::vector<int64_t>& sizes,
          int32_t start_capture) {
         const auto math = math_of(dtype, highest_precision);
@@ -217,6 +217,7 @@ void define_compiler(nb::module_& m) {
         description.value_dim = value_dim;
         description.scale = scale;
         description.mask = *kind;
+        description.walks = walks;
         description.one_sided = one_sided;
         description.deterministic = deterministic;
         description.paged = paged;
@@ -235,11 +236,13 @@ void define_compiler(nb::module_& m) {
       nb::kw_only(), nb::arg("pass_name"), nb::arg("source"), nb::arg("unit_slope"),
       nb::arg("dtype"), nb::arg("highest_precision"), nb::arg("head_dim"), nb::arg("value_dim"),
       nb::arg("scale"), nb::arg("arch"), nb::arg("shared_memory"), nb::arg("mask") = 0,
-      nb::arg("one_sided") = false, nb::arg("deterministic") = false, nb::arg("paged") = false,
-      nb::arg("shared_units") = 0, nb::arg("sizes") = std::vector<int64_t>(),
-      nb::arg("start_capture") = -1,
+      nb::arg("walks") = false, nb::arg("one_sided") = false, nb::arg("deterministic") = false,
+      nb::arg("paged") = false, nb::arg("shared_units") = 0,
+      nb::arg("sizes") = std::vector<int64_t>(), nb::arg("start_capture") = -1,
       "Compiles a score program as for a GPU of compute capability `arch` / 10 whose blocks may "
-      "have that many bytes of shared memory; needs no GPU. Returns a row of kernel_reports().");
+      "have that many bytes of shared memory; needs no GPU. Returns a row of kernel_reports(), "
+      "with "
+      "`walks` that of the kernel that walks.");
   m.def(
       "compile_kernel",
       [](const std::string& source, const std::string& kernel, const std::string& architecture) {

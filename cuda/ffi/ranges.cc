@@ -76,9 +76,17 @@ ffi::Error segment_matches(CUstream_st* stream, ffi::Buffer<ffi::S32> q_ids,
   return to_error(jaxflash_segment_matches(&params, stream));
 }
 
-size_t hidden_bytes(const RangeSummaryParams& params) {
-  const int64_t blocks = blocks_of(params.rows) + int64_t{blocks_of(params.keys)};
-  return params.count * blocks * sizeof(uint64_t);
+size_t summary_bytes(const RangeSummaryParams& params) {
+  const int64_t rows = blocks_of(params.rows), keys = blocks_of(params.keys);
+  return params.count * ((rows + keys) * sizeof(uint64_t) + rows * sizeof(WalkCounts));
+}
+
+// What a summary finds on its way; returns what lies behind it.
+uint8_t* take_summary(uint8_t* workspace, RangeSummaryParams* params) {
+  const int64_t blocks = blocks_of(params->rows) + int64_t{blocks_of(params->keys)};
+  params->hidden = reinterpret_cast<uint64_t*>(workspace);
+  params->walks = reinterpret_cast<WalkCounts*>(params->hidden + params->count * blocks);
+  return workspace + summary_bytes(*params);
 }
 
 // The results of a summary whose sizes are known.
@@ -87,7 +95,7 @@ ffi::Error describe_summary(const Lead& lead, ffi::Buffer<ffi::S32> row_blocks,
                             RangeSummaryParams* params) {
   if (!lead.has_shape(row_blocks.dimensions(), {blocks_of(params->rows), 6}) ||
       !lead.has_shape(key_blocks.dimensions(), {blocks_of(params->keys), 6}) ||
-      !lead.has_shape(hulls.dimensions(), {6})) {
+      !lead.has_shape(hulls.dimensions(), {2 * kHulls})) {
     return invalid("summaries have the leading axes of the intervals");
   }
   params->row_blocks = row_blocks.typed_data();
@@ -96,7 +104,7 @@ ffi::Error describe_summary(const Lead& lead, ffi::Buffer<ffi::S32> row_blocks,
   return ffi::Error::Success();
 }
 
-ffi::Error range_summary(CUstream_st* stream, bool has_solid, bool has_inside,
+ffi::Error range_summary(CUstream_st* stream, bool has_solid, bool has_inside, bool has_visits,
                          ffi::Buffer<ffi::S32> keys_of_row, ffi::Buffer<ffi::S32> rows_of_key,
                          ffi::RemainingArgs optional, ffi::Result<ffi::Buffer<ffi::S32>> row_blocks,
                          ffi::Result<ffi::Buffer<ffi::S32>> key_blocks,
@@ -109,7 +117,7 @@ ffi::Error range_summary(CUstream_st* stream, bool has_solid, bool has_inside,
   const int64_t of_rows = blocks_of(static_cast<int32_t>(rows));
   const int64_t of_keys = blocks_of(static_cast<int32_t>(keys));
   const Lead lead(row_dims, 2);
-  if (optional.size() != size_t{2} * has_solid + size_t{2} * has_inside ||
+  if (optional.size() != size_t{2} * has_solid + size_t{2} * has_inside + has_visits ||
       !lead.has_shape(key_dims, {keys, 2})) {
     return invalid("intervals of rows and keys have the same leading axes");
   }
@@ -133,12 +141,22 @@ ffi::Error range_summary(CUstream_st* stream, bool has_solid, bool has_inside,
     params.keys_inside = of_row->typed_data();
     params.rows_inside = of_key->typed_data();
   }
+  if (has_visits) {
+    const auto visits = optional.get<ffi::Buffer<ffi::S32>>(optional.size() - 1);
+    const int64_t of_one = of_rows * block_words_of(params.keys) * 2;
+    const int64_t size = visits ? static_cast<int64_t>(visits->element_count()) : 0;
+    if (!has_inside || !visits || (size != of_one && size != params.count * of_one)) {
+      return invalid("visits are two words for 32 blocks of keys and each of rows");
+    }
+    params.row_visits = visits->typed_data();
+    params.shares_visits = size == of_one;
+  }
   if (auto error = describe_summary(lead, *row_blocks, *key_blocks, *hulls, &params);
       error.failure()) {
     return error;
   }
-  params.hidden = reinterpret_cast<uint64_t*>(workspace->untyped_data());
-  if (workspace->size_bytes() < hidden_bytes(params)) {
+  take_summary(static_cast<uint8_t*>(workspace->untyped_data()), &params);
+  if (workspace->size_bytes() < summary_bytes(params)) {
     return invalid("the workspace of a summary is too small");
   }
   return to_error(jaxflash_range_summary(&params, stream));
@@ -168,9 +186,9 @@ ffi::Error segment_ranges(
   }
   // In this order they are all aligned.
   auto* const bytes = static_cast<uint8_t*>(workspace->untyped_data());
-  summary.hidden = reinterpret_cast<uint64_t*>(bytes);
-  matches.buckets = reinterpret_cast<SegmentBucket*>(bytes + hidden_bytes(summary));
-  matches.keys_solid = bytes + hidden_bytes(summary) + bucket_bytes(matches);
+  uint8_t* const behind_summary = take_summary(bytes, &summary);
+  matches.buckets = reinterpret_cast<SegmentBucket*>(behind_summary);
+  matches.keys_solid = behind_summary + bucket_bytes(matches);
   matches.rows_solid = matches.keys_solid + matches.count * matches.rows;
   summary.keys_solid = matches.keys_solid;
   summary.rows_solid = matches.rows_solid;
@@ -198,6 +216,7 @@ XLA_FFI_DEFINE_HANDLER(kRangeSummary, range_summary,
                            .Ctx<ffi::PlatformStream<CUstream_st*>>()
                            .Attr<bool>("has_solid")
                            .Attr<bool>("has_inside")
+                           .Attr<bool>("has_visits")
                            .Arg<ffi::Buffer<ffi::S32>>()  // see RangeSummaryParams
                            .Arg<ffi::Buffer<ffi::S32>>()
                            .RemainingArgs()

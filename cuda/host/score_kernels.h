@@ -30,8 +30,14 @@ struct ScoreKernels {
     std::shared_ptr<RuntimeKernel> kernel;
     std::shared_ptr<RuntimeKernel> merge;  // of its parts; nullptr: there are none
   };
-  // On the best of the variant's tiles, see choose_tile().
-  Status compile(const CompiledVariant& variant, const GpuTraits& gpu, Compiled* compiled) const;
+  // Whether a kernel that walks runs beside the other one.
+  bool has_walk(const CompiledVariant& variant) const;
+  // On the best of the variant's tiles, see choose_tile(). `walks`: the kernel that does.
+  Status compile(const CompiledVariant& variant, const GpuTraits& gpu, bool walks,
+                 Compiled* compiled) const;
+  // Both; without one that walks, `walk` has no kernel.
+  Status compile_all(const CompiledVariant& variant, const GpuTraits& gpu, Compiled* compiled,
+                     Compiled* walk) const;
 
   // The same on the device, which must be the current one. `ask` is called where that is new.
   template <class AskGpu>
@@ -63,6 +69,7 @@ struct ScoreKernels {
   std::string source_;
   bool unit_slope_;
   MaskKind mask_;
+  bool walks_;
   bool one_sided_;
   bool deterministic_;
   bool paged_;

@@ -200,10 +200,12 @@ Status launch_backward(Kernel<BackwardArgs> kernel, const BackwardParams& params
 }
 
 // All three kernels; the main one's shared memory has been allowed. `start_capture` is for tiles
-// that load what products start from.
-template <Math kMath, class Tile>
+// that load what products start from. `launch_walk(workspace)` launches what has to be launched
+// before the main kernel.
+template <Math kMath, class Tile, class LaunchWalk>
 Status launch_backward_kernels(Kernel<BackwardArgs> kernel, const BackwardParams& params,
-                               cudaStream_t stream, int start_capture = -1) {
+                               cudaStream_t stream, int start_capture,
+                               const LaunchWalk& launch_walk) {
   const Problem& problem = params.problem;
   if constexpr (!BackwardTraits<Tile, kMath>::kPaired) {
     Status status = clear_stored(problem, params.stored, stream);
@@ -219,6 +221,7 @@ Status launch_backward_kernels(Kernel<BackwardArgs> kernel, const BackwardParams
 
   Status status =
       cuda_status(launch_delta<kMath>(params, cleared, stream), "launching the delta kernel");
+  if (status.ok() && problem.kv_len > 0) status = launch_walk(workspace);
   if (status.ok() && problem.kv_len > 0) {
     status = launch_backward<kMath, Tile>(kernel, params, workspace, direct ? &dq : nullptr,
                                           start_capture, stream);
@@ -259,7 +262,8 @@ Status backward_with(const BackwardParams& params, cudaStream_t stream) {
   if (Status status = allow_shared_memory<Traits>(kernel.handle, Traits::kSharedBytes);
       !status.ok())
     return status;
-  return detail::launch_backward_kernels<kMath, Tile>(kernel, params, stream);
+  return detail::launch_backward_kernels<kMath, Tile>(
+      kernel, params, stream, -1, [](const BackwardWorkspace&) { return Status{}; });
 }
 
 // kHeadDim and kValueDim: a row of tile_config.h at least as large as the problem's head sizes.
@@ -295,7 +299,7 @@ int backward_program_kernels(const ProgramTraits& program,
                        name.length, name.begin);
     // Beside a mask the warp that loads rows and starts spills 84 bytes, consumers none. Forward
     // and gradient with a bias and a mask array take 4.31 ms so, 5.21 with the next tile.
-    if (Tile::kLoadsStarts && Tile::kRows == 64 && kernel != nullptr) kernel->harmless_spills = 128;
+    if (Tile::kLoadsStarts && Tile::kRows == 64 && kernel != nullptr) kernel->harmless_spills += 64;
   });
   return list.count();
 }
@@ -303,11 +307,21 @@ int backward_program_kernels(const ProgramTraits& program,
 template <Math kMath, int kHeadDim, int kValueDim = kHeadDim>
 Status backward_program(const BackwardParams& params, const LoadedKernel& kernel,
                         cudaStream_t stream) {
-  return use_tile(typename BackwardProgramTiles<kHeadDim, kValueDim>::Tiles{}, kernel.tile,
-                  [&](auto tile) {
-                    return detail::launch_backward_kernels<kMath, decltype(tile)>(
-                        Kernel<BackwardArgs>(kernel.handle), params, stream, kernel.start_capture);
-                  });
+  const typename BackwardProgramTiles<kHeadDim, kValueDim>::Tiles tiles;
+  BackwardParams own = params;
+  own.problem.ranges.has_walk = kernel.has_walk();
+  const auto launch_walk = [&](const BackwardWorkspace& workspace) -> Status {
+    if (!kernel.has_walk()) return {};
+    return use_tile(tiles, kernel.walk.tile, [&](auto tile) {
+      return detail::launch_backward<kMath, decltype(tile)>(
+          Kernel<BackwardArgs>(kernel.walk.handle), own, workspace, nullptr, kernel.start_capture,
+          stream);
+    });
+  };
+  return use_tile(tiles, kernel.tile, [&](auto tile) {
+    return detail::launch_backward_kernels<kMath, decltype(tile)>(
+        Kernel<BackwardArgs>(kernel.handle), own, stream, kernel.start_capture, launch_walk);
+  });
 }
 
 }  // namespace jaxflash::sm90

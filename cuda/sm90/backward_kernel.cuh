@@ -66,6 +66,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     smem.tickets.init(Traits::kTicketReaders);
     fence_mbarrier_init();
   }
+  if (!takes_call<Mask>(args.problem)) return leave_call();
   if constexpr (Traits::kPaired) {
     cluster_sync();
   } else {

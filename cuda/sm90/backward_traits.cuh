@@ -226,6 +226,7 @@ struct BackwardTraits {
     Barrier keys_landed;
     TicketBox<kBlocks> tickets;
     uint16_t pin[kConsumerThreads];  // written, never read; one each, or they would race
+    StagedRows staged[Tile::kQStages];
   };
   static constexpr int kSharedBytes = sizeof(SharedMemory);
   static_assert(kSharedBytes <= 227 * 1024);
@@ -287,10 +288,11 @@ class DqTurns {
     } else {
       if (tile < first || tile > last) return {false, 0};
       const int lane = threadIdx.x % 32;
-      const uint32_t near = __ballot_sync(~0u, tile - 1 - lane >= first && near_.holds(row));
+      const uint32_t near =
+          __ballot_sync(~0u, tile - 1 - lane >= first && near_.holds(block.mask, row));
       if (near != 0) return turn_after(tile - __ffs(near));
       return turn_after(last_that_works(first, tile - 32, [&](int other) {
-        return block.visited_by(order.rank(other)).holds(row);
+        return block.visited_by(order.rank(other)).holds(block.mask, row);
       }));
     }
   }

@@ -225,10 +225,12 @@ Status forward_args(const ForwardParams& params, int start_capture, int multipro
 }
 
 // The kernel's shared memory has been allowed. `merge` is for tiles that share keys,
-// `start_capture` for those that load what products start from.
+// `start_capture` for those that load what products start from. `after_walk`: the kernel that walks
+// has been launched before this one.
 template <Math kMath, class Tile>
 Status launch_forward(Kernel<ForwardArgs> kernel, Kernel<ForwardArgs> merge,
-                      const ForwardParams& params, cudaStream_t stream, int start_capture = -1) {
+                      const ForwardParams& params, cudaStream_t stream, int start_capture = -1,
+                      bool after_walk = false) {
   using Traits = ForwardTraits<Tile, kMath, BandMask>;
   const Problem& problem = params.problem;
   if (batch_size(problem) == 0 || problem.q_heads == 0 || problem.q_len == 0) return {};
@@ -243,8 +245,11 @@ Status launch_forward(Kernel<ForwardArgs> kernel, Kernel<ForwardArgs> merge,
   cudaError_t error = cudaSuccess;
   Start start = Start::kAfter;
   if (args.drawn != nullptr) {
-    error =
-        launch(Kernel<uint32_t*>(clear_kernel), Start::kAfter, Grid{1}, 32, 0, stream, args.drawn);
+    // Of two kernels only one draws.
+    if (!after_walk) {
+      error = launch(Kernel<uint32_t*>(clear_kernel), Start::kAfter, Grid{1}, 32, 0, stream,
+                     args.drawn);
+    }
     start = Start::kBeside;
   }
   if (error == cudaSuccess) {
@@ -393,6 +398,8 @@ int forward_program_kernels(const ProgramTraits& program,
     }
     if (program.head_dim > Tile::kHeadDim) return;
     if (!Choice::template suits<Tile>(sizes, units, program.one_sided)) return;
+    // What a mask shows comes in blocks of 64 keys.
+    if (program.walks && Tile::kKeys % kRangeBlock != 0) return;
     if constexpr (Tile::kLoadsStarts) {
       if (program.start_capture < 0 || (program.ranges && Tile::kHeldTiles > 0)) return;
     } else if constexpr (Tile::kKeyTerms) {
@@ -416,15 +423,23 @@ int forward_program_kernels(const ProgramTraits& program,
 template <Math kMath, int kHeadDim, int kValueDim = kHeadDim>
 Status forward_program(const ForwardParams& params, const LoadedKernel& kernel,
                        cudaStream_t stream) {
-  const auto launch = [&](auto tile) {
-    return detail::launch_forward<kMath, decltype(tile)>(Kernel<ForwardArgs>(kernel.handle),
-                                                         Kernel<ForwardArgs>(kernel.merge), params,
-                                                         stream, kernel.start_capture);
+  const auto launch_one = [&](auto tiles, const LoadedTile& of_tile, const ForwardParams& params,
+                              bool after_walk) {
+    return use_tile(tiles, of_tile.tile, [&](auto tile) {
+      return detail::launch_forward<kMath, decltype(tile)>(
+          Kernel<ForwardArgs>(of_tile.handle), Kernel<ForwardArgs>(kernel.merge), params, stream,
+          kernel.start_capture, after_walk);
+    });
   };
   if (kernel.merge != nullptr) {
-    return use_tile(detail::SharingTiles<kHeadDim, kValueDim>{}, kernel.tile, launch);
+    return launch_one(detail::SharingTiles<kHeadDim, kValueDim>{}, kernel, params, false);
   }
-  return use_tile(typename ForwardProgramTiles<kHeadDim, kValueDim>::Tiles{}, kernel.tile, launch);
+  const typename ForwardProgramTiles<kHeadDim, kValueDim>::Tiles tiles;
+  if (!kernel.has_walk()) return launch_one(tiles, kernel, params, false);
+  ForwardParams walked = params;
+  walked.problem.ranges.has_walk = true;
+  const Status status = launch_one(tiles, kernel.walk, walked, false);
+  return status.ok() ? launch_one(tiles, kernel, walked, true) : status;
 }
 
 }  // namespace jaxflash::sm90

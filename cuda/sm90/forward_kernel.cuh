@@ -27,6 +27,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     forward_kernel(const __grid_constant__ ForwardArgs args) {
   using Producers = ForwardProducers<Traits, Scores>;
   using Tile = typename Traits::Tile;
+  // With which the host launches.
+  using Launched = ForwardTraits<Tile, Traits::kMath, BandMask, typename Traits::Keys>;
+  static_assert(Traits::kSharedBytes == Launched::kSharedBytes);
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   auto& smem = *reinterpret_cast<typename Traits::SharedMemory*>(shared_bytes);
 
@@ -56,6 +59,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     smem.plans.init(Traits::kPlanReaders);
     fence_mbarrier_init();
   }
+  if (!takes_call<typename Traits::Mask>(args.problem)) return leave_call();
   // Rows that belong to no head are never loaded; what is not a number there would keep the softmax
   // from holding on to its reference.
   if (args.unit.rows() < 64) {
@@ -68,7 +72,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   if constexpr (Traits::kKeyTerms) KeyTermColumns<Traits>::init(smem);
   __syncthreads();
 
-  if constexpr (Traits::kShares) launch_dependents();  // the merge
+  // The merge, or the other kernel of the call.
+  if constexpr (Traits::kShares || Traits::Mask::kWalks) launch_dependents();
 
   if (group < Traits::kWarpGroups) {
     if constexpr (Traits::kRedistributes) setmaxnreg_inc<Traits::kConsumerRegisters>();

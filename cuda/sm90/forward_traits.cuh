@@ -125,6 +125,14 @@ struct KeyTermBuffers {
 template <int kBytes>
 struct KeyTermBuffers<0, kBytes> {};
 
+// Of the tile of keys in a buffer, where masks walk: which one is next, and what the rows see of
+// both.
+struct StagedTile {
+  int next;
+  TileSights next_sights;
+  TileSights sights;
+};
+
 // Whether blocks may draw their tiles: those that hold something deal them out for that.
 template <class Tile>
 inline constexpr bool draws_tiles = !Tile::kShares && Tile::kHeldTiles == 0;
@@ -222,6 +230,7 @@ struct ForwardTraits {
     Barrier v_landed;  // a tile of V that the loader edits before it announces it
     Plans plans;
     float pin[kWarpGroups * 128];
+    StagedTile staged[Tile::kStages];  // of K
   };
   static constexpr int kSharedBytes = sizeof(SharedMemory);
   static_assert(kSharedBytes <= 227 * 1024);

@@ -80,7 +80,7 @@ int tangent_program_kernels(const ProgramTraits& program,
 template <Math kMath, int kHeadDim, int kValueDim = kHeadDim>
 Status tangent_program(const TangentParams& params, const LoadedKernel& kernel,
                        cudaStream_t stream) {
-  const auto run = [&](auto tile) -> Status {
+  const auto run = [&](auto tile, const void* handle) -> Status {
     using Tile = decltype(tile);
     using Traits = TangentTraits<Tile, kMath>;
     const Problem& problem = params.problem;
@@ -111,6 +111,7 @@ Status tangent_program(const TangentParams& params, const LoadedKernel& kernel,
     args.by_inner_batch = Divisor(static_cast<uint32_t>(maps.batch.extent[0]));
     args.last_is_longest = problem.band.right < kUnlimited;
     args.problem = problem;
+    args.problem.ranges.has_walk = kernel.has_walk();
     args.out = params.out;
     args.tout = params.tout;
     args.lse = params.lse;
@@ -118,11 +119,16 @@ Status tangent_program(const TangentParams& params, const LoadedKernel& kernel,
     args.scale_log2 = problem.scale * kLog2E;
     args.captures = params.captures;
     const auto blocks = static_cast<unsigned>(heads * args.head_tiles);
-    return cuda_status(launch(Kernel<TangentArgs>(kernel.handle), Start::kAfter, {blocks},
+    return cuda_status(launch(Kernel<TangentArgs>(handle), Start::kAfter, {blocks},
                               Traits::kThreads, Traits::kSharedBytes, stream, args),
                        "launching the tangent kernel");
   };
-  return use_tile(typename TangentTiles<kHeadDim, kValueDim>::Tiles{}, kernel.tile, run);
+  const auto run_one = [&](const LoadedTile& loaded) {
+    return use_tile(typename TangentTiles<kHeadDim, kValueDim>::Tiles{}, loaded.tile,
+                    [&](auto tile) { return run(tile, loaded.handle); });
+  };
+  const Status status = kernel.has_walk() ? run_one(kernel.walk) : Status{};
+  return status.ok() ? run_one(kernel) : status;
 }
 
 }  // namespace jaxflash::sm90

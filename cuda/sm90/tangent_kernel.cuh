@@ -60,7 +60,7 @@ struct TangentWork : TangentRows<Traits> {
   int inner, outer;  // the batch, along the axes of the maps
   int kv_head;
   Mask mask;
-  Visits<Mask::kHasGaps> tiles;  // of keys
+  VisitsOf<Mask> tiles;  // of keys
 
   __device__ __forceinline__ static TangentWork of(const TangentArgs& args) {
     const TangentRows<Traits> own(args, blockIdx.x);
@@ -71,10 +71,12 @@ struct TangentWork : TangentRows<Traits> {
                      Mask(args.problem, own.batch),
                      {}};
     const Interval rows = {work.first_row, work.first_row + Traits::kTileRows};
-    work.tiles = {covering_tiles<kKeys>(work.mask.keys(rows)),
-                  inner_tiles<kKeys>(work.mask.gap_of_keys(rows))};
+    work.tiles = visits_of<kKeys>(work.mask, rows, covering_tiles<kKeys>(work.mask.keys(rows)));
     return work;
   }
+
+  // Over the key tiles. Where masks walk, each role does for itself.
+  __device__ __forceinline__ auto way() const { return way_over<kKeys>(tiles, mask); }
 };
 
 // A warp that loads q, k and v, or their tangents.
@@ -119,7 +121,8 @@ struct TangentLoader {
     Ring<Tile::kStages> ring;
     uint32_t landed_phase = 0;
     if (lane == 0 && work.tiles.begin < work.tiles.end) load_q(args, smem, work, i);
-    for (int tile = work.tiles.end - 1; tile >= work.tiles.begin; tile = work.tiles.before(tile)) {
+    const auto tiles = work.way();
+    for (int tile = tiles.end - 1; tile >= tiles.begin; tile = tiles.before(tile)) {
 #pragma unroll 1
       for (int piece = 0; piece < Tile::kPieces; ++piece, ring.advance()) {
         smem.empty[ring.stage].wait(ring.phase ^ 1);
@@ -337,8 +340,7 @@ struct TangentConsumers {
 
     const int group_row = work.first_row + group * 64;
     const Interval rows = {group_row, group_row + 64};
-    Interval own =
-        work.tiles.of(intersection(covering_tiles<kKeys>(work.mask.keys(rows)), work.tiles));
+    Interval own = intersection(part_of<kKeys>(work.tiles, work.mask, rows), work.tiles);
     if (own.begin >= own.end) own = {work.tiles.begin, work.tiles.begin};
     const Interval full = inner_tiles<kKeys>(work.mask.common_keys(rows));
     const int row = group_row + Fragment::row(thread);
@@ -478,7 +480,7 @@ struct TangentConsumers {
       }
     };
     const auto skip_to = [&](int end) {  // tiles that other warpgroups see
-      for (; tile >= end; tile = work.tiles.before(tile)) {
+      for (; tile >= end; tile = work.way().before(tile)) {
         buffers.take_turn();
         buffers.pass_turn();
 #pragma unroll 1
@@ -498,7 +500,7 @@ struct TangentConsumers {
       held.template load<Tile::kHeadDim, Traits::kQPanelBytes>(shared_address(smem.q[0][group]));
       buffers.take_turn();
       score(false);
-      while ((tile = work.tiles.before(tile)) >= own.begin) {
+      while ((tile = work.way().before(tile)) >= own.begin) {
         buffers.take_turn();
         add_values();
         score(true);
@@ -532,6 +534,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     fence_mbarrier_init();
   }
   __syncthreads();
+  if (!takes_call<Mask>(args.problem)) return;
 
   const auto work = TangentWork<Traits, Mask>::of(args);
   if (group < Traits::kWarpGroups) {

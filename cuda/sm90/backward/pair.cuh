@@ -165,11 +165,11 @@ struct PairConsumers {
         }
         if constexpr (kStarts) score.load_start(x, row, first_key);
       };
-      const auto prepare_next = [&] {
+      const auto prepare_next = [&](const StagedRows& after) {
         if constexpr (kStarts) {
           if (steps.last()) return;
           int next_row = row, next_head = head;
-          block.advance(next_row, next_head);
+          block.advance(after, next_row, next_head);
           prepare(next_row, next_head);
         }
       };
@@ -177,6 +177,7 @@ struct PairConsumers {
 #pragma unroll 1
       for (steps.begin(block.steps()); steps.more(); steps.advance()) {
         uint32_t packed[kRows / 4];
+        StagedRows after{};
 
         key_sums.begin_step(args, block, row, head, first_key);
         if constexpr (!kStarts) prepare(row, head);
@@ -216,7 +217,13 @@ struct PairConsumers {
         wgmma_wait<1>();
         hold(x);
         if constexpr (kValues) {
-          pin(weigh_and_pack<kMath, true>(score, x, packed, kept, values, from, block, common_rows,
+          Interval seeing{}, seeing_all = common_rows;
+          if constexpr (Mask::kWalks) {
+            after = smem.staged[steps.q_stage()];
+            const Interval open = block.mask.open_rows({first_key, first_key + kKeys});
+            after.template refine<kRows>(cluster_rank(), row, open, seeing, seeing_all);
+          }
+          pin(weigh_and_pack<kMath, true>(score, x, packed, kept, values, from, block, seeing_all,
                                           row, first_key));
           // dq that lay in p's buffer has left, unless there was none in the last step.
           if (done != 1) named_barrier_sync(kDqEmpty, 128 + 32);
@@ -225,7 +232,7 @@ struct PairConsumers {
           steps.release_q();
           steps.wait_dout();
           issue_gradient<Traits, kDim>(sum, packed, columns_b + steps.dout_offset());
-          prepare_next();
+          prepare_next(after);
         } else {
           named_barrier_sync(kPFull, Traits::kConsumerThreads);
           const auto sum_up = score.adder_to(key_sums, row, first_key);
@@ -247,6 +254,7 @@ struct PairConsumers {
           steps.release_dout();
           send_ds(smem, steps, odd, packed);
           steps.wait_q();
+          if constexpr (Mask::kWalks) after = smem.staged[steps.q_stage()];
           issue_gradient<Traits, kDim>(sum, packed, columns_b + steps.q_offset());
         }
         wgmma_wait<1>();
@@ -260,7 +268,7 @@ struct PairConsumers {
         } else {
           steps.release_q();
         }
-        block.advance(row, head);
+        block.advance(after, row, head);
         ++done;
       }
       key_sums.end_tile(args, block, first_key);

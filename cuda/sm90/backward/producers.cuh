@@ -146,7 +146,9 @@ struct BackwardProducers {
 #pragma unroll 1
       for (int step = block.steps(); step > 0; --step) {
         const int64_t head_index = int64_t{block.batch} * problem.q_heads + head;
+        const StagedRows staged = block.staged(row, head);
         smem.q_empty[q_ring.stage].wait(q_ring.phase ^ 1);
+        if (Mask::kWalks && threadIdx.x % 32 == 0) smem.staged[q_ring.stage] = staged;
         load_tile<kRows, Traits::kPanels, true>(
             q, row, head, smem.q[q_ring.stage],
             args.workspace.lse_of(args.workspace_data, head_index), smem.lse[q_ring.stage],
@@ -160,7 +162,7 @@ struct BackwardProducers {
             args.workspace.delta_of(args.workspace_data, head_index), smem.delta[dout_ring.stage],
             smem.dout_full[dout_ring.stage], smem.rows_landed, landed_phase);
         dout_ring.advance();
-        block.advance(row, head);
+        block.advance(staged, row, head);
       }
     }
   }

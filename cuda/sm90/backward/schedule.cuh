@@ -4,6 +4,7 @@
 
 #include "common/divisor.h"
 #include "common/mask.cuh"
+#include "common/walked_mask.cuh"
 #include "sm90/hardware/pipeline.cuh"
 
 namespace jaxflash::sm90 {
@@ -61,6 +62,24 @@ class KeyTileOrder {
   Divisor by_last_heads_;  // of the last section
 };
 
+// Of the rows of a step, where masks walk.
+struct StagedRows {
+  int next_row;   // of the step after it
+  uint16_t some;  // a bit for each 64 of the keys: whether the rows see some of them,
+  uint16_t all;   // and whether all rows see all
+
+  // Of some keys. `seeing` are rows outside of which none sees them, `common` ones that all see,
+  // and `open` ones that do but for what is in gaps: of the tile from `row` on more may be known.
+  template <int kRows>
+  __device__ __forceinline__ void refine(int part, int row, Interval open, Interval& seeing,
+                                         Interval& common) const {
+    if ((some >> part & 1) == 0) seeing = {0, 0};
+    if ((all >> part & 1) != 0 && open.begin <= row && row + kRows <= open.end) {
+      common = {row, row + kRows};
+    }
+  }
+};
+
 // A tile of kKeys keys of one kv head and the query rows that see it: tiles of kRows rows, for one
 // head of the group after the other, so that dk and dv are complete at the end.
 template <int kRows, int kKeys, class Mask>
@@ -85,14 +104,26 @@ struct KeyBlock {
       // Strictly inside, or empty.
       if (gap.begin <= first_row || gap.end >= rows.end || gap.end <= gap.begin) gap = {0, 0};
     }
+    if constexpr (Mask::kWalks) {
+      if (first_row < rows.end) first_row = next_visited(first_row);
+      rows.begin = max(rows.begin, first_row);
+    }
     if (rows.end <= rows.begin) rows.end = first_row;
   }
 
   __device__ __forceinline__ int first_head() const { return kv_head * group; }
   __device__ __forceinline__ int steps() const {
-    int walked = rows.end - first_row;
-    if constexpr (Mask::kHasGaps) walked -= gap.end - gap.begin;
-    return (walked + kRows - 1) / kRows * group;
+    if constexpr (Mask::kWalks) {
+      if (rows.end <= first_row) return 0;
+      constexpr int kBlocks = kRows / kRangeBlock;
+      const Interval tiles{first_row / kRows, (rows.end + kRows - 1) / kRows};
+      const Interval blocks{tiles.begin * kBlocks, tiles.end * kBlocks};
+      return seeing().template groups_seen<kBlocks>(blocks) * group;
+    } else {
+      int walked = rows.end - first_row;
+      if constexpr (Mask::kHasGaps) walked -= gap.end - gap.begin;
+      return (walked + kRows - 1) / kRows * group;
+    }
   }
   // On to the next tile of rows, or to the next head where the rows start over.
   __device__ __forceinline__ void advance(int& row, int& head) const {
@@ -100,27 +131,61 @@ struct KeyBlock {
     if constexpr (Mask::kHasGaps) {
       if (row == gap.begin) row = gap.end;
     }
+    if constexpr (Mask::kWalks) row = next_visited(row);
     if (row < rows.end) return;
     row = first_row;
     ++head;
+  }
+  // The same for consumers, to whom the loader leaves what follows where masks walk.
+  __device__ __forceinline__ void advance(const StagedRows& staged, int& row, int& head) const {
+    if constexpr (Mask::kWalks) {
+      if (staged.next_row <= row) ++head;
+      row = staged.next_row;
+    } else {
+      advance(row, head);
+    }
+  }
+  // What it leaves: all lanes of its warp.
+  __device__ __forceinline__ StagedRows staged(int row, int head) const {
+    StagedRows staged{};
+    if constexpr (Mask::kWalks) {
+      staged.next_row = row;
+      advance(staged.next_row, head);
+      const int part = threadIdx.x % 32;
+      const int key_block = first_key / kRangeBlock + part;
+      Sight sight{false, false};
+      if (part < kKeys / kRangeBlock && key_block * kRangeBlock < mask.kv_len()) {
+        sight = mask.template seeing<1>(key_block).sight(
+            covering_tiles<kRangeBlock>({row, row + kRows}));
+      }
+      staged.some = static_cast<uint16_t>(__ballot_sync(~0u, sight.some));
+      staged.all = static_cast<uint16_t>(__ballot_sync(~0u, sight.all));
+    }
+    return staged;
   }
 
   // The tiles of rows that a block works on, by their first rows.
   struct Visited {
     Interval rows;
     Interval gap;  // between them; with kHasGaps
+    int index;     // of the tile of keys
 
-    __device__ __forceinline__ bool holds(int row) const {
+    __device__ __forceinline__ bool holds(const Mask& mask, int row) const {
       if constexpr (Mask::kHasGaps) {
         if (row >= gap.begin && row < gap.end) return false;
       }
-      return row >= rows.begin && row < rows.end;
+      if (row < rows.begin || row >= rows.end) return false;
+      if constexpr (Mask::kWalks) {
+        const Interval tile = covering_tiles<kRangeBlock>({row, row + kRows});
+        return seeing(mask, index).sight(tile).some;
+      }
+      return true;
     }
   };
   // Those of another tile of the same head.
   __device__ __forceinline__ Visited visited_by(int other_index) const {
     const KeyBlock other(mask, {batch, kv_head, group, other_index});
-    return {{other.first_row, other.rows.end}, other.gap};
+    return {{other.first_row, other.rows.end}, other.gap, other_index};
   }
 
   int index;
@@ -132,6 +197,18 @@ struct KeyBlock {
   Interval rows;  // that see some of the keys; rows.end == first_row if there are none
   Interval gap;   // between them, of multiples of kRows; {0, 0} if there is none; with kHasGaps
   int first_row;  // a multiple of kRows
+
+ private:
+  // What sees a tile of keys, where masks walk.
+  __device__ __forceinline__ static auto seeing(const Mask& mask, int index) {
+    constexpr int kBlocks = kKeys / kRangeBlock;
+    return mask.template seeing<kBlocks>(index * kBlocks);
+  }
+  __device__ __forceinline__ auto seeing() const { return seeing(mask, index); }
+  // The first tile of rows from `row` on that sees some of the keys; behind all rows if none does.
+  __device__ __forceinline__ int next_visited(int row) const {
+    return seeing().first_from(row / kRangeBlock) * kRangeBlock / kRows * kRows;
+  }
 };
 
 // The loader draws positions in the order of tiles and hands them to the other roles of its block.

@@ -152,11 +152,13 @@ struct SingleConsumers {
         if (row == block.first_row) score.begin_head(args, block, head, own_key);
         if constexpr (kLoadsAhead) score.load_start(dp, row, own_key);
       };
-      const auto prepare_next = [&] {
+      // Of a step whose rows have not been released.
+      const auto staged = [&]() -> const StagedRows& { return smem.staged[steps.q_stage()]; };
+      const auto prepare_next = [&](const StagedRows& after) {
         if constexpr (kLoadsAhead) {
           if (steps.last()) return;
           int next_row = row, next_head = head;
-          block.advance(next_row, next_head);
+          block.advance(after, next_row, next_head);
           prepare(next_row, next_head);
         }
       };
@@ -170,11 +172,18 @@ struct SingleConsumers {
         if constexpr (!kLoadsAhead) prepare(row, head);
         steps.wait_q();
         steps.wait_starts();
-        if (kIdleSteps && (row + kRows <= own_rows.begin || row >= own_rows.end)) {
+        Interval seeing = own_rows, seeing_all = common_rows;
+        StagedRows after{};
+        if constexpr (Mask::kWalks) {
+          after = staged();
+          const Interval open = block.mask.open_rows({own_key, own_key + 64});
+          after.template refine<kRows>(group, row, open, seeing, seeing_all);
+        }
+        if (kIdleSteps && (row + kRows <= seeing.begin || row >= seeing.end)) {
           idle_step(args, smem, steps, wait_for_ds_buffer, keys.stage, ds_panel, dq_ds, dq_k, group,
                     ds, dq);
-          prepare_next();
-          block.advance(row, head);
+          prepare_next(after);
+          block.advance(after, row, head);
           continue;
         }
         float s[kRows / 2];
@@ -211,7 +220,7 @@ struct SingleConsumers {
         if constexpr (Score::kDrops) score.draw(kept, row, own_key);
         wgmma_wait<1>();
         hold(s);
-        pin(weigh_and_pack<kMath, kEarlyPack>(score, s, p, kept, first_lse, lse, block, common_rows,
+        pin(weigh_and_pack<kMath, kEarlyPack>(score, s, p, kept, first_lse, lse, block, seeing_all,
                                               row, own_key));
         wgmma_wait<0>();
         hold(dp);
@@ -241,7 +250,7 @@ struct SingleConsumers {
         discard(dq);
         issue_dq(dq, dq_ds + odd * descriptor_step(Traits::kScoreBytes), dq_k);
         score.add_up(args, along_diagonals, block, row, own_key);
-        prepare_next();
+        prepare_next(staged());
         wgmma_wait<1>();
         steps.release_dout();
         issue_gradient<Traits, Tile::kHeadDim>(dk, ds, q_columns + steps.q_offset());
@@ -251,8 +260,9 @@ struct SingleConsumers {
         // dq leaves while dk's product runs.
         hand_over_dq(args, smem, dq, group);
         wgmma_wait<0>();
+        if constexpr (Mask::kWalks) after = staged();
         steps.release_q();
-        block.advance(row, head);
+        block.advance(after, row, head);
       }
 
       hold(dk);

@@ -35,6 +35,10 @@ class ConsumerBuffers {
   __device__ __forceinline__ void wait_v() const {
     smem_.v_full[v_ring_.stage].wait(v_ring_.phase);
   }
+  // What is known of the tile of K that has landed.
+  __device__ __forceinline__ const StagedTile& staged_tile() const {
+    return smem_.staged[k_ring_.stage];
+  }
   // Whether the tiles of K and V after the present ones are there. Asked beside a product, because
   // a wait takes its 60 clocks even where there is nothing to wait for: 1 to 2 % with kValues.
   __device__ __forceinline__ bool next_landed() const {

@@ -18,17 +18,20 @@ struct ForwardConsumers {
   using Product = ScoreProduct<Traits, Scores>;
   using Output = OutputRows<Traits, Scores>;
   static constexpr int kKeys = Tile::kKeys;
+  static constexpr bool kWalks = Traits::Mask::kWalks;
   // With one Q buffer in which the output is staged, Q of the next tile only comes after it.
   static constexpr bool kEarlyScores = Tile::kQStages > 1 || Traits::kDirect;
 
   // P V of the tile before and Q K^T of the present one together, then the softmax.
-  template <class Release>
+  template <class LookAhead, class Release>
   __device__ __forceinline__ static void step(Buffers& buffers, Product& product,
                                               Probabilities& probabilities, Output& output,
-                                              uint64_t q, const Release& release_scores) {
+                                              uint64_t q, const LookAhead& look_ahead,
+                                              const Release& release_scores) {
     output.issue(probabilities.packed(), buffers.v());
     product.issue(q, buffers.k(), buffers.ones(), buffers.key_terms());
     buffers.pass_turn();
+    look_ahead();
     probabilities.prepare();
     wgmma_wait<0>();
     product.hold();
@@ -40,15 +43,14 @@ struct ForwardConsumers {
 
   // P V of the tile before runs beside the softmax of the present one. Returns whether the next
   // tile has landed.
-  template <class Release>
-  __device__ __forceinline__ static bool step_beside_values(Buffers& buffers, Product& product,
-                                                            Probabilities& probabilities,
-                                                            Output& output, uint64_t q,
-                                                            const Release& release_scores,
-                                                            uint32_t pin) {
+  template <class LookAhead, class Release>
+  __device__ __forceinline__ static bool step_beside_values(
+      Buffers& buffers, Product& product, Probabilities& probabilities, Output& output, uint64_t q,
+      const LookAhead& look_ahead, const Release& release_scores, uint32_t pin) {
     product.issue(q, buffers.k(), buffers.ones(), buffers.key_terms());
     output.issue(probabilities.packed(), buffers.v());
     buffers.pass_turn();
+    look_ahead();
     const bool landed = buffers.next_landed();
     probabilities.prepare();
     wgmma_wait<1>();
@@ -66,17 +68,35 @@ struct ForwardConsumers {
     return landed;
   }
 
-  // o = P V over the tiles of the unit's keys, whose first scores are there. The last product is in
-  // flight on return.
-  template <class Next, class Release>
+  // The first scores of a run of tiles, with `meanwhile` beside them.
+  template <class Meanwhile>
+  __device__ __forceinline__ static void begin_scores(Buffers& buffers, Product& product, int tile,
+                                                      uint64_t q, uint32_t pin,
+                                                      const Meanwhile& meanwhile) {
+    product.load_start(tile);
+    buffers.wait_k();
+    product.start(tile, pin, buffers.starts(tile));
+    buffers.take_turn();
+    product.issue(q, buffers.k(), buffers.ones(), buffers.key_terms());
+    buffers.pass_turn();
+    meanwhile();
+    wgmma_wait<0>();
+    product.hold();
+  }
+
+  // o = P V over tiles of the unit's keys, as long as next_tile() says that there is another one,
+  // whose first scores are there. The last product is in flight on return.
+  template <class Next, class LookAhead, class Release>
   __device__ __forceinline__ static void attend(Buffers& buffers, Product& product,
                                                 Probabilities& probabilities, Output& output,
                                                 const int& tile, uint64_t q, uint32_t pin,
-                                                const Next& next_tile,
+                                                const Next& next_tile, const LookAhead& look_ahead,
                                                 const Release& release_scores) {
     probabilities.prepare();
-    probabilities.normalize(output.softmax());  // o is still 0
+    const bool rescale = probabilities.normalize(output.softmax());
     if (Tile::kOverlap != Overlap::kNone) probabilities.pack_tile();
+    // Otherwise o is still 0.
+    if (kWalks && rescale) output.rescale();
     bool landed = false;
     while (next_tile()) {
       product.load_start(tile);
@@ -87,10 +107,10 @@ struct ForwardConsumers {
       product.start(tile, pin, buffers.starts(tile));
       buffers.take_turn();
       if constexpr (Tile::kOverlap == Overlap::kNone) {
-        step(buffers, product, probabilities, output, q, release_scores);
+        step(buffers, product, probabilities, output, q, look_ahead, release_scores);
       } else {
-        landed =
-            step_beside_values(buffers, product, probabilities, output, q, release_scores, pin);
+        landed = step_beside_values(buffers, product, probabilities, output, q, look_ahead,
+                                    release_scores, pin);
       }
     }
     buffers.wait_v();
@@ -115,8 +135,14 @@ struct ForwardConsumers {
     Product product(scores, s, thread);
     const UnitRows rows(args, thread);
     uint32_t count = 0;  // tiles of query rows so far
-    Interval own;        // key tiles of the unit
-    int tile;            // of keys
+    Interval own{0, 0};  // key tiles of the unit
+    int tile = 0;        // of keys
+    // Where masks walk: the unit's block of the rows, whether all of it see all of the tile, and
+    // the tile after it.
+    int block = 0;
+    bool whole = false;
+    int next = 0;
+    Sight next_sight{false, false};
     uint64_t q;
     bool more;
 
@@ -125,8 +151,32 @@ struct ForwardConsumers {
       const RowPositions positions = rows.positions(unit);
       scores.begin_rows(args, plan.mask, plan.batch, unit.head, positions);
     };
+    // Once keys have landed: the tile after theirs.
+    const auto look_ahead = [&] {
+      if constexpr (kWalks) {
+        const StagedTile& staged = buffers.staged_tile();
+        next = staged.next;
+        next_sight = staged.next_sights.of(block);
+      }
+    };
+    const auto advance = [&](const Plan& plan) {
+      if constexpr (kWalks) {
+        tile = next;
+        whole = next_sight.all;
+      } else {
+        tile = plan.tiles.before(tile);
+      }
+    };
+    const auto skip_keys = [&](const Plan& plan) {
+      if constexpr (kWalks) {
+        buffers.wait_k();
+        look_ahead();
+      }
+      buffers.skip_keys();
+      advance(plan);
+    };
     const auto skip_to = [&](const Plan& plan, int end) {
-      for (; tile >= end; tile = plan.tiles.before(tile)) buffers.skip_keys();
+      while (tile >= end) skip_keys(plan);
     };
     // Receives a tile and computes its first scores, with `meanwhile` beside them.
     const auto begin_tile = [&](const auto& meanwhile) {
@@ -138,19 +188,19 @@ struct ForwardConsumers {
         tile = plan.tiles.end - 1;
         buffers.wait_q();
         q = buffers.q();
+        if constexpr (kWalks) {
+          block = plan.units[group].position / kRangeBlock - plan.tiles.rows.begin / kRangeBlock;
+        }
         skip_to(plan, own.end);
       }
       if (own.begin == own.end) return meanwhile();
       if constexpr (Product::kStarts) begin_rows(plan);
-      product.load_start(tile);
-      buffers.wait_k();
-      product.start(tile, pin, buffers.starts(tile));
-      buffers.take_turn();
-      product.issue(q, buffers.k(), buffers.ones(), buffers.key_terms());
-      buffers.pass_turn();
-      meanwhile();
-      wgmma_wait<0>();
-      product.hold();
+      if constexpr (kWalks) {
+        buffers.wait_k();
+        whole = buffers.staged_tile().sights.of(block).all;
+        look_ahead();
+      }
+      begin_scores(buffers, product, tile, q, pin, meanwhile);
     };
     // K of the tile has been read, and with the last one Q.
     const auto release_scores = [&] {
@@ -165,8 +215,8 @@ struct ForwardConsumers {
       uint32_t p[kKeys / 4];
       typename Probabilities::Kept kept;
       typename Probabilities::Shown shown;
-      Probabilities probabilities(scores, rows, plan, plan.units[group], thread, tile, s, p, kept,
-                                  shown);
+      Probabilities probabilities(scores, rows, plan, plan.units[group], thread, tile, whole, s, p,
+                                  kept, shown);
       float o[Tile::kValueDim / 2];
       typename Probabilities::Softmax softmax;
       Output output(o, softmax);
@@ -178,8 +228,26 @@ struct ForwardConsumers {
       if (own.begin < own.end) {
         release_scores();
         if constexpr (!Product::kStarts) begin_rows(plan);
-        const auto next_tile = [&] { return (tile = plan.tiles.before(tile)) >= own.begin; };
-        attend(buffers, product, probabilities, output, tile, q, pin, next_tile, release_scores);
+        const auto next_tile = [&] {
+          advance(plan);
+          return tile >= own.begin && (!kWalks || next_sight.some);
+        };
+        for (;;) {
+          attend(buffers, product, probabilities, output, tile, q, pin, next_tile, look_ahead,
+                 release_scores);
+          if (!kWalks || tile < own.begin) break;
+          // Tiles that only other units see. V of the one before must not be held meanwhile.
+          wgmma_wait<0>();
+          output.hold();
+          buffers.release_v();
+          do {
+            skip_keys(plan);
+          } while (!next_sight.some);
+          buffers.wait_k();
+          look_ahead();
+          begin_scores(buffers, product, tile, q, pin, [] {});
+          release_scores();
+        }
         // Beside the last product: what the output needs.
         has_empty_rows = output.sum_up(sum, inverse, scores, rows, plan, group);
         // Four warps through with the last scores may overwrite Q with the output.

@@ -129,16 +129,18 @@ class Probabilities {
   using Kept = jaxflash::Kept<Scores::kDrops, true, kKeys, Scores::kStarts>;
   using Shown = typename Scores::template Shown<typename Traits::Mask, kKeys>;
 
+  // `whole`: whether the unit's rows see all of the tile, beside what its intervals say.
   __device__ __forceinline__ Probabilities(Scores& scores, const UnitRows& rows, const Plan& plan,
                                            const Unit& unit, int thread, const int& tile,
-                                           float (&s)[kKeys / 2], uint32_t (&p)[kKeys / 4],
-                                           Kept& kept, Shown& shown)
+                                           const bool& whole, float (&s)[kKeys / 2],
+                                           uint32_t (&p)[kKeys / 4], Kept& kept, Shown& shown)
       : scores_(scores),
         rows_(rows),
         plan_(plan),
         unit_(unit),
         thread_(thread),
         tile_(tile),
+        whole_(whole),
         s_(s),
         p_(p),
         kept_(kept),
@@ -221,7 +223,9 @@ class Probabilities {
 
  private:
   // Whether a row may not see all of the tile.
-  __device__ __forceinline__ bool cut() const { return tile_ < full_.begin || tile_ >= full_.end; }
+  __device__ __forceinline__ bool cut() const {
+    return (tile_ < full_.begin || tile_ >= full_.end) && !(Traits::Mask::kWalks && whole_);
+  }
   __device__ __forceinline__ void hide(const RowPositions& positions, int key) {
     if (cut()) {
       if constexpr (kLooks) scores_.hide(s_, shown_);
@@ -235,6 +239,7 @@ class Probabilities {
   const Unit& unit_;
   int thread_;
   const int& tile_;
+  const bool& whole_;
   float (&s_)[kKeys / 2];
   uint32_t (&p_)[kKeys / 4];
   Kept& kept_;

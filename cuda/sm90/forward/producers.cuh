@@ -11,6 +11,45 @@
 
 namespace jaxflash::sm90 {
 
+// What the warp that loads K leaves beside a tile where masks walk.
+template <bool kWalks>
+struct TilesAhead {
+  template <class Tiles>
+  __device__ __forceinline__ explicit TilesAhead(const Tiles& /*tiles*/) {}
+  template <class Tiles>
+  __device__ __forceinline__ void look(const Tiles& /*tiles*/, int /*tile*/) {}
+  template <class Tiles>
+  __device__ __forceinline__ int next(const Tiles& tiles, int tile) const {
+    return tiles.before(tile);
+  }
+  __device__ __forceinline__ void leave(StagedTile* /*staged*/) const {}
+};
+template <>
+class TilesAhead<true> {
+ public:
+  template <class Walk>
+  __device__ __forceinline__ explicit TilesAhead(const Walk& walk) {
+    if (walk.begin < walk.end) ahead_.next_sights = walk.sights(walk.end - 1);
+  }
+  // All lanes.
+  template <class Walk>
+  __device__ __forceinline__ void look(const Walk& walk, int tile) {
+    ahead_.next = walk.before(tile);
+    ahead_.sights = ahead_.next_sights;
+    if (ahead_.next >= walk.begin) ahead_.next_sights = walk.sights(ahead_.next);
+  }
+  template <class Walk>
+  __device__ __forceinline__ int next(const Walk& /*walk*/, int /*tile*/) const {
+    return ahead_.next;
+  }
+  __device__ __forceinline__ void leave(StagedTile* staged) const {
+    if (threadIdx.x % 32 == 0) *staged = ahead_;
+  }
+
+ private:
+  StagedTile ahead_{};
+};
+
 template <class Traits, class Scores>
 struct ForwardProducers {
   // TileOrder::batch_fastest
@@ -53,7 +92,7 @@ struct ForwardProducers {
     } else {
       covered = covering_tiles<kKeys>(mask.keys(rows));
     }
-    const Visits<Mask::kHasGaps> tiles(covered, inner_tiles<kKeys>(mask.gap_of_keys(rows)));
+    const VisitsOf<Mask> tiles = visits_of<kKeys>(mask, rows, covered);
     if (lane == 0) {
       plan.kv_head = kv_head;
       plan.batch = batch;
@@ -73,7 +112,7 @@ struct ForwardProducers {
           kv_head * args.group + args.by_units.remainder(first_unit + lane) * args.unit.heads;
       const Interval unit_rows = {position, position + positions};
       unit.full = inner_tiles<kKeys>(mask.common_keys(unit_rows));
-      Interval own = tiles.of(covering_tiles<kKeys>(mask.keys(unit_rows)));
+      Interval own = part_of<kKeys>(tiles, mask, unit_rows);
       if (Traits::kShares) own = intersection(own, tiles);
       unit.position = position;
       unit.head = head;
@@ -157,24 +196,27 @@ struct ForwardProducers {
     for (uint32_t count = 0;; ++count) {
       const Plan& plan = smem.plans.receive(count);
       if (!plan.exists) return;
-      const auto tiles = plan.tiles;
+      const auto tiles = way_over<kKeys>(plan.tiles, plan.mask);
       Keys keys(args, plan, args.k_batch_step);
       starts.begin(args, plan, smem, count);
       terms.begin(args, plan);
       smem.plans.release(count);
-      if (Keys::kByWarp || Traits::kKeyTerms || first_lane) {
+      if (Keys::kByWarp || Traits::kKeyTerms || Mask::kWalks || first_lane) {
+        TilesAhead<Mask::kWalks> ahead(tiles);
         for (int tile = tiles.end - 1; tile >= tiles.begin;
-             tile = tiles.before(tile), ring.advance()) {
+             tile = ahead.next(tiles, tile), ring.advance()) {
+          ahead.look(tiles, tile);
           terms.load(tile * kKeys);
           smem.k_empty[ring.stage].wait(ring.phase ^ 1);
-          starts.load(args.starts, smem, ring.stage, tile);
+          ahead.leave(&smem.staged[ring.stage]);
+          if (!Mask::kWalks || first_lane) starts.load(args.starts, smem, ring.stage, tile);
           terms.store(smem, ring.stage, tile * kKeys);
           if (Keys::kByWarp || first_lane) {
             keys.template load<Traits::kPanels, Traits::kKeyPanelBytes>(
                 args.k, smem.k[ring.stage], smem.k_full[ring.stage], tile * kKeys);
           }
           // No lane may fall a whole round of the ring behind: it would misread the parity.
-          if constexpr (Traits::kKeyTerms) __syncwarp();
+          if constexpr (Traits::kKeyTerms || Mask::kWalks) __syncwarp();
         }
       }
       __syncwarp();
@@ -191,7 +233,7 @@ struct ForwardProducers {
       if (!plan.exists) return;
       const SeenRows<typename Mask::Hidden> seen{plan.seen,
                                                  plan.mask.hidden_keys(plan.hidden_hull)};
-      const auto tiles = plan.tiles;
+      const auto tiles = way_over<kKeys>(plan.tiles, plan.mask);
       Keys keys(args, plan, args.v_batch_step);
       smem.plans.release(count);
       for (int tile = tiles.end - 1; tile >= tiles.begin;

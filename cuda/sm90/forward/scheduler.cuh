@@ -7,6 +7,7 @@
 #include "common/divisor.h"
 #include "common/integers.h"
 #include "common/mask.cuh"
+#include "common/walked_mask.cuh"
 
 namespace jaxflash::sm90 {
 
@@ -334,7 +335,17 @@ struct PartTargets<true, kWarpGroups> {
   float* part[kWarpGroups];  // of the first row; nullptr: the tile is whole
 };
 
-// Tiles that are visited, from the last to the first.
+__device__ __forceinline__ Interval intersection(Interval a, Interval b) {
+  return {max(a.begin, b.begin), min(a.end, b.end)};
+}
+
+// The tiles of kKeys keys inside an interval of keys, which begins at 0 or later.
+template <int kKeys>
+__device__ __forceinline__ Interval inner_tiles(Interval keys) {
+  return {(keys.begin + kKeys - 1) / kKeys, keys.end / kKeys};
+}
+
+// Tiles of keys that are visited, from the last to the first, where masks tell of gaps or not.
 template <bool kHasGaps>
 struct Visits : Interval {
   Visits() = default;
@@ -356,6 +367,115 @@ struct Visits<true> : Interval {
     return tile < gap.end && tile >= gap.begin ? gap.begin - 1 : tile;
   }
 };
+
+// Where a kernel walks: the first and the last tile are visited, and KeyWalk says what lies
+// between.
+struct WalkedVisits : Interval {
+  Interval rows;  // of the block
+};
+
+template <class Mask>
+using VisitsOf = Conditional<Mask::kWalks, WalkedVisits, Visits<Mask::kHasGaps>>;
+
+// The last tile of kKeys keys before another one of which something is seen; -1 if there is none.
+template <int kKeys>
+__device__ __forceinline__ int visited_before(const SeenBlocks<1>& blocks, int tile) {
+  const int end = tile * kKeys;
+  const int block = end > 0 ? blocks.last_below((end + kRangeBlock - 1) / kRangeBlock) : -1;
+  return block < 0 ? -1 : min(tile - 1, (block * kRangeBlock + kRangeBlock - 1) / kKeys);
+}
+// What is left of tiles without those at the ends of which nothing is seen.
+template <int kKeys>
+__device__ __forceinline__ Interval visited(const SeenBlocks<1>& blocks, Interval tiles) {
+  if (tiles.begin >= tiles.end) return tiles;
+  const int block = blocks.first_from(tiles.begin * kKeys / kRangeBlock);
+  return {max(tiles.begin, block * kRangeBlock / kKeys),
+          visited_before<kKeys>(blocks, tiles.end) + 1};
+}
+
+// Of a tile of keys, by blocks of the rows that visit it.
+struct TileSights {
+  uint16_t some;  // a bit for each block that sees some of its keys,
+  uint16_t all;   // and for each that sees all of them
+
+  __device__ __forceinline__ Sight of(int block) const {
+    return {(some >> block & 1) != 0, (all >> block & 1) != 0};
+  }
+};
+
+// The way of a whole warp over the tiles of keys that some rows visit, from the last to the first:
+// each lane looks for another block of the rows.
+template <class Mask, int kKeys>
+class KeyWalk : public WalkedVisits {
+ public:
+  __device__ __forceinline__ KeyWalk(const Mask& mask, const WalkedVisits& tiles)
+      : WalkedVisits(tiles),
+        has_block_(rows_of_lane().begin < min(rows.end, mask.q_len())),
+        open_(inner_tiles<kKeys>(mask.open_keys(rows_of_lane()))),
+        blocks_(mask.seen_by(rows.begin / kRangeBlock + static_cast<int>(threadIdx.x % 32))) {}
+
+  // The next tile after this one; below the first of them if there is none.
+  __device__ __forceinline__ int before(int tile) const {
+    return __reduce_max_sync(~0u, has_block_ ? visited_before<kKeys>(blocks_, tile) : -1);
+  }
+  __device__ __forceinline__ TileSights sights(int tile) const {
+    const Interval keys{tile * kKeys, tile * kKeys + kKeys};
+    Sight sight{false, false};
+    if (has_block_) sight = blocks_.sight(covering_tiles<kRangeBlock>(keys));
+    sight.all = sight.all && tile >= open_.begin && tile < open_.end;
+    return {static_cast<uint16_t>(__ballot_sync(~0u, sight.some)),
+            static_cast<uint16_t>(__ballot_sync(~0u, sight.all))};
+  }
+  // Without tiles at the ends that are not visited.
+  __device__ __forceinline__ WalkedVisits trimmed() const {
+    const Interval own = has_block_ ? visited<kKeys>(blocks_, *this) : Interval{0, 0};
+    const bool some = own.begin < own.end;
+    const Interval tiles{__reduce_min_sync(~0u, some ? own.begin : end),
+                         __reduce_max_sync(~0u, some ? own.end : begin)};
+    return {tiles, rows};
+  }
+
+ private:
+  __device__ __forceinline__ Interval rows_of_lane() const {
+    const int block = rows.begin / kRangeBlock + static_cast<int>(threadIdx.x % 32);
+    return {max(rows.begin, block * kRangeBlock), min(rows.end, (block + 1) * kRangeBlock)};
+  }
+
+  bool has_block_;
+  Interval open_;  // tiles of which all of them see all but for what is in gaps
+  SeenBlocks<1> blocks_;
+};
+
+// Of keys that cover `tiles` the ones that some rows visit. A whole warp where masks walk.
+template <int kKeys, class Mask>
+__device__ __forceinline__ VisitsOf<Mask> visits_of(const Mask& mask, Interval rows,
+                                                    Interval tiles) {
+  if constexpr (Mask::kWalks) {
+    return KeyWalk<Mask, kKeys>(mask, {tiles, rows}).trimmed();
+  } else {
+    return {tiles, inner_tiles<kKeys>(mask.gap_of_keys(rows))};
+  }
+}
+// Of those the ones that neighbouring rows see, which lie in one block where masks walk.
+template <int kKeys, class Mask>
+__device__ __forceinline__ Interval part_of(const VisitsOf<Mask>& tiles, const Mask& mask,
+                                            Interval rows) {
+  const Interval own = covering_tiles<kKeys>(mask.keys(rows));
+  if constexpr (Mask::kWalks) {
+    return visited<kKeys>(mask.seen_by(rows.begin / kRangeBlock), intersection(own, tiles));
+  } else {
+    return tiles.of(own);
+  }
+}
+// What leads from one tile to the next. A whole warp where masks walk.
+template <int kKeys, class Mask>
+__device__ __forceinline__ auto way_over(const VisitsOf<Mask>& tiles, const Mask& mask) {
+  if constexpr (Mask::kWalks) {
+    return KeyWalk<Mask, kKeys>(mask, tiles);
+  } else {
+    return tiles;
+  }
+}
 
 // A tile of query rows as the roles of its block see it. Intervals of tiles count key tiles.
 template <class Mask, int kWarpGroups, bool kShares>
@@ -382,29 +502,12 @@ struct TilePlan : PartTargets<kShares, kWarpGroups> {
     uint8_t mask_bytes[kMaskBytes];
   };
   union {
-    Visits<Mask::kHasGaps> tiles;  // of which some row of the block sees a key
+    VisitsOf<Mask> tiles;  // of which some row of the block sees a key
     Visits<true> largest_visits;
   };
   Interval seen;         // keys that some row of the sequence sees
   Interval hidden_hull;  // where some of them are hidden from all rows
   Unit units[kWarpGroups];
 };
-
-// The tiles of kKeys keys that cover an interval of keys.
-template <int kKeys>
-__device__ __forceinline__ Interval covering_tiles(Interval keys) {
-  if (keys.end <= keys.begin) return {0, 0};
-  return {keys.begin / kKeys, (keys.end + kKeys - 1) / kKeys};
-}
-
-__device__ __forceinline__ Interval intersection(Interval a, Interval b) {
-  return {max(a.begin, b.begin), min(a.end, b.end)};
-}
-
-// The tiles of kKeys keys inside an interval of keys, which begins at 0 or later.
-template <int kKeys>
-__device__ __forceinline__ Interval inner_tiles(Interval keys) {
-  return {(keys.begin + kKeys - 1) / kKeys, keys.end / kKeys};
-}
 
 }  // namespace jaxflash::sm90
