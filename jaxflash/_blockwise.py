@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxflash import _dropout
 from jaxflash._pages import Pages
 from jaxflash._spec import AttentionSpec, Operands, compute_dtype
-from jaxflash._tile import Block, Blocks, Tiles, blocks, captures_of, cut, is_one, put
+from jaxflash._tile import Block, Blocks, Tiles, Visits, blocks, captures_of, cut, is_one, put
 
 
 def forward(spec: AttentionSpec, operands: Operands):
@@ -86,7 +86,7 @@ def forward(spec: AttentionSpec, operands: Operands):
                 total=filled(0, q_block, row_shape, dtype),
                 weighted=filled(0, q_block, (*q_block.shape[:-1], value_dim), dtype),
             )
-            state = loop(*tiles.columns_seen_by(row_block), key_block, empty)
+            state = loop_over(tiles.columns_seen_by(row_block), key_block, empty)
         normalised = _normalised(spec, state.maximum, state.total, sink)
         weighted = state.weighted if normalises_first else state.weighted * normalised.weight
         out_block = jnp.where(normalised.sees_no_key, 0.0, weighted)
@@ -197,7 +197,7 @@ def backward(
             key=filled(0, k_here, k_here.shape, dtype) if "key" in wanted else None,
             value=filled(0, v_here, v_here.shape, dtype) if "value" in wanted else None,
         )
-        sums = loop(*tiles.rows_seeing(column_block), query_block, sums)
+        sums = loop_over(tiles.rows_seeing(column_block), query_block, sums)
         dk, dv = gradients.key, gradients.value
         if dk is not None:
             dk = put(dk, column_block, -3, sums.key * spec.scale)
@@ -341,7 +341,7 @@ def tangent(spec: AttentionSpec, operands: Operands, out, lse, tangents: dict[st
         zeros = filled(0, q_block, (*q_block.shape[:-1], 1), dtype)
         weighted = filled(0, q_block, (*q_block.shape[:-1], value_dim), dtype)
         state = _Tangent(zeros, zeros, zeros, weighted)
-        state = loop(*tiles.columns_seen_by(row_block), key_block, state)
+        state = loop_over(tiles.columns_seen_by(row_block), key_block, state)
 
         # Of lse, relative to the centre.
         moved = state.total
@@ -563,6 +563,13 @@ def relative(logits, bound):
 def _(primals, tangents):
     t_logits, t_bound = tangents
     return relative(*primals), t_logits - t_bound
+
+
+def loop_over(visits: Visits, body, state):
+    begin, end, numbers = visits
+    if numbers is None:
+        return loop(begin, end, body, state)
+    return loop(begin, end, lambda i, state: body(numbers[i], state), state)
 
 
 def loop(begin, end, body, state):

@@ -163,6 +163,8 @@ def of_dense_mask(operands: Operands) -> tuple[Shown, ...]:
 
 def in_blocks(mask):
     """What blocks of a dense mask show, the arguments of `of_blocks`."""
+    # Of a constant XLA would compute it while it compiles, which takes two minutes for 4096 x 4096.
+    mask = jax.lax.optimization_barrier(mask)
     if 1 not in mask.shape[-2:]:
         return blocks_of_rows(mask)
     some = whole = mask
@@ -301,6 +303,12 @@ def _words(blocks, count):
 def _of_bits(bits):
     """Words of bits (..., 32), the lowest of which is the first."""
     return jnp.sum(bits << _word_bits(bits.ndim), axis=-1, dtype=jnp.int32)
+
+
+def unpacked(words):
+    """Words (..., n) as bools (..., 32 n), see `Shown`."""
+    bits = words[..., None] >> _word_bits(words.ndim + 1) & 1 != 0
+    return bits.reshape(*words.shape[:-1], words.shape[-1] * _WORD)
 
 
 def _word_bits(rank: int):
@@ -543,9 +551,8 @@ def _hidden(intervals, begin: Any = 0, end: Any = _FAR):
 
 def _count_walk(hulls, gaps, visits):
     """The last pair of `Ranges.hulls`, of blocks of rows."""
-    words = visits.shape[-1]
-    block = np.arange(words * _WORD, dtype=np.int32)[None]
-    shown = (visits[..., None] >> _word_bits(3) & 1 != 0).reshape(-1, words * _WORD)
+    shown = unpacked(visits)
+    block = jax.lax.broadcasted_iota(jnp.int32, shown.shape, 1)
     is_inside = (hulls[:, :1] < (block + 1) * BLOCK) & (block * BLOCK < hulls[:, 1:])
     in_gap = (gaps[:, :1] <= block * BLOCK) & ((block + 1) * BLOCK <= gaps[:, 1:])
     visited = is_inside & shown

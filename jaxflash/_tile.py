@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxflash import _dropout, _ranges
 from jaxflash._mask import INT32_MAX
@@ -59,6 +60,14 @@ class Blocks:
             return of_block(block.start, block.fresh)
 
         return of_number
+
+
+class Visits(NamedTuple):
+    """The blocks that a loop visits: numbers begin ... end - 1, or what an array has there."""
+
+    begin: Any
+    end: Any
+    numbers: Any = None
 
 
 def blocks(length: int, at_most: int, multiple: int = 16) -> Blocks:
@@ -166,13 +175,16 @@ class Tiles:
                 self._offset = kv_len - q_len
         # Where there is something to be left out, the blocks that hold what rows (keys) see. Of
         # lengths that are symbolic there are no ranges.
-        self._columns_of = self._rows_of = None
+        self._columns_of = self._rows_of = self._shown = None
         counts = rows.count, columns.count
         if all(isinstance(count, int) for count in counts) and counts != (1, 1):
             ranges = _ranges.of_call(spec, operands, *_ranges.of_dense_mask(operands))
             if ranges is not None:
                 self._columns_of = _blocks_of(ranges.keys_of_row, rows, columns)
                 self._rows_of = _blocks_of(ranges.rows_of_key, columns, rows)
+                # A gap lies between two blocks.
+                if ranges.row_visits is not None and max(counts) > 2:
+                    self._shown = _shown_tiles(ranges.row_visits, rows, columns)
         # How many blocks hold a row or a key of any sequence.
         self.row_count = _count_up_to(operands.query_seq_lengths, rows)
         self.column_count = _count_up_to(operands.key_value_seq_lengths, columns)
@@ -203,22 +215,26 @@ class Tiles:
             and (self._left is None or self._right is None or self._left + self._right >= 0)
         )
 
-    def columns_seen_by(self, rows: Block):
-        """(begin, end) of the column blocks in which these rows may see something."""
+    def columns_seen_by(self, rows: Block) -> Visits:
+        """The column blocks in which these rows may see something."""
         begin, end = 0, self.column_count
         if self._offsets is not None and not is_one(self._columns.count):
             begin, end = _blocks_met(rows, self._offsets, self._left, self._right, self._columns)
         end = _smaller(end, self.column_count)
-        return _within(begin, end, self._columns_of, rows.fresh // rows.size)
+        number = rows.fresh // rows.size
+        begin, end = _within(begin, end, self._columns_of, number)
+        return _visits(begin, end, None if self._shown is None else self._shown[number])
 
-    def rows_seeing(self, columns: Block):
-        """(begin, end) of the row blocks that may see something of these columns."""
+    def rows_seeing(self, columns: Block) -> Visits:
+        """The row blocks that may see something of these columns."""
         begin, end = 0, self.row_count
         if self._offsets is not None and not is_one(self._rows.count):
             least, most = self._offsets
             begin, end = _blocks_met(columns, (-most, -least), self._right, self._left, self._rows)
         end = _smaller(end, self.row_count)
-        return _within(begin, end, self._rows_of, columns.fresh // columns.size)
+        number = columns.fresh // columns.size
+        begin, end = _within(begin, end, self._rows_of, number)
+        return _visits(begin, end, None if self._shown is None else self._shown[:, number])
 
     def at(self, rows: Block, columns: Block, *, fresh_rows: bool) -> Tile:
         """The tile of these rows and columns.
@@ -471,6 +487,35 @@ def _within(begin, end, of_blocks, number):
         return begin, end
     first, last = (x[number] for x in of_blocks)
     return jnp.maximum(begin, first), jnp.minimum(end, last)
+
+
+def _visits(begin, end, shown) -> Visits:
+    """Those of a range of blocks that are shown, (count), or all of them."""
+    if shown is None:
+        return Visits(begin, end)
+    number = np.arange(shown.shape[0], dtype=np.int32)
+    visited = shown & (number >= begin) & (number < end)
+    numbers = jnp.sort(jnp.where(visited, number, number.size))
+    return Visits(0, jnp.sum(visited, dtype=jnp.int32), numbers)
+
+
+def _shown_tiles(visits, rows: Blocks, columns: Blocks):
+    """Of which tiles any batch element's visits show something, (rows.count, columns.count)."""
+    shown = _ranges.unpacked(visits[..., 0])
+    shown = jnp.any(shown, axis=tuple(range(shown.ndim - 2))).astype(jnp.float32)
+    shown = _largest_of_all(shown)
+    of_rows, of_columns = (
+        _holding(x, count) for x, count in zip((rows, columns), shown.shape, strict=True)
+    )
+    return of_rows @ shown @ of_columns.T > 0
+
+
+def _holding(blocks: Blocks, count: int):
+    """Whether each block holds something of each of `count` blocks of 64 elements, as float32."""
+    starts = np.minimum(np.arange(blocks.count) * blocks.size, blocks.length - blocks.size)
+    first, last = starts // _ranges.BLOCK, (starts + blocks.size - 1) // _ranges.BLOCK
+    number = np.arange(count)[None]
+    return ((first[:, None] <= number) & (number <= last[:, None])).astype(np.float32)
 
 
 def _smaller(x, y):

@@ -315,7 +315,7 @@ class _TileSum(Op):
 
             of_columns = [kind in _COLUMNS for kind in function.outs]
             sums = [of_block(i) if of_columns[i] else total for i, total in enumerate(totals)]
-            sums = _blockwise.loop(*tiles.rows_seeing(column_block), query_block, sums)
+            sums = _blockwise.loop_over(tiles.rows_seeing(column_block), query_block, sums)
             return [
                 put(total, column_block, -2, x) if is_column else x
                 for is_column, total, x in zip(of_columns, totals, sums, strict=True)
