@@ -344,7 +344,9 @@ def test_masks_that_are_walked_over_on_hopper(name, head_dim, mask, pass_name, d
     )  # fmt: skip
     assert compiled.name.endswith(" walk"), compiled
     assert not compiled.serialised, compiled
-    assert compiled.spilled <= 256, compiled
+    # Adds in order at 256, where there is one tile: 328 bytes with NVRTC 13, 564 with 12.9.
+    bound = 576 if deterministic and head_dim == 256 else 256
+    assert compiled.spilled <= bound, compiled
 
 
 def test_who_walks():
