@@ -21,15 +21,15 @@ from jaxflash._spec import AttentionSpec, Operands
 from jaxflash._tile import is_one
 
 # The names are part of exported programs: a changed contract gets a new number.
-FORWARD_TARGET = "jaxflash_forward_v7"
-BACKWARD_TARGET = "jaxflash_backward_v6"
-TANGENT_TARGET = "jaxflash_tangent_v3"
-PAGED_TARGET = "jaxflash_paged_v4"
-DENSE_MASK_TARGET = "jaxflash_dense_mask_v2"
-PREDICATE_TARGET = "jaxflash_predicate_v1"
+FORWARD_TARGET = "jaxflash_forward_v8"
+BACKWARD_TARGET = "jaxflash_backward_v7"
+TANGENT_TARGET = "jaxflash_tangent_v4"
+PAGED_TARGET = "jaxflash_paged_v5"
+DENSE_MASK_TARGET = "jaxflash_dense_mask_v3"
+PREDICATE_TARGET = "jaxflash_predicate_v2"
 SEGMENT_MATCHES_TARGET = "jaxflash_segment_matches_v1"
-RANGE_SUMMARY_TARGET = "jaxflash_range_summary_v1"
-SEGMENT_RANGES_TARGET = "jaxflash_segment_ranges_v1"
+RANGE_SUMMARY_TARGET = "jaxflash_range_summary_v2"
+SEGMENT_RANGES_TARGET = "jaxflash_segment_ranges_v2"
 # By the names of their handlers.
 TARGETS = {
     "forward": FORWARD_TARGET,

@@ -569,7 +569,7 @@ def test_shard_map_over_pools():
 
 def test_target_name_is_versioned():
     """It is part of exported programs: a changed contract gets a new number."""
-    assert _ffi.PAGED_TARGET == "jaxflash_paged_v4"
+    assert _ffi.PAGED_TARGET == "jaxflash_paged_v5"
 
 
 @needs_kernels

@@ -497,11 +497,11 @@ def test_operands_of_the_custom_calls():
     )
     text = jax.jit(gradient).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
     captures = "tensor<4x16x16xf32>, tensor<1x8x15xf32>, tensor<1x8xf32>) ->"
-    (forward,) = _custom_calls(text, "@jaxflash_forward_v7")
+    (forward,) = _custom_calls(text, "@jaxflash_forward_v8")
     assert f"tensor<4xi32>, tensor<8xi32>, {captures}" in forward
     assert "capture_ranks = dense<[2, 2, 1]>" in forward
     assert "struct Program" in forward
-    (backward,) = _custom_calls(text, "@jaxflash_backward_v6")
+    (backward,) = _custom_calls(text, "@jaxflash_backward_v7")
     assert f"tensor<4xi32>, tensor<8xi32>, {captures}" in backward
 
 
@@ -512,7 +512,7 @@ def test_operands_of_the_custom_call_under_vmap():
     mapped = jax.vmap(_on_kernels, axes)
     arguments = (jnp.stack([q, q]), k, v, bias, jnp.stack([table, table]), sink)
     text = jax.jit(mapped).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
-    (forward,) = _custom_calls(text, "@jaxflash_forward_v7")
+    (forward,) = _custom_calls(text, "@jaxflash_forward_v8")
     assert "tensor<1x4xi32>, tensor<8xi32>, tensor<1x4x16x16xf32>, tensor<2x1x8x15xf32>" in forward
 
 
@@ -548,7 +548,7 @@ def test_numbers_go_to_programs_that_ask(options, numbered):
     others = {name: x for name, x in options.items() if name not in arrays}
     gradient = jax.grad(lambda q, arrays: loss(q, arrays | others), (0, 1), allow_int=True)
     text = jax.jit(gradient).trace(q, arrays).lower(lowering_platforms=("cuda",)).as_text()
-    for target in ("@jaxflash_forward_v7", "@jaxflash_backward_v6"):
+    for target in ("@jaxflash_forward_v8", "@jaxflash_backward_v7"):
         (call,) = _custom_calls(text, target)
         assert ("tensor<4xi32>, tensor<8xi32>" in call) == numbered
 
@@ -577,7 +577,7 @@ def test_masks_are_captures(shape, capture):
 
     traced = jax.jit(attend).trace(x, jnp.ones(shape, bool), jnp.ones(_N, jnp.float32))
     (forward,) = _custom_calls(
-        traced.lower(lowering_platforms=("cuda",)).as_text(), "@jaxflash_forward_v7"
+        traced.lower(lowering_platforms=("cuda",)).as_text(), "@jaxflash_forward_v8"
     )
     hulls = f"tensor<{_B}x16x2xi32>, tensor<{_B}x40x2xi32>"  # of every batch element
     assert f"{capture}, tensor<1x4xf32>, {hulls}, " in forward
@@ -728,7 +728,7 @@ def test_shards_know_their_numbers():
     ]
     traced = jax.jit(_on_kernels).trace(*arguments)
     text = traced.lower(lowering_platforms=("cuda",)).compile().as_text()
-    (forward,) = [x for x in _custom_calls(text, '"jaxflash_forward_v7"') if "custom-call" in x]
+    (forward,) = [x for x in _custom_calls(text, '"jaxflash_forward_v8"') if "custom-call" in x]
     layouts = forward.split("operand_layout_constraints=")[1]
     assert "s32[2]{0}, s32[2]{0}, f32[2,16,16]{2,1,0}, f32[1,8,15]{2,1,0}, f32[1,8]" in layouts
     assert "all-gather" not in text
@@ -745,7 +745,7 @@ def test_gradients_of_captures_are_results_of_the_custom_call():
 
         traced = jax.jit(jax.grad(loss, argnums)).trace(*arguments)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
-        return _custom_calls(text, "@jaxflash_backward_v6"), "dot_general" in text
+        return _custom_calls(text, "@jaxflash_backward_v7"), "dot_general" in text
 
     # Bias (4, 1, 16, 16) has a tile of rows and columns, the table (8, 15) an index of q - kv.
     (backward,), blockwise = gradient((0, 3, 4, 5))
@@ -784,7 +784,7 @@ def test_gradients_that_the_backward_kernel_stores():
         function, arguments = _bias_gradient(*args, **options)
         traced = jax.jit(function).trace(*arguments)
         (call,) = _custom_calls(
-            traced.lower(lowering_platforms=("cuda",)).as_text(), "@jaxflash_backward_v6"
+            traced.lower(lowering_platforms=("cuda",)).as_text(), "@jaxflash_backward_v7"
         )
         return call
 
@@ -810,7 +810,7 @@ def test_stored_gradients_under_vmap():
     function, (bias, q) = _bias_gradient((4, 8, 16, 16))
     traced = jax.jit(jax.vmap(function, (None, 0))).trace(bias, jnp.stack([q, q]))
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    (call,) = _custom_calls(text, "@jaxflash_backward_v6")
+    (call,) = _custom_calls(text, "@jaxflash_backward_v7")
     assert "kStoresGradient = true" in call
     assert "xui8>, tensor<2x4x8x16x16xbf16>)" in call
 
@@ -827,7 +827,7 @@ def test_stored_gradients_in_shards():
     ]
     text = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
     text = text.compile().as_text()
-    (call,) = [x for x in _custom_calls(text, '"jaxflash_backward_v6"') if "custom-call" in x]
+    (call,) = [x for x in _custom_calls(text, '"jaxflash_backward_v7"') if "custom-call" in x]
     assert "bf16[2,8,16,16]" in call.split("custom-call(")[0]
     assert any("[2,8,16,16]" in x for x in text.splitlines() if " all-reduce(" in x)
 
@@ -970,7 +970,7 @@ def test_gradients_of_captures_of_the_custom_call_inside_shard_map(manual):
     mesh, arguments = _split_arguments()
     function = _inside_shard_map(_bias_and_slopes("cuda"), mesh, manual)
     text = function.trace(*arguments).lower(lowering_platforms=("cuda",)).compile().as_text()
-    (backward,) = [x for x in _custom_calls(text, '"jaxflash_backward_v6"') if "custom-call" in x]
+    (backward,) = [x for x in _custom_calls(text, '"jaxflash_backward_v7"') if "custom-call" in x]
     assert f"f32[1,{_N},{_T},{_S}]" in backward
 
 
@@ -991,7 +991,7 @@ def test_gradients_of_captures_on_an_explicit_mesh():
         with pytest.warns(jaxflash.SlowPathWarning, match="explicit mesh"):
             lowered = traced.lower(lowering_platforms=("cuda",))
         text = lowered.compile().as_text()
-    (backward,) = [x for x in _custom_calls(text, '"jaxflash_backward_v6"') if "custom-call" in x]
+    (backward,) = [x for x in _custom_calls(text, '"jaxflash_backward_v7"') if "custom-call" in x]
     assert f"{_T},{_S}]" not in backward.split("custom-call(")[0]
 
 
