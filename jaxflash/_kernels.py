@@ -11,7 +11,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxflash import _dense_mask, _ffi, _kernel_program, _pages, _partition, _plan, _ranges
+from jaxflash import (
+    _batch_calls,
+    _dense_mask,
+    _kernel_program,
+    _pages,
+    _partition,
+    _passes,
+    _plan,
+    _ranges,
+)
 from jaxflash._dense_mask import DenseMask, Pass
 from jaxflash._kernel_program import KernelGradients, KernelProgram
 from jaxflash._mask import Sizes
@@ -23,7 +32,7 @@ def forward(spec: AttentionSpec, program: KernelProgram | None, operands: Operan
     """(out, lse) of the kernels."""
     mask = _read(operands, "forward")
     ranges = _ranges_of(spec, operands, mask)
-    kernel = _ffi.Forward(*_made_for(spec, program, operands, ranges))
+    kernel = _passes.Forward(*_made_for(spec, program, operands, ranges))
     return _partition.mapped(kernel)(
         operands.query,
         operands.key,
@@ -39,7 +48,7 @@ def paged_forward(spec: AttentionSpec, arrays: PagedOperands):
     operands = _pages.operands_of(arrays)
     # Its kernels are compiled at run time, all of them.
     program = _kernel_program.make(spec, operands, "forward", always=True)
-    kernel = _ffi.PagedForward(spec, program)
+    kernel = _passes.PagedForward(spec, program)
     return _partition.sharded(kernel)(
         arrays.query,
         arrays.key_pages,
@@ -65,7 +74,7 @@ def backward(
     ranges = _ranges_of(spec, operands, mask)
     captures = () if gradients is None else gradients.captures
     batch_rank = operands.query.ndim - 3
-    kernel = _ffi.Backward(
+    kernel = _passes.Backward(
         *_made_for(spec, program, operands, ranges),
         dlse is not None,
         gradients,
@@ -115,7 +124,7 @@ def tangent(
     of_tangents = operands._replace(**dict(zip(names, moved, strict=True)))
     moved = _without_unseen(of_tangents, mask)[:3]
     ranges = _ranges_of(spec, operands, mask)
-    kernel = _ffi.Tangent(*_made_for(spec, program, operands, ranges))
+    kernel = _passes.Tangent(*_made_for(spec, program, operands, ranges))
     return _partition.mapped(kernel)(
         operands.query,
         operands.key,
@@ -132,7 +141,9 @@ def tangent(
 def read_mask(mask, pass_: Pass, q_len, kv_len) -> DenseMask:
     """What a pass reads of a mask for calls of such lengths."""
     packed = _dense_mask.packed_axis(mask, pass_)
-    read = _partition.over_batch(_ffi.ReadMask(q_len, kv_len, packs_keys=pass_ == "forward"))
+    read = _partition.over_batch(
+        _batch_calls.ReadMask(q_len, kv_len, packs_keys=pass_ == "forward")
+    )
     words, *intervals = read(mask)
     shown = Shown(*intervals)
     own = _dense_mask.own_type(mask, pass_)
@@ -145,7 +156,7 @@ def read_mask(mask, pass_: Pass, q_len, kv_len) -> DenseMask:
 def shown(spec: AttentionSpec, sizes: Sizes, captures: Sequence[Any]) -> Shown:
     """As `_plan.shown`."""
     assert spec.predicate is not None
-    evaluate = _ffi.EvaluatePredicate(
+    evaluate = _batch_calls.EvaluatePredicate(
         spec,
         _kernel_program.predicate(spec.predicate),
         sizes.q_len,
@@ -169,16 +180,18 @@ def _read(operands: Operands, pass_: Pass) -> DenseMask | None:
 def _ranges_of(spec: AttentionSpec, operands: Operands, mask: DenseMask | None):
     shown = () if mask is None else (mask.shown,)
     steps = _ranges.Steps(_matched, _summarised, _of_segments)
-    has_visits = _ffi.may_walk(operands.query.shape[-3], operands.key.shape[-3])
+    has_visits = _passes.may_walk(operands.query.shape[-3], operands.key.shape[-3])
     return _ranges.of_call(spec, operands, *shown, steps=steps, has_visits=has_visits)
 
 
 def _matched(query_ids, key_ids) -> _ranges.Intervals:
-    return _ranges.Intervals(*_partition.over_batch(_ffi.MatchSegments())(query_ids, key_ids))
+    return _ranges.Intervals(
+        *_partition.over_batch(_batch_calls.MatchSegments())(query_ids, key_ids)
+    )
 
 
 def _summarised(intervals: _ranges.Intervals):
-    kernel = _ffi.SummariseRanges(
+    kernel = _batch_calls.SummariseRanges(
         has_solid=intervals.keys_solid is not None,
         has_inside=intervals.keys_inside is not None,
         has_visits=intervals.row_visits is not None,
@@ -187,7 +200,7 @@ def _summarised(intervals: _ranges.Intervals):
 
 
 def _of_segments(query_ids, key_ids) -> tuple[Any, ...]:
-    return _partition.over_batch(_ffi.SegmentRanges())(query_ids, key_ids)
+    return _partition.over_batch(_batch_calls.SegmentRanges())(query_ids, key_ids)
 
 
 def _without_unseen(operands: Operands, mask: DenseMask | None) -> Operands:
@@ -223,8 +236,8 @@ def _made_for(
 ):
     """What a pass has to know of a call."""
     has_predicate = operands.mask is not None or spec.predicate is not None
-    mask = _ffi.MaskKind.of(ranges, has_predicate)
-    return _banded(spec, operands), _ffi.Lengths.of(operands), program, mask
+    mask = _passes.MaskKind.of(ranges, has_predicate)
+    return _banded(spec, operands), _passes.Lengths.of(operands), program, mask
 
 
 def _given(*optional) -> list[Any]:
@@ -232,12 +245,12 @@ def _given(*optional) -> list[Any]:
 
 
 def _program_operands(
-    kernel: _ffi.Pass,
+    kernel: _passes.Pass,
     operands: Operands,
     mask: DenseMask | None = None,
     tangents: Sequence[Any] = (),
 ) -> tuple[Any, ...]:
-    """What the kernels get for their program after all else: see `_ffi.Pass`."""
+    """What the kernels get for their program after all else: see `_passes.Pass`."""
     if kernel.program is None:
         return ()
     captures = _kernel_program.captures(kernel.spec, operands, mask, tangents)

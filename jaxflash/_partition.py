@@ -17,7 +17,8 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxflash import _split
-from jaxflash._ffi import BatchCall, Pass
+from jaxflash._batch_calls import BatchCall
+from jaxflash._passes import Pass
 
 # cuda/problem.h: kMaxBatchAxes.
 _MAX_BATCH_AXES = 8

@@ -10,7 +10,7 @@ import pytest
 import jaxflash
 from cases import CASES, AttentionCase, visibility
 from check import check_attention, check_tangents, on_gpu, split
-from jaxflash import _ffi
+from jaxflash import _passes
 
 
 def _name(case):
@@ -41,7 +41,7 @@ def test_default_of_nothing(case):
 def walks(request, monkeypatch):
     """Rows of that name are for the kernels that walk, which longer calls have."""
     if "walk-" in request.node.name:
-        monkeypatch.setattr(_ffi, "_LEAST_WALK", 1)
+        monkeypatch.setattr(_passes, "_LEAST_WALK", 1)
 
 
 @pytest.mark.gpu

@@ -26,6 +26,7 @@ from jaxflash import (
     _ffi,
     _kernels,
     _mask,
+    _passes,
     _plan,
     _ranges,
     _tile,
@@ -670,7 +671,7 @@ def test_kernels_visit_no_empty_tile(head_dim, is_array):
 @pytest.mark.gpu
 def test_vmap_of_kernels_that_walk(monkeypatch):
     """Under vmap, what a mask shows may be that of some batch axes alone."""
-    monkeypatch.setattr(_ffi, "_LEAST_WALK", 1)
+    monkeypatch.setattr(_passes, "_LEAST_WALK", 1)
     rng = np.random.default_rng(0)
     blocks = rng.random((2, 1, 17, 17)) < 0.25
     blocks[..., 0] = True
@@ -717,8 +718,10 @@ def test_who_walks():
     ):
         spec, operands = _described(mask, shape=(1, 2, length, length))
         shown = _ranges.of_dense_mask(operands)
-        ranges = _ranges.of_call(spec, operands, *shown, has_visits=_ffi.may_walk(length, length))
-        kind = _ffi.MaskKind.of(ranges, operands.mask is not None)
+        ranges = _ranges.of_call(
+            spec, operands, *shown, has_visits=_passes.may_walk(length, length)
+        )
+        kind = _passes.MaskKind.of(ranges, operands.mask is not None)
         assert kind.walks == expected, mask
         assert len(kind.axes) == len(kind.dense)
 
