@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 _MAX_SUMMED_HEAD_DIM = 128
 
 
+# (capture, axis whose index is the query head or None) of captures that are loaded; None where the
+# number of the head is asked for elsewhere, or an axis does not hold all heads.
+HeadAxes = tuple[tuple[int, int | None], ...] | None
+
+
 class KernelProgram(NamedTuple):
     """A score program, with sink and dropout, for the kernels.
 
@@ -36,6 +41,7 @@ class KernelProgram(NamedTuple):
         key_terms: what products start from depends on the key alone, and on the head only where key
             heads are not shared.
         sequences: how many are packed, 0 if unknown or none.
+        head_axes: see `split_by_heads`.
     """
 
     source: str
@@ -46,6 +52,7 @@ class KernelProgram(NamedTuple):
     start_capture: int | None
     key_terms: bool
     sequences: int
+    head_axes: HeadAxes
 
 
 class KernelPredicate(NamedTuple):
@@ -69,6 +76,7 @@ class KernelGradients(NamedTuple):
         loads: see there.
         key_sums: see there.
         key_loads: see there.
+        head_axes: see `split_by_heads`.
     """
 
     source: str
@@ -76,6 +84,7 @@ class KernelGradients(NamedTuple):
     loads: tuple[Load, ...]
     key_sums: int
     key_loads: tuple[KeyLoad, ...]
+    head_axes: HeadAxes
 
     @property
     def captures(self) -> tuple[int, ...]:
@@ -85,6 +94,19 @@ class KernelGradients(NamedTuple):
     def is_narrow(self, capture: int) -> bool:
         """Whether a gradient has the capture's dtype, not float32."""
         return any(load.narrow for load in self.loads if load.capture == capture)
+
+
+def split_by_heads(
+    program: KernelProgram, gradients: KernelGradients | None
+) -> tuple[int | None, ...]:
+    """For each capture of a pass the axis of which a device needs the part of its own heads alone,
+    by whose numbers the pass then knows them. None: one that is needed as a whole."""
+    axes = None if program.head_axes is None else dict(program.head_axes)
+    if axes is not None and gradients is not None:
+        own = gradients.head_axes
+        differs = own is None or any(axes.get(i, axis) != axis for i, axis in own)
+        axes = None if own is None or differs else {**axes, **dict(own)}
+    return tuple((axes or {}).get(i) for i in range(len(program.capture_ranks)))
 
 
 def make(
@@ -156,11 +178,10 @@ def _program(
     drops = spec.dropout_rate > 0.0
     types = [t for x in (program, *predicates) for t in x.capture_types]
     shapes = [t.shape for t in types]
-    ranks = (
-        *map(len, shapes),
-        *(len(shapes[i]) for i in moving),
-        *(1,) * ((operands.sink is not None) + drops),
-    )
+    shapes_of_all = [*shapes, *(shapes[i] for i in moving)]
+    if operands.sink is not None:
+        shapes_of_all.append(operands.sink.shape)
+    ranks = (*map(len, shapes_of_all), *(1,) * drops)
     _check_count(len(ranks), more=", and tangents" if moving else "")
     sink_dtype = None if operands.sink is None else operands.sink.dtype.name
     if sink_dtype not in (None, *CAPTURE_DTYPES):
@@ -196,6 +217,7 @@ def _program(
         start,
         terms == "together" or (terms == "head" and not shares_key_heads),
         _sequences(operands),
+        _head_axes(printed, shapes_of_all, operands),
     )
 
 
@@ -227,9 +249,27 @@ def gradients(
         raise printed
     if not (printed.loads or printed.key_loads):
         return None
+    shapes = [t.shape for x in (program, *predicates) for t in x.capture_types]
     return KernelGradients(
-        printed.source, printed.numbered, printed.loads, printed.key_sums, printed.key_loads
+        printed.source,
+        printed.numbered,
+        printed.loads,
+        printed.key_sums,
+        printed.key_loads,
+        _head_axes(printed, shapes, operands),
     )
+
+
+def _head_axes(
+    printed: Printed | PrintedGradients, shapes: Sequence[tuple], operands: Operands
+) -> HeadAxes:
+    if printed.head_axes is None:
+        return None
+    heads = operands.query.shape[-2]
+    axes = sorted(printed.head_axes.items())
+    if any(axis is not None and shapes[i][axis] != heads for i, axis in axes):
+        return None
+    return tuple(axes)
 
 
 def _sequences(operands: Operands) -> int:

@@ -130,7 +130,10 @@ def _partitioned(
         split = _split.of(mesh, result_types[0], operand_types[1], groups, automatic_devices)
         if automatic_devices and kernel.captures:
             # A sum over devices could not name them.
-            split = split.without_heads(any(summed) for summed in zip(*of_captures, strict=True))
+            split = split.gathered(
+                (any(summed) for summed in zip(*of_captures, strict=True)),
+                heads=any("n" not in kernel.operand_axes[i] for i in kernel.captures),
+            )
         operand_shardings = tuple(
             split.of(axes, operand_broadcasts)
             for axes, operand_broadcasts in zip(kernel.operand_axes, broadcasts, strict=True)
@@ -140,11 +143,15 @@ def _partitioned(
         )
 
         def call(*operands):
-            results = kernel.call(*operands)
+            results = kernel.call(*kernel.of_device(operands))
             # Devices that share a key head each have the part of their own query heads, and
-            # gradients of captures are sums over all heads.
+            # gradients of captures are sums over all heads that do not have a part of their own.
             by_heads = [
-                split.heads if i >= first_capture else split.group if "k" in axes else ()
+                split.group
+                if "k" in axes
+                else split.heads
+                if i >= first_capture and "n" not in axes
+                else ()
                 for i, axes in enumerate(kernel.result_axes)
             ]
             return tuple(

@@ -24,7 +24,7 @@ from jaxflash._ffi import (
     of_all_or_each,
     result_type,
 )
-from jaxflash._kernel_program import KernelGradients, KernelProgram
+from jaxflash._kernel_program import KernelGradients, KernelProgram, split_by_heads
 from jaxflash._spec import AttentionSpec, Operands
 
 # cuda/problem.h: kKeyTerms.
@@ -173,13 +173,18 @@ class Pass:
         self.numbered = program is not None and (
             program.numbered or (gradients is not None and gradients.numbered)
         )
+        # Whether those of heads are 0, 1 ... on each device, which has their part of captures.
+        self._counts_own_heads = False
+        self._head_numbers = len(operand_axes) + 1
         if program is not None:
             numbers = ("", "n") if self.numbered else ()
             if numbers:
-                self.unbatched = unbatched | {len(operand_axes) + 1}
+                self.unbatched = unbatched | {self._head_numbers}
+            split = split_by_heads(program, gradients)
+            self._counts_own_heads = self.numbered and any(axis is not None for axis in split)
             captures = (
-                tuple(f"c{i}x{axis}" for axis in range(rank))
-                for i, rank in enumerate(program.capture_ranks)
+                tuple("n" if axis == of_heads else f"c{i}x{axis}" for axis in range(rank))
+                for i, (rank, of_heads) in enumerate(zip(program.capture_ranks, split, strict=True))
             )
             self.operand_axes = (*operand_axes, *numbers, *captures, *mask.axes)
             self.dense = (
@@ -200,6 +205,14 @@ class Pass:
 
     def _static(self) -> tuple:
         return self.spec, self.lengths, self.program, self.mask
+
+    def of_device(self, operands) -> list[Any]:
+        """A device's part of operands as `call` takes them."""
+        operands = list(operands)
+        if self._counts_own_heads:
+            # A constant: on explicit meshes an operation would ask for a sharding, too late.
+            operands[self._head_numbers] = np.arange(operands[0].shape[-2], dtype=np.int32)
+        return operands
 
     def full_sums(self, batch_rank: int) -> tuple[tuple[bool, ...], ...]:
         """`result_sums` for all batch axes: those that `vmap` has added are not summed over."""
@@ -453,6 +466,8 @@ class Backward(Pass):
             own = x.shape[len(axes) :]
             batch = [(1, None) if one else axis for axis, one in zip(axes, summed, strict=True)]
             shape = (*(size for size, _ in batch), *own)
-            mesh_axes = [*(part for _, part in batch), *(None for _ in own)]
+            heads = mesh_axes_of(query)[-2]
+            of_own = (heads if name == "n" else None for name in self.operand_axes[operand])
+            mesh_axes = [*(part for _, part in batch), *of_own]
             dtype = x.dtype if self.gradients.is_narrow(number) else jnp.float32
             yield result_type(operands[0], shape, dtype, mesh_axes)

@@ -31,11 +31,12 @@ class Split:
         parts = zip(self.batch, which, strict=True)
         return tuple(name for part, is_wanted in parts if is_wanted for name in names_of(part))
 
-    def without_heads(self, whole: Iterable[bool]) -> Split:
-        """With all heads together, and some batch axes whole."""
+    def gathered(self, whole: Iterable[bool], *, heads: bool) -> Split:
+        """With some batch axes whole, and all heads together if `heads`."""
         parts = zip(self.batch, whole, strict=True)
-        batch = (None if is_whole else part for part, is_whole in parts)
-        return Split(self.mesh, tuple(batch), (), ())
+        batch = tuple(None if is_whole else part for part, is_whole in parts)
+        of_heads = ((), ()) if heads else (self.kv_heads, self.group)
+        return Split(self.mesh, batch, *of_heads)
 
     def of(self, axes: Sequence[str], broadcast: Sequence[bool] | None = None) -> NamedSharding:
         """The sharding of an array with these trailing axes. `broadcast` tells of its batch axes

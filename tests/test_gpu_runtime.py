@@ -166,6 +166,49 @@ def test_heads_over_two_devices(kv_heads, manual):
         )
 
 
+def _of_table(s, b, h, q, kv, table):
+    return s + table[h, jnp.clip(q - kv, 0, 15)]
+
+
+def _of_table_and_head(s, b, h, q, kv, table):
+    return _of_table(s, b, h, q, kv, table) * (1.0 + 0.1 * h.astype(jnp.float32))
+
+
+@pytest.mark.two_gpus
+@pytest.mark.parametrize("option", ["bias", "mask", "sink", _of_table, _of_table_and_head])
+def test_captures_over_two_devices(option):
+    """Each has the part of its heads, unless their numbers matter."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices("gpu")[:2]), ("h",))
+    query, key, value = _qkv()
+    heads, length = query.shape[2], query.shape[1]
+    rng = np.random.default_rng(3)
+    if option in ("bias", "mask"):
+        capture, spec = rng.standard_normal((1, heads, length, length)), (None, "h")
+    else:
+        capture, spec = rng.standard_normal((heads, 16) if callable(option) else heads), ("h",)
+    capture = capture > 0 if option == "mask" else capture.astype(np.float32)
+
+    def loss(query, key, value, capture):
+        options = {option: capture}
+        if callable(option):
+            options = dict(score_mod=functools.partial(option, table=capture))
+        out = jaxflash.dot_product_attention(query, key, value, implementation="cuda", **options)
+        return jnp.sum(jnp.sin(out.astype(jnp.float32)))
+
+    step = jax.jit(jax.value_and_grad(loss, (0, 1, 2) if option == "mask" else (0, 1, 2, 3)))
+    expected = jax.device_get(step(query, key, value, capture))
+    split = NamedSharding(mesh, PartitionSpec(None, None, "h"))
+    placed = jax.device_put((query, key, value), split)
+    capture = jax.device_put(capture, NamedSharding(mesh, PartitionSpec(*spec)))
+    actual = step(*placed, capture)
+    for x, y in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
+        np.testing.assert_allclose(
+            np.asarray(x, np.float32), np.asarray(y, np.float32), rtol=2e-2, atol=2e-2
+        )
+    text = step.lower(*placed, capture).compile().as_text()
+    assert option is _of_table_and_head or "all-gather" not in text
+
+
 @pytest.mark.two_gpus
 @pytest.mark.parametrize("placed", [0, 1], ids=["query", "key"])
 def test_explicit_mesh_of_two_devices(placed):

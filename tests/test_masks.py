@@ -1155,7 +1155,7 @@ def test_sharded_programs_of_the_kernels_gather_nothing():
     [((4, 1, 64, 70), P("b"), "2,1,64,70"), ((4, _N, 64, 70), P("b", "h"), f"2,{_N // 2},64,70")],
 )
 def test_arrays_are_read_where_they_lie(shape, spec, part):
-    """Each device reads its part of a mask array; other devices get its bits at most."""
+    """Each device reads its part of a mask array, and has its bits alone."""
     mesh = _mesh()
 
     def zeros(shape, dtype, spec):
@@ -1171,7 +1171,7 @@ def test_arrays_are_read_where_they_lie(shape, spec, part):
     (call,) = (x for x in text.splitlines() if "custom-call(" in x and _ffi.DENSE_MASK_TARGET in x)
     words = part.rsplit(",", 2)[0] + ",1,64,4"
     assert f"u32[{words}]" in call
-    assert re.search(r"= pred\S* all-gather", text) is None
+    assert "all-gather" not in text
 
 
 def _random_intervals(rng, lead, length, other_length):
@@ -1326,7 +1326,8 @@ def test_ranges_are_made_where_they_lie(name):
     ("lead", "spec"), [((4, 1), P("b")), ((1, 1), P()), ((1, _N), P(None, "h"))], ids=str
 )
 def test_visits_are_split(lead, spec):
-    """Of long calls; an array of all sequences is of all on each device, too."""
+    """Of long calls; an array of all sequences is of all on each device, too, and nothing is
+    gathered."""
     mesh, length = _mesh(), 2048
 
     def zeros(shape, dtype, spec):
@@ -1348,8 +1349,7 @@ def test_visits_are_split(lead, spec):
         for call in calls:
             _, operands = call.split("operand_layout_constraints=")
             assert visits in operands, operands
-    # The bits of an array with heads of its own are; nothing of its plan is.
-    assert not re.search(r"= s32\S* all-gather", text)
+    assert "all-gather" not in text
 
 
 @_needs_kernels

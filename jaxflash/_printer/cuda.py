@@ -20,6 +20,7 @@ from jaxflash._printer.gradients import (
     key_weight,
 )
 from jaxflash._printer.graph import ROW, Graph, Node, depends_on_difference
+from jaxflash._printer.heads import head_axes
 from jaxflash._printer.starts import Start, start_of
 from jaxflash._printer.writer import Roots, Words, Writer
 from jaxflash._scores import Program
@@ -39,6 +40,7 @@ class Printed:
             that of the query before.
         key_terms: whether they start from what depends on the key alone: of all heads "together",
             or of each "head".
+        head_axes: see `heads.head_axes`; sink and dropout count, too.
     """
 
     source: str
@@ -47,6 +49,7 @@ class Printed:
     exact_length: int | None
     start_capture: int | None
     key_terms: Literal["together", "head"] | None
+    head_axes: Mapping[int, int | None] | None
 
 
 def print_program(
@@ -133,6 +136,7 @@ def print_program(
         exact_length=1 << 24 if graph.subtracts_positions else None,
         start_capture=start.neighbours.value[0] if start and start.follows_queries else None,
         key_terms=_key_terms(start),
+        head_axes=None if drops else head_axes(roots),
     )
 
 
@@ -153,6 +157,7 @@ class PrintedGradients:
             the logit does not depend on has none.
         key_sums: how many sums over the queries there are beside, whose structs follow.
         key_loads: loads whose gradients are made of these.
+        head_axes: as in `Printed`.
     """
 
     source: str
@@ -160,6 +165,7 @@ class PrintedGradients:
     loads: tuple[Load, ...]
     key_sums: int
     key_loads: tuple[KeyLoad, ...]
+    head_axes: Mapping[int, int | None] | None
 
 
 def print_gradients(
@@ -241,6 +247,7 @@ def print_gradients(
         tuple(x.load for x in loads),
         len(sums),
         tuple(key_loads),
+        head_axes(roots) if dropout is None else None,
     )
 
 

@@ -1,0 +1,228 @@
+"""How the kernels' calls are divided among devices, in numbers: what a call computes stands here in
+jnp, so that CPU devices run what GPUs would.
+"""
+
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxflash
+from jaxflash import _ffi, _kernel_program, _partition, _passes, _scores
+from meshes import cpu_mesh
+
+pytestmark = pytest.mark.skipif(not _ffi.extension.kernels, reason="needs the kernels' library")
+
+_B, _T, _N, _K, _H = 4, 16, 8, 4, 4
+
+
+def _parts(kernel, operands):
+    """(query, key and value, other operands, numbers of batch elements and heads, captures)"""
+    assert kernel.mask.number == 0
+    assert kernel.lengths == (False, False)
+    end = len(operands) - len(kernel.program.capture_ranks)
+    first = end - 2 * kernel.numbered
+    numbers = operands[first:end]
+    if not numbers:
+        numbers = jnp.arange(operands[0].shape[0]), jnp.arange(operands[0].shape[2])
+    return operands[:3], operands[3:first], numbers, operands[end:]
+
+
+def _attention(kernel, numbers, qkv, captures):
+    """(out, lse) of a program, which knows batch elements and heads by numbers."""
+    query, key, value = (x.astype(jnp.float32) for x in qkv)
+    group = query.shape[2] // key.shape[2]
+    key, value = (jnp.repeat(x, group, axis=2) for x in (key, value))
+    scores = jnp.einsum("btnh,bsnh->bnts", query, key) * kernel.spec.scale
+    *batch, q_len, kv_len = scores.shape
+    jaxpr = (kernel.spec.program or _kernel_program._identity()).jaxpr
+    used = len(jaxpr.in_avals) - len(_scores.ARGUMENTS)
+
+    def logit(batch_captures, score, b, h, q, kv):
+        arguments = score, b, h, q, kv, (q - kv).astype(jnp.float32), *batch_captures
+        return jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *arguments)[0]
+
+    over_keys = jax.vmap(logit, (None, 0, None, None, None, 0))
+    over_rows = jax.vmap(over_keys, (None, 0, None, None, 0, None))
+    over_heads = jax.vmap(over_rows, (None, 0, None, 0, None, None))
+    of_batch = [
+        jnp.broadcast_to(x, (batch[0], *x.shape[1:])) for x in (*captures[:used], numbers[0])
+    ]
+    logits = jax.vmap(over_heads, (0, 0, 0, None, None, None))(
+        of_batch[:-1], scores, of_batch[-1], numbers[1], jnp.arange(q_len), jnp.arange(kv_len)
+    )
+    if len(captures) > used:
+        sink = jnp.broadcast_to(captures[used], (batch[0], scores.shape[1]))
+        logits = jnp.concatenate(
+            [logits, jnp.broadcast_to(sink[..., None, None], (*logits.shape[:-1], 1))], axis=-1
+        )
+    lse = jax.nn.logsumexp(logits, axis=-1)
+    weights = jnp.exp(logits - lse[..., None])[..., :kv_len]
+    out = jnp.einsum("bnts,bsnh->btnh", weights, value)
+    return out.astype(qkv[0].dtype), lse.mT
+
+
+def _forward(kernel, *operands):
+    qkv, _, numbers, captures = _parts(kernel, operands)
+    return _attention(kernel, numbers, qkv, captures)
+
+
+def _backward(kernel, *operands):
+    qkv, (_, dout, _, *dlse), numbers, captures = _parts(kernel, operands)
+    (_, lse), pull = jax.vjp(functools.partial(_attention, kernel, numbers), qkv, captures)
+    gradients, of_captures = pull((dout, dlse[0] if dlse else jnp.zeros_like(lse)))
+    if kernel.gradients is None:
+        return gradients
+    assert not kernel.gradients.key_sums
+    for i in kernel.gradients.captures:
+        x = of_captures[i]
+        gradients += (x if kernel.gradients.is_narrow(i) else x.astype(jnp.float32),)
+    return gradients
+
+
+@pytest.fixture
+def in_jnp(monkeypatch):
+    monkeypatch.setattr(_passes.Forward, "call", _forward)
+    monkeypatch.setattr(_passes.Backward, "call", _backward)
+    yield
+    # What was made for calls of these tests.
+    jax.clear_caches()
+    _partition.mapped.cache_clear()
+    _partition._partitioned.cache_clear()
+
+
+def _table(s, b, h, q, kv, table):
+    return s + table[h, jnp.clip(q - kv + 3, 0, 6)]
+
+
+def _head_itself(s, b, h, q, kv, table):
+    return s + table[h, jnp.clip(q - kv + 3, 0, 6)] * (0.1 * h.astype(jnp.float32))
+
+
+def _other_heads(s, b, h, q, kv, table):
+    return s + table[h, jnp.clip(q - kv + 3, 0, 6)] + table[(h + 1) % _N, 0]
+
+
+# (axes of the mesh, those that split batch and heads of the query, split of the captured array, its
+# shape, option, whether each device needs the part of its own heads alone)
+_MESH = dict(b=2, h=4)
+_OF_HEADS = (1, _N, _T, _T)
+_ROWS = {
+    "bias of each head": (_MESH, "b", "h", P(None, "h"), _OF_HEADS, "bias", True),
+    "bias of all": (_MESH, "b", "h", P("b", "h"), (_B, _N, _T, _T), "bias", True),
+    "bias of the batch": (_MESH, "b", "h", P("b"), (_B, 1, _T, _T), "bias", False),
+    "sink": (_MESH, "b", "h", P("h"), (_N,), "sink", True),
+    "table": (_MESH, "b", "h", P("h"), (_N, 7), _table, True),
+    "head itself": (_MESH, "b", "h", P("h"), (_N, 7), _head_itself, False),
+    "other heads": (_MESH, "b", "h", P("h"), (_N, 7), _other_heads, False),
+    "part of a key head": (dict(h=8), None, "h", P(None, "h"), _OF_HEADS, "bias", True),
+    "two axes": (dict(g=2, h=4), None, ("g", "h"), P(None, ("g", "h")), _OF_HEADS, "bias", True),
+}
+
+
+def _attend(implementation, option, q, k, v, capture):
+    options = {option: capture}
+    if callable(option):
+        options = dict(score_mod=functools.partial(option, table=capture))
+    return jaxflash.dot_product_attention(q, k, v, implementation=implementation, **options)
+
+
+def _check(attend, option, shape, mesh, specs) -> str:
+    """That `attend` computes what one device does, and its program."""
+    rng = np.random.default_rng(0)
+    shapes = (_B, _T, _N, _H), (_B, _T, _K, _H), (_B, _T, _K, _H), shape
+    arrays = [jnp.asarray(rng.standard_normal(x), jnp.float32) for x in shapes]
+    placed = [
+        jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)
+    ]
+
+    def step(attend, *arrays):
+        def loss(*arrays):
+            return jnp.sum(jnp.sin(attend(*arrays)))
+
+        return jax.value_and_grad(loss, (0, 1, 2, 3))(*arrays)
+
+    on_one = functools.partial(_attend, "xla", option)
+    expected = jax.jit(functools.partial(step, on_one))(*arrays)
+    traced = jax.jit(functools.partial(step, attend)).trace(*placed)
+    compiled = traced.lower(lowering_platforms=("cuda",)).compile()
+    for x, y in zip(*map(jax.tree.leaves, (compiled(*placed), expected)), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5)
+    return compiled.as_text() or ""
+
+
+def _gathered(text: str) -> list[int]:
+    """Elements of the arrays that devices gather."""
+    shapes = re.findall(r"= \w+\[([\d,]*)\]\S* all-gather", text)
+    return [math.prod(map(int, x.split(","))) for x in shapes]
+
+
+@pytest.mark.usefixtures("in_jnp")
+@pytest.mark.parametrize("row", _ROWS.values(), ids=_ROWS)
+def test_captures_of_heads(row):
+    """Devices have the parts of captures that their heads index, and exchange none of them."""
+    axes, batch, heads, of_capture, shape, option, splits = row
+    shares_keys = math.prod(axes[name] for name in heads) > _K
+    keys = P(batch, None, None if shares_keys else heads)
+    specs = P(batch, None, heads), keys, keys, of_capture
+    attend = functools.partial(_attend, "cuda", option)
+    text = _check(attend, option, shape, cpu_mesh(**axes), specs)
+    assert not splits or math.prod(shape) not in _gathered(text)
+
+
+@pytest.mark.parametrize("batch", [1, _B])
+def test_captures_in_partly_manual_calls(batch):
+    """Heads are split there, too, if no gradient has to be summed over them. Compiled, not run."""
+    mesh = cpu_mesh(m=2, b=2, h=2)
+    of_batch = P("m") if batch == _B else P()
+    attend = jax.shard_map(
+        functools.partial(_attend, "cuda", "bias"),
+        mesh=mesh,
+        in_specs=(P("m"), P("m"), P("m"), of_batch),
+        out_specs=P("m"),
+        axis_names={"m"},
+    )
+    split = NamedSharding(mesh, P(("m", "b"), None, "h"))
+    query, key = (jax.device_put(jnp.zeros((_B, _T, heads, _H)), split) for heads in (_N, _K))
+    bias = jnp.zeros((batch, _N, _T, _T))
+    bias = jax.device_put(bias, NamedSharding(mesh, P(("m", "b") if batch == _B else None, "h")))
+
+    def gradients(*arrays):
+        return jax.grad(lambda *x: jnp.sum(attend(*x)), (0, 1, 2, 3))(*arrays)
+
+    traced = jax.jit(gradients).trace(query, key, key, bias)
+    text = traced.lower(lowering_platforms=("cuda",)).compile().as_text()
+    assert math.prod(bias.shape) not in _gathered(text)
+    (call,) = (x for x in text.splitlines() if f'"{_ffi.BACKWARD_TARGET}"' in x)
+    of_device = f"f32[{batch // 4 or 1},{_N // 2},{_T},{_T}]"
+    for operands in call.split("operand_layout_constraints="):
+        assert of_device in operands, call
+
+
+@pytest.mark.parametrize("option", ["bias", "alibi_slopes", "sink"])
+def test_captures_on_explicit_meshes(option):
+    """Compiled, not run."""
+    explicit = (jax.sharding.AxisType.Explicit,) * 2
+    mesh = jax.make_mesh((2, 4), ("b", "h"), explicit, devices=jax.devices("cpu")[:8])
+    query = jnp.zeros((_B, _T, _N, _H))
+    capture, part = (
+        (jnp.zeros((1, _N, _T, _T)), "1,2,16,16") if option == "bias" else (jnp.zeros(_N), "1,2")
+    )
+    of_capture = P(None, "h") if option == "bias" else P("h")
+    query, capture = (
+        jax.device_put(x, NamedSharding(mesh, spec))
+        for x, spec in ((query, P("b", None, "h")), (capture, of_capture))
+    )
+    with jax.set_mesh(mesh):
+        attend = functools.partial(_attend, "cuda", option)
+        traced = jax.jit(lambda q, x: attend(q, q, q, x)).trace(query, capture)
+        text = traced.lower(lowering_platforms=("cuda",)).compile().as_text()
+    (call,) = (x for x in text.splitlines() if f'"{_ffi.FORWARD_TARGET}"' in x)
+    assert f"f32[{part}]" in call.split("operand_layout_constraints=")[1]
+    assert not _gathered(text)
