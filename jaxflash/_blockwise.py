@@ -67,7 +67,7 @@ def forward(spec: AttentionSpec, operands: Operands):
             p = jnp.exp(relative(logits, maximum))
             # Said, not left to exp: XLA's for CPUs (jax 0.10) makes numbers of NaN.
             total = jnp.sum(p, axis=-1, keepdims=True)
-            total = jnp.where(jnp.isfinite(maximum), total, jnp.nan)
+            total = jnp.where(jnp.isfinite(maximum), total, maximum - maximum)
             if normalises_first:
                 p = p * _normalised(spec, maximum, total, sink).weight
             weighted = product.pv(tile.drop(p).astype(v.dtype), tile.hide_keys(v_block))
@@ -323,7 +323,8 @@ def tangent(spec: AttentionSpec, operands: Operands, out, lse, tangents: dict[st
             centre, seen, total, weighted = state
             if logits_move:
                 seen_here = jnp.sum(p, axis=-1, keepdims=True)
-                mean = jnp.sum(tile.hide(p * t_logits, 0.0), axis=-1, keepdims=True) / seen_here
+                some = jnp.where(seen_here == 0.0, 1.0, seen_here)
+                mean = jnp.sum(tile.hide(p * t_logits, 0.0), axis=-1, keepdims=True) / some
                 # Any number would do; what is not one does not.
                 is_first = (seen == 0.0) & jnp.isfinite(mean)
                 centre = jnp.where(is_first, mean, centre)

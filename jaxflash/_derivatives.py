@@ -111,6 +111,8 @@ def planned(
 ) -> dict[str, Any]:
     """The plan of a call, by name, of operands of which some are given by their types alone."""
     operands = Operands.of_named({**dict(types), **arrays})
+    captures = _sharding.alike_in_mask(spec, operands.mask_captures, len(operands.query.shape) - 3)
+    operands = operands._replace(mask_captures=tuple(captures))
     given = with_plan(spec, path, operands).named()
     return {name: given[name] for name in PLANNED if name in given}
 

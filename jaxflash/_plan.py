@@ -133,7 +133,11 @@ def shown(spec: AttentionSpec, sizes: Sizes, captures: Sequence[Any]) -> Shown:
     # Heads and batch axes alone.
     row_sees, key_is_seen, *groups = (jnp.squeeze(x, len(leading) - 1) for x in found)
     whole, empty = (x[..., :q_blocks, :] for x in groups)
-    return _ranges.of_blocks(whole, empty, row_sees, key_is_seen, q_len=q_len, kv_len=kv_len)
+    found = _ranges.of_blocks(whole, empty, row_sees, key_is_seen, q_len=q_len, kv_len=kv_len)
+    assert spec.predicate is not None
+    # What asks for a number may not depend on it, as an element of an array of one.
+    _, full = lead(spec.predicate, sizes, captures)
+    return Shown(*(jnp.broadcast_to(x, (*full, *x.shape[len(full) :])) for x in found))
 
 
 def seeing_rows(operands: Operands, mask: DenseMask | None):

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +55,30 @@ def alike(spec: AttentionSpec, operands: Operands) -> Operands:
         "mask_captures": spec.predicate.axes if spec.predicate else (),
     }
     return _varying_alike(_split_alike(operands, axes))
+
+
+def alike_in_mask(spec: AttentionSpec, captures: Sequence[Any], batch_rank: int) -> list[Any]:
+    """What a mask captures, without the operands of a call: split as it is over batch axes and
+    heads where they are known, and whole along everything else."""
+    mesh = _mesh_of_parts(captures)
+    if mesh is None or spec.predicate is None:
+        return list(captures)
+
+    def place(number: int, x):
+        known = spec.predicate.axes[number : number + 1]
+        trailing = known[0] if known else "_" * (x.ndim - batch_rank)
+        axes = zip(_parts(x), "B" * batch_rank + trailing, strict=True)
+        return _resharded(x, mesh, [part if axis in "BN" else None for part, axis in axes])
+
+    return [place(number, x) for number, x in enumerate(captures)]
+
+
+def whole(arrays):
+    """Arrays that no explicit mesh splits."""
+    mesh = _mesh_of_parts(arrays)
+    if mesh is None:
+        return arrays
+    return jax.tree.map(lambda x: _resharded(x, mesh, (None,) * x.ndim), arrays)
 
 
 def alike_in_pages(operands: PagedOperands) -> PagedOperands:
@@ -152,10 +177,7 @@ def _split_alike(operands: Operands, capture_axes: dict[str, tuple[str, ...]]) -
 
 def _split_of(operands: Operands) -> _Split:
     query, key, value = operands.query, operands.key, operands.value
-    batch = tuple(
-        next(filter(None, parts), None)
-        for parts in zip(*(_parts(x)[:-3] for x in (query, key, value)), strict=True)
-    )
+    batch = _batch_of(*(_parts(x)[:-3] for x in (query, key, value)))
     q_heads, kv_heads = query.shape[-2], key.shape[-2]
     in_batch = {name for part in batch for name in _split.names_of(part)}
     for x in (query, key, value):
@@ -171,18 +193,24 @@ def _split_of(operands: Operands) -> _Split:
     return _Split(batch, (), 1)
 
 
+def _batch_of(*parts: tuple) -> tuple:
+    """Of each batch axis the first split that some operand has and no axis before."""
+    batch: list[Any] = []
+    taken: set[str] = set()
+    for candidates in zip(*parts, strict=True):
+        names = (names for names in map(_split.names_of, candidates) if taken.isdisjoint(names))
+        batch.append(next(filter(None, names), None))
+        taken.update(batch[-1] or ())
+    return tuple(batch)
+
+
 def _paged_split_alike(operands: PagedOperands) -> PagedOperands:
     query, key_pages, value_pages, page_table, lengths, sink, _ = operands
     mesh = _mesh_of_parts(operands)
     if mesh is None:
         return operands
     batch_rank = query.ndim - 3
-    batch = tuple(
-        next(filter(None, parts), None)
-        for parts in zip(
-            *(_parts(x)[:batch_rank] for x in (query, page_table, lengths)), strict=True
-        )
-    )
+    batch = _batch_of(*(_parts(x)[:batch_rank] for x in (query, page_table, lengths)))
     taken = {name for part in batch for name in _split.names_of(part)}
     heads: tuple[str, ...] = ()
     for x in (query, key_pages, value_pages):

@@ -408,7 +408,8 @@ def captures_of(spec: AttentionSpec, operands: Operands) -> dict[str, Any]:
 def sizes_of(operands: Operands) -> Sizes:
     *batch, q_len, q_heads, _ = operands.query.shape
     kv_len, kv_heads = operands.key.shape[-3:-1]
-    return Sizes(tuple(batch), kv_heads, q_heads // kv_heads, q_len, kv_len)
+    is_part = operands.first_element is not None
+    return Sizes(tuple(batch), kv_heads, q_heads // kv_heads, q_len, kv_len, is_part)
 
 
 def _number(name: str) -> int:

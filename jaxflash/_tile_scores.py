@@ -36,6 +36,7 @@ class Sizes(NamedTuple):
     group: int
     q_len: int
     kv_len: int
+    is_part: bool  # of a batch, in which its elements have other numbers than 0, 1 ...
 
 
 class Indices(NamedTuple):
@@ -495,7 +496,7 @@ def _slicing(program: _Split, load: _Load, sizes: Sizes) -> _Slicing | None:
             axes.append(rank - 2)
         elif index is kv and size >= sizes.kv_len:
             axes.append(rank - 1)
-        elif index is b and batch_rank == 1 and size == sizes.batch[0] and axes[0] == 0:
+        elif index is b and sizes.batch == (size,) and axes[0] == 0 and not sizes.is_part:
             # Its own batch axis, of size 1, gives way to this one.
             axes[0] = None
             axes.append(0)

@@ -80,6 +80,8 @@ def plan(mask: Mask, shape: tuple[int, ...]) -> Mask:
     key = jax.ShapeDtypeStruct((*batch, kv_len, key_heads, 1), jnp.float32)
     with _sharding.mesh_of(*jax.tree.leaves(mask)):
         spec, operands = _api.described(query, key, key, mask=mask)
+        if spec.predicate is None:
+            return _mask.Planned(mask, {}, (*batch, heads))
         # Whatever path the calls will take.
         by_kernel = _platform.has_partitioner() and _support.plans_by_kernel(spec, operands)
         path = "auto" if by_kernel else "xla"
@@ -111,7 +113,11 @@ def as_array(mask: Mask, shape: tuple[int, ...]) -> jax.Array:
     shape = (*batch, heads, q_len, kv_len)
     if 0 in shape:
         return jnp.zeros(shape, jnp.bool_)
+    return _meaning(_sharding.whole(mask), shape)
 
+
+def _meaning(mask: Mask, shape: tuple[Any, ...]) -> jax.Array:
+    *batch, _, q_len, kv_len = shape
     # The last query stands at the last key.
     valid_queries, valid_keys = _mask.valid_lengths(mask, q_len, kv_len)
     offset = (valid_keys - valid_queries)[..., None, None, None]

@@ -893,6 +893,46 @@ def test_plan_through_layers():
     assert evaluations(plan) < evaluations(mask)
 
 
+@pytest.mark.parametrize("number", ["b", "h"])
+def test_plans_of_functions_that_index_one_element(number):
+    """An array that all share, as JAX clamps the index."""
+    ends = jnp.array([23], jnp.int32)
+    mask = masks.function(lambda b, h, q, kv: kv < ends[b if number == "b" else h])
+    plan = masks.plan(mask, _SHAPE)
+    np.testing.assert_array_equal(masks.as_array(plan, _SHAPE), masks.as_array(mask, _SHAPE))
+    for value in (mask, plan):
+        _assert_equal(lambda f: jax.grad(lambda qkv: _loss(f, value, qkv))(_qkv()))  # noqa: B023
+
+
+@pytest.mark.parametrize("number", ["b", "h"])
+def test_plans_on_explicit_meshes(number):
+    """Of a function whose array is split."""
+    explicit = (jax.sharding.AxisType.Explicit,) * 2
+    mesh = jax.make_mesh((2, 2), ("b", "h"), explicit, devices=jax.devices("cpu")[:4])
+    count = _B if number == "b" else _N
+    ends = jnp.arange(1, count + 1, dtype=jnp.int32) * 9
+
+    def plan(ends):
+        def sees(b, h, q, kv, ends):
+            return kv < ends[b if number == "b" else h]
+
+        return masks.plan(masks.function(sees, ends) | masks.causal(), _SHAPE)
+
+    split = jax.device_put(ends, NamedSharding(mesh, P(number)))
+    for make in (plan, jax.jit(plan)):
+        np.testing.assert_array_equal(
+            masks.as_array(make(split), _SHAPE), masks.as_array(plan(ends), _SHAPE)
+        )
+    ids = jnp.arange(_B * _T, dtype=jnp.int32).reshape(_B, _T) // 7
+    split = jax.device_put(ids, NamedSharding(mesh, P("b", "h")))
+    shape = (_B, _N, _T, _T)
+    for of_ids in (masks.segments, lambda ids: masks.causal() | masks.segments(ids)):
+        np.testing.assert_array_equal(
+            masks.as_array(masks.plan(of_ids(split), shape), shape),
+            masks.as_array(of_ids(ids), shape),
+        )
+
+
 def test_plans_in_combinations():
     prefix, _ = _value("prefix")
     plan = masks.plan(prefix, _SHAPE)

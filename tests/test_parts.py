@@ -153,6 +153,29 @@ def test_parts_of_several_elements(parts, monkeypatch):
     np.testing.assert_allclose(alone, in_twos, rtol=1e-6, atol=1e-6)
 
 
+def test_numbers_beyond_a_captured_array(parts, monkeypatch):
+    """Clamped: they are those of the whole batch, also where the array has as many as a part."""
+    monkeypatch.setattr(_parts, "_ELEMENTS", 2 * 4 * 40 * 40)
+    monkeypatch.setattr(_parts, "_cores", lambda: 1)
+    qkv = [jnp.asarray(x) for x in _operands()[:3]]
+    factors, ends = jnp.array([0.3, 1.5]), jnp.array([7, 30])
+
+    def gradients(attention):
+        def loss(qkv, factors):
+            of_score = attention(*qkv, score_mod=lambda s, b, h, q, kv: s * factors[b])
+            mask = jaxflash.masks.function(lambda b, h, q, kv: kv < ends[b])
+            return jnp.sum(jnp.sin(of_score) * attention(*qkv, mask=mask))
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1)))(qkv, factors)
+
+    actual, expected = map(
+        gradients, (jaxflash.dot_product_attention, jaxflash.reference.dot_product_attention)
+    )
+    for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5)
+    assert 3 in parts
+
+
 @pytest.mark.parametrize("exported", [False, True])
 def test_what_is_sharded_stays_whole(exported, parts):
     """Cutting an axis that is split over devices would gather it; what is exported on one device

@@ -900,6 +900,18 @@ def _compiled(loss, path, arguments):
     return traced.lower(lowering_platforms=("cuda" if path == "cuda" else "cpu",)).compile()
 
 
+@pytest.mark.parametrize("options", [dict(is_causal=True), dict(key_value_seq_lengths=0)], ids=str)
+def test_no_nan_on_the_way(options):
+    """Which people hunt operation by operation; a row that sees no key has none, either."""
+    qkv = [x[:, :5] for x in _qkv(2)]
+    if "key_value_seq_lengths" in options:
+        options = dict(key_value_seq_lengths=jnp.array([3, 0]))
+    attend = functools.partial(jaxflash.dot_product_attention, **options)
+    gradient = jax.grad(lambda qkv: jnp.sum(jnp.sin(attend(*qkv))))
+    with jax.debug_nans(True), jax.disable_jit():
+        jax.jvp(gradient, (qkv,), (qkv,))
+
+
 _SPLITS = {
     "batch": ((("b", "h"),),) * 3,
     "batch and heads": (("b", None, "h"),) * 3,
@@ -1176,6 +1188,17 @@ def test_explicit_mesh_of_one_argument(name):
     if name in actual[1]:
         gradient = actual[1][name]
         assert gradient.sharding.is_equivalent_to(placed[name].sharding, gradient.ndim)
+
+
+def test_explicit_mesh_of_two_batch_axes():
+    """Which operands split over the same mesh axis."""
+    qkv = [x.reshape(2, 4, *x.shape[1:]) for x in _qkv(8)]
+    placed = _sharded(qkv, _explicit_mesh(), ("b",), (None, "b"), ("b", "h"))
+    gradient = jax.jit(jax.grad(_loss(jaxflash.dot_product_attention), (0, 1, 2)))
+    actual = gradient(*placed)
+    _close(actual, gradient(*qkv))
+    for x, y in zip(actual, placed, strict=True):
+        assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
 
 
 @needs_kernels
