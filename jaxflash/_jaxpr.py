@@ -3,6 +3,7 @@ differentiated, told apart."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import re
@@ -13,6 +14,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh, AxisType, get_abstract_mesh, use_abstract_mesh
 
 if TYPE_CHECKING:
     from jax.extend import core  # takes as long to import as the rest of the package
@@ -36,7 +38,18 @@ def is_literal(atom) -> TypeGuard[core.Literal]:
 
 
 def traced(function: Callable, types) -> core.ClosedJaxpr:
-    return jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(t.shape, t.dtype) for t in types))
+    types = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in types]
+    with _outside_of_explicit_meshes():
+        return jax.make_jaxpr(function)(*types)
+
+
+def _outside_of_explicit_meshes() -> contextlib.AbstractContextManager:
+    """Where what a function makes is of the types of its arguments, which have no mesh, and where
+    the branches and loops that it holds can be evaluated on any."""
+    axis_types = get_abstract_mesh().axis_types
+    if AxisType.Explicit in axis_types and AxisType.Manual not in axis_types:
+        return use_abstract_mesh(AbstractMesh((), ()))
+    return contextlib.nullcontext()
 
 
 def as_function(closed: core.ClosedJaxpr) -> Callable[..., list[Any]]:

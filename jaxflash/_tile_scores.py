@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxflash import _jaxpr
 from jaxflash._jaxpr import is_literal
 from jaxflash._scores import ARGUMENTS, Program, View, constant
 from jaxflash._spec import compute_dtype
+from jaxflash._split import padded
 
 if TYPE_CHECKING:
     from jax.extend import core
@@ -142,11 +143,11 @@ class TileScores:
         whole = tuple(self._as_traced(i, wholes[i]) for i in program.whole)
         num_floats = len(program.floats)
 
-        def value(visible, *elements):
+        def value(whole, visible, *elements):
             return program.value(visible, elements[:num_floats], elements[num_floats:], whole)
 
         arrays = [elements[v] for v in (*program.floats, *program.integers)]
-        logits = _over_tile(value, [visible, *arrays])
+        logits = _over_tile(value, [visible, *arrays], whole)
         return jnp.broadcast_to(logits, scores.shape)
 
     def holds(self, place: Place):
@@ -158,10 +159,10 @@ class TileScores:
         needed = (*program.floats, *program.integers)
         num_floats = len(program.floats)
 
-        def value(*elements):
+        def value(whole, *elements):
             return program.of_indices(elements[:num_floats], elements[num_floats:], whole)
 
-        result = _over_tile(value, [elements[v] for v in needed])
+        result = _over_tile(value, [elements[v] for v in needed], whole)
         return jnp.broadcast_to(result, jnp.shape(result) or (1,) * self._rank)
 
     def _as_traced(self, capture: int, x):
@@ -335,7 +336,7 @@ class _Split:
         eqns, leaves = self._needed([atom], set(integers))
         ordered = [v for v in integers if v in leaves]
 
-        def value(*elements):
+        def value(_, *elements):
             values = self._cast(dict(zip(ordered, elements, strict=True)))
             _jaxpr.evaluate(eqns, values)
             return values[atom]
@@ -518,36 +519,37 @@ def _head_axes(capture: int, program: _Split, slicings) -> tuple[int, ...]:
     return wanted.pop() if len(wanted) == 1 and not program.is_whole[capture] else ()
 
 
-def _over_tile(function: Callable, arrays: Sequence[Any]):
-    """A function of scalars, of arrays of one rank and sizes 1 or full; so is the result."""
+def _over_tile(function: Callable, arrays: Sequence[Any], whole: Sequence[Any] = ()):
+    """A function of scalars, and of the sequence `whole`, over arrays of one rank and sizes 1 or
+    full; so is the result."""
     if not arrays:
-        return function()
+        return function(whole)
     rank = arrays[0].ndim
-    arrays = _sharded_alike(arrays)
     mapped = [axis for axis in range(rank) if any(x.shape[axis] != 1 for x in arrays)]
     for axis in reversed(mapped):
-        function = jax.vmap(function, [0 if x.shape[axis] != 1 else None for x in arrays])
+        in_axes = [0 if x.shape[axis] != 1 else None for x in arrays]
+        function = jax.vmap(function, [None, *in_axes])
     squeezed = [
         jax.lax.squeeze(x, [axis for axis in range(rank) if x.shape[axis] == 1]) for x in arrays
     ]
+    function = _with_compiler_shardings(function, arrays, mapped)
     return jax.lax.expand_dims(
-        function(*squeezed), [axis for axis in range(rank) if axis not in mapped]
+        function(whole, *squeezed), [axis for axis in range(rank) if axis not in mapped]
     )
 
 
-def _sharded_alike(arrays: Sequence[Any]) -> list[Any]:
-    """Where shardings are part of types, `jax.vmap` wants one for an axis: that of an array which
-    is split there."""
-    rank = arrays[0].ndim
-    specs = [(*(s := jax.typeof(x).sharding.spec), *(None,) * (rank - len(s))) for x in arrays]
-    split = [next((s[axis] for s in specs if s[axis]), None) for axis in range(rank)]
-    if not any(split):
-        return list(arrays)
-    wanted = [
-        tuple(part if size != 1 else None for part, size in zip(split, x.shape, strict=True))
-        for x in arrays
-    ]
-    return [
-        x if spec == want else jax.sharding.reshard(x, PartitionSpec(*want))
-        for x, spec, want in zip(arrays, specs, wanted, strict=True)
-    ]
+def _with_compiler_shardings(function: Callable, arrays: Sequence[Any], mapped: Sequence[int]):
+    """On an explicit mesh, the function of those axes of the arrays as on others: there `jax.vmap`
+    of what users write would ask for shardings that they did not think of."""
+    explicit = (jax.typeof(x).sharding for x in arrays if jax.typeof(x).sharding.spec)
+    mesh = next((s.mesh for s in explicit if AxisType.Explicit in s.mesh.axis_types), None)
+    if mesh is None:
+        return function
+    specs = [padded(jax.typeof(x).sharding.spec, x.ndim) for x in arrays]
+    parts = [next((spec[axis] for spec in specs if spec[axis]), None) for axis in mapped]
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return jax.sharding.auto_axes(
+        function,
+        axes=tuple(name for name, kind in kinds if kind == AxisType.Explicit),
+        out_sharding=NamedSharding(mesh, PartitionSpec(*parts)),
+    )

@@ -1037,3 +1037,35 @@ def test_sharded_arrays_on_the_blockwise_path(kind):
         for x, y in zip(compiled(*sharded), expected, strict=True):
             np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5)
         assert score_mod or "all-gather" not in (compiled.as_text() or "")
+
+
+_ON_EXPLICIT_MESHES = {
+    "loop": lambda t, s, b, h, q, kv: jax.lax.fori_loop(0, 3, lambda _, x: 0.9 * x + t[0, 0], s),
+    "branch": lambda t, s, b, h, q, kv: jax.lax.cond(q > kv, lambda: s, lambda: s + t[h, kv]),
+    "index from the score": lambda t, s, b, h, q, kv: s + t[0, jnp.int32(4.0 * s)],
+    "row": lambda t, s, b, h, q, kv: s + t[b].mean() + jnp.cumsum(t, 1)[h, kv],
+    "function of the array": lambda t, s, b, h, q, kv: s + (2.0 * t).T[kv, h],
+    "interpolation": lambda t, s, b, h, q, kv: s + jnp.interp(s, jnp.linspace(-3.0, 3.0, _S), t[1]),
+}
+
+
+@pytest.mark.parametrize("function", _ON_EXPLICIT_MESHES.values(), ids=_ON_EXPLICIT_MESHES)
+def test_functions_on_explicit_meshes(function):
+    """Whatever a function does with scalars and arrays that no device shares."""
+    qkv = _qkv()
+    table = jnp.asarray(np.random.default_rng(3).standard_normal((_N, _S)), jnp.float32)
+
+    def loss(qkv, table):
+        score_mod = functools.partial(function, table)
+        out = jaxflash.dot_product_attention(*qkv, score_mod=score_mod, implementation="xla")
+        return jnp.sum(jnp.sin(out))
+
+    step = jax.jit(jax.value_and_grad(loss, (0, 1)))
+    expected = step(qkv, table)
+    explicit = (jax.sharding.AxisType.Explicit,) * 2
+    mesh = jax.make_mesh((2, 2), ("x", "y"), explicit, devices=jax.devices("cpu")[:4])
+    split = jax.device_put(qkv, NamedSharding(mesh, P("x", None, "y")))
+    for place in (lambda x: x, lambda x: jax.device_put(x, NamedSharding(mesh, P()))):
+        actual = step(split, place(table))
+        for x, y in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
+            np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5)
