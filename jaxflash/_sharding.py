@@ -60,12 +60,12 @@ def alike(spec: AttentionSpec, operands: Operands) -> Operands:
 def alike_in_mask(spec: AttentionSpec, captures: Sequence[Any], batch_rank: int) -> list[Any]:
     """What a mask captures, without the operands of a call: split as it is over batch axes and
     heads where they are known, and whole along everything else."""
-    mesh = _mesh_of_parts(captures)
-    if mesh is None or spec.predicate is None:
+    mesh, predicate = _mesh_of_parts(captures), spec.predicate
+    if mesh is None or predicate is None:
         return list(captures)
 
     def place(number: int, x):
-        known = spec.predicate.axes[number : number + 1]
+        known = predicate.axes[number : number + 1]
         trailing = known[0] if known else "_" * (x.ndim - batch_rank)
         axes = zip(_parts(x), "B" * batch_rank + trailing, strict=True)
         return _resharded(x, mesh, [part if axis in "BN" else None for part, axis in axes])
