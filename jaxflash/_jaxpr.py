@@ -59,14 +59,16 @@ def as_function(closed: core.ClosedJaxpr) -> Callable[..., list[Any]]:
 
 
 def inlined(closed: core.ClosedJaxpr, calls: dict[str, str]) -> core.ClosedJaxpr:
-    """The same jaxpr without equations of the given kinds of calls; its constants are its last
-    arguments, and its own constants are those of the calls.
+    """The same jaxpr without equations of the given kinds of calls, and with slices where single
+    elements are gathered; its constants are its last arguments, and its own constants are those of
+    the calls.
     """
     jaxpr = closed.jaxpr
     if not (
         jaxpr.constvars
         or closed.effects
         or any(eqn.primitive.name in calls or _is_of_types_alone(eqn) for eqn in jaxpr.eqns)
+        or _gathered_elements(jaxpr.eqns)
     ):
         return closed
 
@@ -77,7 +79,19 @@ def inlined(closed: core.ClosedJaxpr, calls: dict[str, str]) -> core.ClosedJaxpr
         evaluate(jaxpr.eqns, values, calls)
         return [read(values, atom) for atom in jaxpr.outvars]
 
-    return traced(function, [v.aval for v in (*jaxpr.invars, *jaxpr.constvars)])
+    return _without_indices(traced(function, [v.aval for v in (*jaxpr.invars, *jaxpr.constvars)]))
+
+
+def _without_indices(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    """The same jaxpr without equations that put indices together of which nothing is left."""
+    jaxpr = closed.jaxpr
+    kept = []
+    used = {atom for atom in jaxpr.outvars if not is_literal(atom)}
+    for eqn in reversed(jaxpr.eqns):
+        if eqn.primitive.name not in _OF_INDICES or not used.isdisjoint(eqn.outvars):
+            kept.append(eqn)
+            used |= {atom for atom in eqn.invars if not is_literal(atom)}
+    return closed.replace(jaxpr=jaxpr.replace(eqns=kept[::-1]))
 
 
 def inputs_read(closed: core.ClosedJaxpr) -> tuple[bool, ...]:
@@ -137,9 +151,14 @@ def of_real_arrays(
 
 def evaluate(eqns, values: dict[core.Var, Any], calls: dict[str, str] | None = None) -> None:
     """Adds to `values` the results of equations, those of the given kinds of calls inlined."""
+    elements = _gathered_elements(eqns) if calls else {}
     for eqn in eqns:
         inputs = [read(values, atom) for atom in eqn.invars]
-        if calls and eqn.primitive.name in calls:
+        if eqn.outvars and eqn.outvars[0] in elements:
+            starts = [read(values, atom) for atom in elements[eqn.outvars[0]]]
+            element = jax.lax.dynamic_slice(inputs[0], starts, (1,) * len(starts))
+            results = [element.reshape(())]
+        elif calls and eqn.primitive.name in calls:
             inner = eqn.params[calls[eqn.primitive.name]]
             jaxpr = getattr(inner, "jaxpr", inner)
             inside = dict(zip(jaxpr.invars, inputs, strict=True))
@@ -151,6 +170,33 @@ def evaluate(eqns, values: dict[core.Var, Any], calls: dict[str, str] | None = N
         else:
             results = bound(eqn, inputs)
         values.update(zip(eqn.outvars, results, strict=True))
+
+
+_OF_INDICES = frozenset({"broadcast_in_dim", "concatenate"})
+
+
+def _gathered_elements(eqns) -> dict[core.Var, list[Any]]:
+    """The indices, all scalars, of each element that is gathered: so JAX indexes a concrete array
+    of several devices, where it slices others."""
+    modes = jax.lax.GatherScatterMode
+    parts: dict[core.Var, list[Any]] = {}  # the scalars that an index is put together of
+    elements: dict[core.Var, list[Any]] = {}
+    for eqn in eqns:
+        name, params, operands = eqn.primitive.name, eqn.params, eqn.invars
+        of_parts = all(not is_literal(x) and x in parts for x in operands)
+        if name == "broadcast_in_dim" and operands[0].aval.shape == () and params["shape"] == (1,):
+            parts[eqn.outvars[0]] = [operands[0]]
+        elif name == "concatenate" and of_parts:
+            parts[eqn.outvars[0]] = [scalar for x in operands for scalar in parts[x]]
+        elif name == "gather" and not is_literal(operands[1]) and operands[1] in parts:
+            numbers, index = params["dimension_numbers"], parts[operands[1]]
+            is_element = eqn.outvars[0].aval.shape == () and not numbers.operand_batching_dims
+            in_order = tuple(numbers.start_index_map) == tuple(range(len(operands[0].aval.shape)))
+            # As `dynamic_slice` has it.
+            clamps = params["mode"] in (modes.CLIP, modes.PROMISE_IN_BOUNDS)
+            if is_element and in_order and clamps:
+                elements[eqn.outvars[0]] = index
+    return elements
 
 
 def _is_of_types_alone(eqn) -> bool:

@@ -1039,6 +1039,40 @@ def test_sharded_arrays_on_the_blockwise_path(kind):
         assert score_mod or "all-gather" not in (compiled.as_text() or "")
 
 
+_ELEMENTS = {
+    "t[0, kv]": lambda t, h, kv: t[0, kv],
+    "t[h, 3]": lambda t, h, kv: t[h, 3],
+    "t[-1, kv]": lambda t, h, kv: t[-1, kv],
+    "in a function": lambda t, h, kv: jax.jit(lambda t, kv: t[1, kv])(t, kv),
+    "clipped": lambda t, h, kv: t.at[h, kv + 5].get(mode="clip"),
+}
+
+
+@_needs_kernels
+@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+@pytest.mark.parametrize("element", _ELEMENTS.values(), ids=_ELEMENTS)
+def test_elements_of_an_array_of_several_devices(element, kind):
+    """Which is no argument of `jax.jit`: JAX gathers its elements."""
+    mesh = jax.make_mesh((4,), ("x",), (kind,), devices=jax.devices("cpu")[:4])
+    table = jnp.asarray(np.random.default_rng(3).standard_normal((_N, _S)), jnp.float32)
+    everywhere, *qkv = jax.device_put((table, *_qkv()), NamedSharding(mesh, P()))
+
+    def attend(table, *qkv, implementation=None):
+        return jaxflash.dot_product_attention(
+            *qkv, score_mod=lambda s, b, h, q, kv: s + element(table, h, kv),
+            implementation=implementation,
+        )  # fmt: skip
+
+    np.testing.assert_allclose(
+        jax.jit(functools.partial(attend, everywhere))(*qkv),
+        jax.jit(attend)(table, *_qkv()),
+        rtol=1e-5,
+        atol=1e-6,
+    )
+    on_kernels = jax.jit(functools.partial(attend, everywhere, implementation="cuda"))
+    on_kernels.trace(*qkv).lower(lowering_platforms=("cuda",))
+
+
 _ON_EXPLICIT_MESHES = {
     "loop": lambda t, s, b, h, q, kv: jax.lax.fori_loop(0, 3, lambda _, x: 0.9 * x + t[0, 0], s),
     "branch": lambda t, s, b, h, q, kv: jax.lax.cond(q > kv, lambda: s, lambda: s + t[h, kv]),
