@@ -7,6 +7,7 @@ body stays a bare `ffi_call`.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, reshard
 
 from jaxflash import _split
 from jaxflash._batch_calls import BatchCall
@@ -78,6 +79,9 @@ def sharded(kernel: Pass) -> Callable:
     """The custom call, which splits as its operands do."""
 
     def op(*operands):
+        mesh = _explicit_mesh(operands)
+        if mesh is not None:
+            return _on_explicit_mesh(kernel, mesh, operands)
         return _partitioned(
             kernel,
             _batch_pattern(kernel, operands),
@@ -86,6 +90,41 @@ def sharded(kernel: Pass) -> Callable:
         )(*operands)
 
     return op
+
+
+def _explicit_mesh(operands):
+    """The mesh that splits operands by their types, or None."""
+    split = (jax.typeof(x).sharding for x in operands)
+    return next((s.mesh for s in split if any(s.spec)), None)
+
+
+def _on_explicit_mesh(kernel: Pass, mesh, operands) -> tuple:
+    """The call in a `jax.shard_map`: sums over devices within a partitioned call would have
+    shardings on explicit meshes, too, which XLA does not take there."""
+    broadcasts = _batch_pattern(kernel, operands)
+    query, key = operands[:2]
+    like_query = kernel.result(operands, query, query.shape[-3:], query.dtype)
+    split = _split.of(mesh, like_query, jax.typeof(key), _groups(operands), None)
+    operand_shardings, result_shardings = _shardings(kernel, split, broadcasts)
+
+    def call(*operands):
+        return _summed(kernel, split, broadcasts, sharded(kernel)(*kernel.of_device(operands)))
+
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    mapped = jax.shard_map(
+        call,
+        mesh=mesh,
+        in_specs=tuple(s.spec for s in operand_shardings),
+        out_specs=tuple(s.spec for s in result_shardings),
+        axis_names={name for name, kind in kinds if kind == AxisType.Explicit},
+        check_vma=False,
+    )
+    results = mapped(*map(reshard, operands, operand_shardings))
+    # Gradients of captures as these are.
+    first = len(results) - len(kernel.captures)
+    specs = (jax.typeof(operands[i]).sharding.spec for i in kernel.captures)
+    shardings = (NamedSharding(mesh, spec) for spec in specs)
+    return (*results[:first], *map(reshard, results[first:], shardings))
 
 
 def _groups(operands) -> tuple[int, int]:
@@ -122,8 +161,7 @@ def _partitioned(
 ) -> Callable:
     """The custom call under a sharding rule: batch axes and heads may be split."""
     sums = kernel.full_sums(len(broadcasts[0]))
-    first_capture = len(sums) - len(kernel.captures)
-    of_captures = sums[first_capture:]
+    of_captures = sums[len(sums) - len(kernel.captures) :]
 
     def partition(mesh, operand_types, result_types):
         # dq or out, (*B, T, N, ·), and the key, (*B, S, K, H).
@@ -134,30 +172,10 @@ def _partitioned(
                 (any(summed) for summed in zip(*of_captures, strict=True)),
                 heads=any("n" not in kernel.operand_axes[i] for i in kernel.captures),
             )
-        operand_shardings = tuple(
-            split.of(axes, operand_broadcasts)
-            for axes, operand_broadcasts in zip(kernel.operand_axes, broadcasts, strict=True)
-        )
-        result_shardings = tuple(
-            split.of(axes, summed) for axes, summed in zip(kernel.result_axes, sums, strict=True)
-        )
+        operand_shardings, result_shardings = _shardings(kernel, split, broadcasts)
 
         def call(*operands):
-            results = kernel.call(*kernel.of_device(operands))
-            # Devices that share a key head each have the part of their own query heads, and
-            # gradients of captures are sums over all heads that do not have a part of their own.
-            by_heads = [
-                split.group
-                if "k" in axes
-                else split.heads
-                if i >= first_capture and "n" not in axes
-                else ()
-                for i, axes in enumerate(kernel.result_axes)
-            ]
-            return tuple(
-                _sum_over((*split.batch_of(summed), *heads), x)
-                for x, summed, heads in zip(results, sums, by_heads, strict=True)
-            )
+            return _summed(kernel, split, broadcasts, kernel.call(*kernel.of_device(operands)))
 
         return split.mesh, call, result_shardings, operand_shardings
 
@@ -165,6 +183,34 @@ def _partitioned(
     rule, replicated = _sharding_rule(kernel, broadcasts)
     op.def_partition(partition=partition, sharding_rule=rule, need_replication_factors=replicated)
     return op
+
+
+def _shardings(kernel: Pass, split: _split.Split, broadcasts) -> tuple[tuple, tuple]:
+    """Those of the operands and of the results."""
+    sums = kernel.full_sums(len(broadcasts[0]))
+    operands = zip(kernel.operand_axes, broadcasts, strict=True)
+    results = zip(kernel.result_axes, sums, strict=True)
+    return tuple(itertools.starmap(split.of, operands)), tuple(itertools.starmap(split.of, results))
+
+
+def _summed(kernel: Pass, split: _split.Split, broadcasts, results) -> tuple:
+    """A device's results, added to those of the devices that have parts of them: those that share a
+    key head each have the part of their own query heads, and gradients of captures are sums over
+    all heads that do not have a part of their own."""
+    sums = kernel.full_sums(len(broadcasts[0]))
+    first_capture = len(sums) - len(kernel.captures)
+    by_heads = [
+        split.group
+        if "k" in axes
+        else split.heads
+        if i >= first_capture and "n" not in axes
+        else ()
+        for i, axes in enumerate(kernel.result_axes)
+    ]
+    return tuple(
+        _sum_over((*split.batch_of(summed), *heads), x)
+        for x, summed, heads in zip(results, sums, by_heads, strict=True)
+    )
 
 
 @functools.cache

@@ -7,8 +7,6 @@ import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import jax
-
 from jaxflash import _ffi, _kernel_program, _nvrtc
 from jaxflash._pages import Pages
 from jaxflash._printer import NotPrintable
@@ -175,10 +173,6 @@ def reasons_against_gradient(
         return (f"the derivative of {name} by what it captures {reason}",)
     scatters = gradients is not None and any(load.scatter for load in gradients.loads)
     reasons = []
-    if gradients is not None and any(jax.typeof(operands.query).sharding.spec):
-        # The devices' parts are summed within the partitioned call, where JAX gives every operation
-        # on an explicit mesh a sharding, which XLA does not take there.
-        reasons.append("arrays that an explicit mesh splits, with the gradient of a captured array")
     if spec.deterministic_backward and scatters:
         reasons.append(
             "deterministic_backward with the gradient of an array that score_mod reads by an index "
