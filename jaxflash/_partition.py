@@ -1,7 +1,7 @@
-"""Custom calls under `jax.vmap` and sharding: ``custom_vmap(custom_partitioning(ffi_call))``. Under
-`vmap` an operand that is not mapped gets a leading axis of size 1, which the kernels read with
-stride 0, so nothing is copied; under sharding the batch axes and the key/value heads split, and the
-body stays a bare `ffi_call`.
+"""Custom calls under `jax.vmap` and sharding: ``custom_vmap(custom_partitioning(ffi_call))``, or
+`shard_map` on explicit meshes. Under `vmap` an operand that is not mapped gets a leading axis of
+size 1, which the kernels read with stride 0, so nothing is copied; under sharding the batch axes
+and the heads split, and the body stays a bare `ffi_call`.
 """
 
 from __future__ import annotations

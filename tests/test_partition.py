@@ -30,7 +30,8 @@ def _parts(kernel, operands):
     first = end - 2 * kernel.numbered
     numbers = operands[first:end]
     if not numbers:
-        numbers = jnp.arange(operands[0].shape[0]), jnp.arange(operands[0].shape[2])
+        numbers = (jnp.arange(operands[0].shape[axis], dtype=jnp.int32) for axis in (0, 2))
+        numbers = tuple(numbers)
     return operands[:3], operands[3:first], numbers, operands[end:]
 
 
@@ -45,7 +46,7 @@ def _attention(kernel, numbers, qkv, captures):
     used = len(jaxpr.in_avals) - len(_scores.ARGUMENTS)
 
     def logit(batch_captures, score, b, h, q, kv):
-        arguments = score, b, h, q, kv, (q - kv).astype(jnp.float32), *batch_captures
+        arguments = score, b, h, q, kv, q - kv, *batch_captures
         return jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *arguments)[0]
 
     over_keys = jax.vmap(logit, (None, 0, None, None, None, 0))
@@ -54,8 +55,9 @@ def _attention(kernel, numbers, qkv, captures):
     of_batch = [
         jnp.broadcast_to(x, (batch[0], *x.shape[1:])) for x in (*captures[:used], numbers[0])
     ]
+    q, kv = (jnp.arange(n, dtype=jnp.int32) for n in (q_len, kv_len))
     logits = jax.vmap(over_heads, (0, 0, 0, None, None, None))(
-        of_batch[:-1], scores, of_batch[-1], numbers[1], jnp.arange(q_len), jnp.arange(kv_len)
+        of_batch[:-1], scores, of_batch[-1], numbers[1], q, kv
     )
     if len(captures) > used:
         sink = jnp.broadcast_to(captures[used], (batch[0], scores.shape[1]))
@@ -193,8 +195,10 @@ def test_captures_in_partly_manual_calls(batch):
         axis_names={"m"},
     )
     split = NamedSharding(mesh, P(("m", "b"), None, "h"))
-    query, key = (jax.device_put(jnp.zeros((_B, _T, heads, _H)), split) for heads in (_N, _K))
-    bias = jnp.zeros((batch, _N, _T, _T))
+    query, key = (
+        jax.device_put(jnp.zeros((_B, _T, heads, _H), jnp.float32), split) for heads in (_N, _K)
+    )
+    bias = jnp.zeros((batch, _N, _T, _T), jnp.float32)
     bias = jax.device_put(bias, NamedSharding(mesh, P(("m", "b") if batch == _B else None, "h")))
 
     def gradients(*arrays):
@@ -214,11 +218,11 @@ def test_captures_on_explicit_meshes(option):
     """Compiled, not run."""
     explicit = (AxisType.Explicit,) * 2
     mesh = jax.make_mesh((2, 4), ("b", "h"), explicit, devices=jax.devices("cpu")[:8])
-    query = jnp.zeros((_B, _T, _N, _H))
+    query = jnp.zeros((_B, _T, _N, _H), jnp.float32)
     capture, part = (
-        (jnp.zeros((1, _N, _T, _T)), f"1,2,{_T},{_T}")
+        (jnp.zeros((1, _N, _T, _T), jnp.float32), f"1,2,{_T},{_T}")
         if option == "bias"
-        else (jnp.zeros(_N), "1,2")
+        else (jnp.zeros(_N, jnp.float32), "1,2")
     )
     of_capture = P(None, "h") if option == "bias" else P("h")
     query, capture = (

@@ -158,7 +158,7 @@ def test_numbers_beyond_a_captured_array(parts, monkeypatch):
     monkeypatch.setattr(_parts, "_ELEMENTS", 2 * 4 * 40 * 40)
     monkeypatch.setattr(_parts, "_cores", lambda: 1)
     qkv = [jnp.asarray(x) for x in _operands()[:3]]
-    factors, ends = jnp.array([0.3, 1.5]), jnp.array([7, 30])
+    factors, ends = jnp.array([0.3, 1.5], jnp.float32), jnp.array([7, 30], jnp.int32)
 
     def gradients(attention):
         def loss(qkv, factors):

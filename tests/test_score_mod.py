@@ -1075,13 +1075,14 @@ def test_elements_of_an_array_of_several_devices(element, kind):
     on_kernels.trace(*qkv).lower(lowering_platforms=("cuda",))
 
 
+_POINTS = np.linspace(-3.0, 3.0, _S, dtype=np.float32)
 _ON_EXPLICIT_MESHES = {
     "loop": lambda t, s, b, h, q, kv: jax.lax.fori_loop(0, 3, lambda _, x: 0.9 * x + t[0, 0], s),
     "branch": lambda t, s, b, h, q, kv: jax.lax.cond(q > kv, lambda: s, lambda: s + t[h, kv]),
     "index from the score": lambda t, s, b, h, q, kv: s + t[0, jnp.int32(4.0 * s)],
     "row": lambda t, s, b, h, q, kv: s + t[b].mean() + jnp.cumsum(t, 1)[h, kv],
     "function of the array": lambda t, s, b, h, q, kv: s + (2.0 * t).T[kv, h],
-    "interpolation": lambda t, s, b, h, q, kv: s + jnp.interp(s, jnp.linspace(-3.0, 3.0, _S), t[1]),
+    "interpolation": lambda t, s, b, h, q, kv: s + jnp.interp(s, _POINTS, t[1]),
 }
 
 

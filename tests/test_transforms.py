@@ -905,7 +905,7 @@ def test_no_nan_on_the_way(options):
     """Which people hunt operation by operation; a row that sees no key has none, either."""
     qkv = [x[:, :5] for x in _qkv(2)]
     if "key_value_seq_lengths" in options:
-        options = dict(key_value_seq_lengths=jnp.array([3, 0]))
+        options = dict(key_value_seq_lengths=jnp.array([3, 0], jnp.int32))
     attend = functools.partial(jaxflash.dot_product_attention, **options)
     gradient = jax.grad(lambda qkv: jnp.sum(jnp.sin(attend(*qkv))))
     with jax.debug_nans(True), jax.disable_jit():
