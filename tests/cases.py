@@ -811,6 +811,12 @@ MASK_VALUE_ROWS = (
     *(_row(f"walk-mask-value-{name}-{head_dim}", mask_value=name, q_len=1100, kv_len=1300,
            q_heads=4, kv_heads=2, head_dim=head_dim, dtype="bfloat16", gpu_only=True)
       for name in ("some-blocks", "checkerboard") for head_dim in (32, 64, 96, 128, 192, 256)),
+    # A head of keys for each of queries: rows that see the same go together.
+    *(_row(f"walk-mask-value-same-rows-{head_dim}", mask_value="checkerboard", q_len=1100,
+           head_dim=head_dim, dtype="bfloat16", gpu_only=True) for head_dim in (64, 128, 256)),
+    _row("walk-mask-value-same-rows-poison-128", mask_value="checkerboard", poison=True,
+         q_len=1300, kv_len=900, kv_lengths=(900, 300), head_dim=128, dtype="float16",
+         gpu_only=True),
     _row("walk-mask-value-192-128", mask_value="some-blocks", q_len=1300, kv_len=1100,
          head_dim=192, value_dim=128, dtype="float16", gpu_only=True),
     _row("walk-mask-value-causal-lengths-128", mask_value="checkerboard", is_causal=True,

@@ -230,7 +230,8 @@ struct ForwardTraits {
     Barrier v_landed;  // a tile of V that the loader edits before it announces it
     Plans plans;
     float pin[kWarpGroups * 128];
-    StagedTile staged[Tile::kStages];  // of K
+    StagedTile staged[Tile::kStages];        // of K
+    int32_t visits_of_strides[kRowStrides];  // see RowOrder
   };
   static constexpr int kSharedBytes = sizeof(SharedMemory);
   static_assert(kSharedBytes <= 227 * 1024);

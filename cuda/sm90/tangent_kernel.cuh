@@ -71,12 +71,22 @@ struct TangentWork : TangentRows<Traits> {
                      Mask(args.problem, own.batch),
                      {}};
     const Interval rows = {work.first_row, work.first_row + Traits::kTileRows};
-    work.tiles = visits_of<kKeys>(work.mask, rows, covering_tiles<kKeys>(work.mask.keys(rows)));
+    work.tiles = visits_of<kKeys>(work.mask, rows, covering_tiles<kKeys>(work.mask.keys(rows)),
+                                  work.position_of_lane());
     return work;
   }
 
   // Over the key tiles. Where masks walk, each role does for itself.
-  __device__ __forceinline__ auto way() const { return way_over<kKeys>(tiles, mask); }
+  __device__ __forceinline__ auto way() const {
+    return way_over<kKeys>(tiles, mask, position_of_lane());
+  }
+
+ private:
+  // Of the first row of a warpgroup.
+  __device__ __forceinline__ int position_of_lane() const {
+    const int lane = threadIdx.x % 32;
+    return lane < Traits::kWarpGroups ? this->first_row + lane * 64 : kMaxLength;
+  }
 };
 
 // A warp that loads q, k and v, or their tangents.

@@ -137,9 +137,7 @@ struct ForwardConsumers {
     uint32_t count = 0;  // tiles of query rows so far
     Interval own{0, 0};  // key tiles of the unit
     int tile = 0;        // of keys
-    // Where masks walk: the unit's block of the rows, whether all of it see all of the tile, and
-    // the tile after it.
-    int block = 0;
+    // Where masks walk: whether all rows see all of the tile, and the tile after it.
     bool whole = false;
     int next = 0;
     Sight next_sight{false, false};
@@ -156,7 +154,7 @@ struct ForwardConsumers {
       if constexpr (kWalks) {
         const StagedTile& staged = buffers.staged_tile();
         next = staged.next;
-        next_sight = staged.next_sights.of(block);
+        next_sight = staged.next_sights.of(group);
       }
     };
     const auto advance = [&](const Plan& plan) {
@@ -188,16 +186,13 @@ struct ForwardConsumers {
         tile = plan.tiles.end - 1;
         buffers.wait_q();
         q = buffers.q();
-        if constexpr (kWalks) {
-          block = plan.units[group].position / kRangeBlock - plan.tiles.rows.begin / kRangeBlock;
-        }
         skip_to(plan, own.end);
       }
       if (own.begin == own.end) return meanwhile();
       if constexpr (Product::kStarts) begin_rows(plan);
       if constexpr (kWalks) {
         buffers.wait_k();
-        whole = buffers.staged_tile().sights.of(block).all;
+        whole = buffers.staged_tile().sights.of(group).all;
         look_ahead();
       }
       begin_scores(buffers, product, tile, q, pin, meanwhile);

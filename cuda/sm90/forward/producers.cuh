@@ -66,7 +66,8 @@ struct ForwardProducers {
   // All lanes of the warp: the first ones work out a unit each, the very first the rest too.
   // `mirrored`: the first warpgroup takes the last unit.
   template <class WalkedTile>
-  __device__ __forceinline__ static void plan_tile(const ForwardArgs& args, const WalkedTile& tile,
+  __device__ __forceinline__ static void plan_tile(const ForwardArgs& args,
+                                                   const SharedMemory& smem, const WalkedTile& tile,
                                                    bool mirrored, Plan& plan) {
     const Problem& problem = args.problem;
     const int lane = threadIdx.x % 32;
@@ -85,6 +86,14 @@ struct ForwardProducers {
       return static_cast<int>(args.by_units.quotient(unit) << args.unit.log2_positions);
     };
     const Mask mask(problem, batch);
+    // Of the lane's unit.
+    int position = kMaxLength;
+    if constexpr (Mask::kWalks) {
+      const RowOrder<kWarpGroups> order(smem.visits_of_strides, blocks_of(problem.q_len));
+      // Heads that share keys fill tiles with few blocks, or with one.
+      const int unit = args.group > 1 ? first_unit + lane : order.block(first_unit + lane);
+      if (lane < kWarpGroups) position = position_of(unit);
+    }
     const Interval rows = tile_rows<kWarpGroups>(args, tile.index);
     Interval covered;
     if constexpr (Traits::kShares) {
@@ -92,7 +101,7 @@ struct ForwardProducers {
     } else {
       covered = covering_tiles<kKeys>(mask.keys(rows));
     }
-    const VisitsOf<Mask> tiles = visits_of<kKeys>(mask, rows, covered);
+    const VisitsOf<Mask> tiles = visits_of<kKeys>(mask, rows, covered, position);
     if (lane == 0) {
       plan.kv_head = kv_head;
       plan.batch = batch;
@@ -107,7 +116,7 @@ struct ForwardProducers {
       // Those after the last one of the kv head lie behind the sequence: they see no key, and TMA
       // neither reads nor writes there.
       Unit& unit = plan.units[mirrored ? kWarpGroups - 1 - lane : lane];
-      const int position = position_of(first_unit + lane);
+      if constexpr (!Mask::kWalks) position = position_of(first_unit + lane);
       const int head =
           kv_head * args.group + args.by_units.remainder(first_unit + lane) * args.unit.heads;
       const Interval unit_rows = {position, position + positions};
@@ -180,7 +189,7 @@ struct ForwardProducers {
       // Units at one end of a tile see fewer keys, or are empty: warpgroups take them alternately,
       // but for what they start from, where that stays.
       const bool mirrored = !Traits::kHoldsStarts && count % 2 != 0;
-      if (exists) plan_tile(args, walk.tile(), mirrored, plan);
+      if (exists) plan_tile(args, smem, walk.tile(), mirrored, plan);
       if (first_lane) plan.exists = exists;
       smem.plans.send(count);
       if (!Traits::kDraws && count > 0) load(count - 1);
@@ -196,7 +205,7 @@ struct ForwardProducers {
     for (uint32_t count = 0;; ++count) {
       const Plan& plan = smem.plans.receive(count);
       if (!plan.exists) return;
-      const auto tiles = way_over<kKeys>(plan.tiles, plan.mask);
+      const auto tiles = way_over<kKeys>(plan.tiles, plan.mask, plan.position_of_lane());
       Keys keys(args, plan, args.k_batch_step);
       starts.begin(args, plan, smem, count);
       terms.begin(args, plan);
@@ -233,7 +242,7 @@ struct ForwardProducers {
       if (!plan.exists) return;
       const SeenRows<typename Mask::Hidden> seen{plan.seen,
                                                  plan.mask.hidden_keys(plan.hidden_hull)};
-      const auto tiles = way_over<kKeys>(plan.tiles, plan.mask);
+      const auto tiles = way_over<kKeys>(plan.tiles, plan.mask, plan.position_of_lane());
       Keys keys(args, plan, args.v_batch_step);
       smem.plans.release(count);
       for (int tile = tiles.end - 1; tile >= tiles.begin;

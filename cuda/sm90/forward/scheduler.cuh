@@ -11,6 +11,9 @@
 
 namespace jaxflash::sm90 {
 
+// Of RowOrder: 1, 2, 4 and 8.
+inline constexpr int kRowStrides = 4;
+
 // The 64 rows of a consumer warpgroup: `positions` of each of `heads` query heads that share a kv
 // head, so that short queries of grouped heads fill them. Row r is position r % positions of head
 // r / positions; rows beyond the last head go unused.
@@ -368,14 +371,10 @@ struct Visits<true> : Interval {
   }
 };
 
-// Where a kernel walks: the first and the last tile are visited, and KeyWalk says what lies
+// Where a kernel walks, the first and the last tile are visited, and KeyWalk says what lies
 // between.
-struct WalkedVisits : Interval {
-  Interval rows;  // of the block
-};
-
 template <class Mask>
-using VisitsOf = Conditional<Mask::kWalks, WalkedVisits, Visits<Mask::kHasGaps>>;
+using VisitsOf = Conditional<Mask::kWalks, Interval, Visits<Mask::kHasGaps>>;
 
 // The last tile of kKeys keys before another one of which something is seen; -1 if there is none.
 template <int kKeys>
@@ -393,89 +392,165 @@ __device__ __forceinline__ Interval visited(const SeenBlocks<1>& blocks, Interva
           visited_before<kKeys>(blocks, tiles.end) + 1};
 }
 
-// Of a tile of keys, by blocks of the rows that visit it.
-struct TileSights {
-  uint16_t some;  // a bit for each block that sees some of its keys,
-  uint16_t all;   // and for each that sees all of them
-
-  __device__ __forceinline__ Sight of(int block) const {
-    return {(some >> block & 1) != 0, (all >> block & 1) != 0};
-  }
-};
-
-// The way of a whole warp over the tiles of keys that some rows visit, from the last to the first:
-// each lane looks for another block of the rows.
-template <class Mask, int kKeys>
-class KeyWalk : public WalkedVisits {
- public:
-  __device__ __forceinline__ KeyWalk(const Mask& mask, const WalkedVisits& tiles)
-      : WalkedVisits(tiles),
-        has_block_(rows_of_lane().begin < min(rows.end, mask.q_len())),
-        open_(inner_tiles<kKeys>(mask.open_keys(rows_of_lane()))),
-        blocks_(mask.seen_by(rows.begin / kRangeBlock + static_cast<int>(threadIdx.x % 32))) {}
-
-  // The next tile after this one; below the first of them if there is none.
-  __device__ __forceinline__ int before(int tile) const {
-    return __reduce_max_sync(~0u, has_block_ ? visited_before<kKeys>(blocks_, tile) : -1);
-  }
-  __device__ __forceinline__ TileSights sights(int tile) const {
-    const Interval keys{tile * kKeys, tile * kKeys + kKeys};
-    Sight sight{false, false};
-    if (has_block_) sight = blocks_.sight(covering_tiles<kRangeBlock>(keys));
-    sight.all = sight.all && tile >= open_.begin && tile < open_.end;
-    return {static_cast<uint16_t>(__ballot_sync(~0u, sight.some)),
-            static_cast<uint16_t>(__ballot_sync(~0u, sight.all))};
-  }
-  // Without tiles at the ends that are not visited.
-  __device__ __forceinline__ WalkedVisits trimmed() const {
-    const Interval own = has_block_ ? visited<kKeys>(blocks_, *this) : Interval{0, 0};
-    const bool some = own.begin < own.end;
-    const Interval tiles{__reduce_min_sync(~0u, some ? own.begin : end),
-                         __reduce_max_sync(~0u, some ? own.end : begin)};
-    return {tiles, rows};
-  }
-
- private:
-  __device__ __forceinline__ Interval rows_of_lane() const {
-    const int block = rows.begin / kRangeBlock + static_cast<int>(threadIdx.x % 32);
-    return {max(rows.begin, block * kRangeBlock), min(rows.end, (block + 1) * kRangeBlock)};
-  }
-
-  bool has_block_;
-  Interval open_;  // tiles of which all of them see all but for what is in gaps
-  SeenBlocks<1> blocks_;
-};
-
-// Of keys that cover `tiles` the ones that some rows visit. A whole warp where masks walk.
+// Of a unit's rows, which lie in one block where masks walk, the tiles that they visit of those of
+// their tile of query rows.
 template <int kKeys, class Mask>
-__device__ __forceinline__ VisitsOf<Mask> visits_of(const Mask& mask, Interval rows,
-                                                    Interval tiles) {
+__device__ __forceinline__ Interval part_of(const VisitsOf<Mask>& tiles, const Mask& mask,
+                                            Interval rows) {
   if constexpr (Mask::kWalks) {
-    return KeyWalk<Mask, kKeys>(mask, {tiles, rows}).trimmed();
+    if (rows.begin >= mask.q_len()) return {0, 0};
+    return visited<kKeys>(mask.template seen_by<1>(rows.begin / kRangeBlock),
+                          intersection(covering_tiles<kKeys>(mask.keys(rows)), tiles));
+  } else {
+    return tiles.of(covering_tiles<kKeys>(mask.keys(rows)));
+  }
+}
+// Of keys that cover `tiles` the ones that `rows` visit. Where masks walk, what some units visit
+// instead: for a whole warp, each lane with the first row of one, or with kMaxLength.
+template <int kKeys, class Mask>
+__device__ __forceinline__ VisitsOf<Mask> visits_of(const Mask& mask, Interval rows, Interval tiles,
+                                                    int position) {
+  if constexpr (Mask::kWalks) {
+    const Interval own = part_of<kKeys>({0, kMaxLength}, mask, {position, position + kRangeBlock});
+    const bool some = own.begin < own.end;
+    const Interval hull{__reduce_min_sync(~0u, some ? own.begin : kMaxLength),
+                        __reduce_max_sync(~0u, some ? own.end : 0)};
+    return hull.begin < hull.end ? hull : Interval{0, 0};
   } else {
     return {tiles, inner_tiles<kKeys>(mask.gap_of_keys(rows))};
   }
 }
-// Of those the ones that neighbouring rows see, which lie in one block where masks walk.
-template <int kKeys, class Mask>
-__device__ __forceinline__ Interval part_of(const VisitsOf<Mask>& tiles, const Mask& mask,
-                                            Interval rows) {
-  const Interval own = covering_tiles<kKeys>(mask.keys(rows));
-  if constexpr (Mask::kWalks) {
-    return visited<kKeys>(mask.seen_by(rows.begin / kRangeBlock), intersection(own, tiles));
-  } else {
-    return tiles.of(own);
+
+// Of a tile of keys, by units of the rows that visit it.
+struct TileSights {
+  uint16_t some;  // a bit for each unit that sees some of its keys,
+  uint16_t all;   // and for each that sees all of them
+
+  __device__ __forceinline__ Sight of(int unit) const {
+    return {(some >> unit & 1) != 0, (all >> unit & 1) != 0};
   }
-}
-// What leads from one tile to the next. A whole warp where masks walk.
+};
+
+// The way of a whole warp over the tiles of keys that units of rows visit, from the last to the
+// first: each lane looks for another unit.
+template <class Mask, int kKeys>
+class KeyWalk : public Interval {
+ public:
+  // `position`: of the first row of the lane's unit; kMaxLength: it has none.
+  __device__ __forceinline__ KeyWalk(const Mask& mask, Interval tiles, int position)
+      : Interval(tiles),
+        has_rows_(position < mask.q_len()),
+        open_(inner_tiles<kKeys>(mask.open_keys({position, position + kRangeBlock}))),
+        blocks_(mask.template seen_by<1>(position / kRangeBlock)) {}
+
+  // The next tile after this one; below the first of them if there is none.
+  __device__ __forceinline__ int before(int tile) const {
+    return __reduce_max_sync(~0u, has_rows_ ? visited_before<kKeys>(blocks_, tile) : -1);
+  }
+  __device__ __forceinline__ TileSights sights(int tile) const {
+    const Interval keys{tile * kKeys, tile * kKeys + kKeys};
+    Sight sight{false, false};
+    if (has_rows_) sight = blocks_.sight(covering_tiles<kRangeBlock>(keys));
+    sight.all = sight.all && tile >= open_.begin && tile < open_.end;
+    return {static_cast<uint16_t>(__ballot_sync(~0u, sight.some)),
+            static_cast<uint16_t>(__ballot_sync(~0u, sight.all))};
+  }
+
+ private:
+  bool has_rows_;
+  Interval open_;  // tiles of which all of them see all but for what is in gaps
+  SeenBlocks<1> blocks_;
+};
+
+// What leads from one tile to the next. Where masks walk, for a whole warp and what its lanes'
+// units visit, as in visits_of().
 template <int kKeys, class Mask>
-__device__ __forceinline__ auto way_over(const VisitsOf<Mask>& tiles, const Mask& mask) {
+__device__ __forceinline__ auto way_over(const VisitsOf<Mask>& tiles, const Mask& mask,
+                                         int position) {
   if constexpr (Mask::kWalks) {
-    return KeyWalk<Mask, kKeys>(mask, tiles);
+    return KeyWalk<Mask, kKeys>(mask, tiles, position);
   } else {
     return tiles;
   }
 }
+
+// The order in which a kernel that walks takes blocks of rows. A tile loads the keys that any of
+// its kUnits units visits, and blocks some way apart may see more of the same ones than neighbours
+// do (checkerboards, strides). Then they go together: a call has one stride, a power of two.
+template <int kUnits>
+class RowOrder {
+  static constexpr int kTiles = 1 << (kRowStrides - 1);
+  static constexpr int kWindow = kUnits * kTiles;
+  // Of what a stride saves, or else neighbours go together: beside a band they see about as much.
+  static constexpr float kLeastGain = 0.05f;
+
+ public:
+  // How many blocks of keys tiles visit with each stride, in some windows of rows: one for each
+  // warp. All threads; `visits` are 0.
+  template <class Mask>
+  __device__ __forceinline__ static void count(const Problem& problem,
+                                               int32_t (&visits)[kRowStrides]) {
+    const int windows = (blocks_of(problem.q_len) + kWindow - 1) / kWindow;
+    const int64_t all = batch_size(problem) * windows;
+    const int64_t warps = min(all, int64_t{blockDim.x / 32});
+    const int warp = threadIdx.x / 32;
+    if (warp >= warps) return;
+    const int64_t sample = all * warp / warps;
+    const Mask mask(problem, sample / windows);
+    const int begin = static_cast<int>(sample % windows) * kWindow;
+    const int end = min(begin + kWindow, blocks_of(problem.q_len));
+    const int lane = threadIdx.x % 32;
+    int own[kRowStrides] = {};
+    for (int word = lane / kTiles; word < block_words_of(problem.kv_len); word += 32 / kTiles) {
+#pragma unroll
+      for (int log2 = 0; log2 < kRowStrides; ++log2) {
+        const Units units = of_tile(lane % kTiles, begin, end, log2);
+        if (units.first >= end) continue;
+        own[log2] += __popc(mask.template seen_by<kUnits>(units.first, units.stride).shown(word));
+      }
+    }
+#pragma unroll
+    for (int log2 = 0; log2 < kRowStrides; ++log2) {
+      const int of_warp = __reduce_add_sync(~0u, own[log2]);
+      if (lane == 0) atomicAdd(&visits[log2], of_warp);
+    }
+  }
+
+  // Once they are counted.
+  __device__ __forceinline__ RowOrder(const int32_t (&visits)[kRowStrides], int blocks)
+      : blocks_(blocks) {
+    float least = INFINITY;
+#pragma unroll
+    for (int log2 = 0; log2 < kRowStrides; ++log2) {
+      const auto own = static_cast<float>(visits[log2]);
+      if (own >= (1.f - kLeastGain) * least) continue;
+      least = own;
+      log2_ = log2;
+    }
+  }
+
+  // The one that is `index`-th of all.
+  __device__ __forceinline__ int block(int index) const {
+    const Units units = of_tile(index / kUnits, 0, blocks_, log2_);
+    return units.first + index % kUnits * units.stride;
+  }
+
+ private:
+  struct Units {
+    int first;
+    int stride;
+  };
+
+  // kUnits blocks a stride apart, then those behind each; what is left at the end as it lies.
+  __device__ __forceinline__ static Units of_tile(int tile, int begin, int end, int log2) {
+    const int group = begin + (tile >> log2) * (kUnits << log2);
+    if (group + (kUnits << log2) > end) return {begin + tile * kUnits, 1};
+    return {group + (tile & ((1 << log2) - 1)), 1 << log2};
+  }
+
+  int blocks_;  // of a sequence
+  int log2_ = 0;
+};
 
 // A tile of query rows as the roles of its block see it. Intervals of tiles count key tiles.
 template <class Mask, int kWarpGroups, bool kShares>
@@ -508,6 +583,12 @@ struct TilePlan : PartTargets<kShares, kWarpGroups> {
   Interval seen;         // keys that some row of the sequence sees
   Interval hidden_hull;  // where some of them are hidden from all rows
   Unit units[kWarpGroups];
+
+  // As in visits_of().
+  __device__ __forceinline__ int position_of_lane() const {
+    const int lane = threadIdx.x % 32;
+    return lane < kWarpGroups ? units[lane].position : kMaxLength;
+  }
 };
 
 }  // namespace jaxflash::sm90
