@@ -22,6 +22,7 @@ def test_names_are_unique():
     assert len(set(names)) == len(names)
 
 
+@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("case", [case for case in CASES if not case.gpu_only], ids=_name)
 def test_xla(case):
     check_attention(case, "xla")

@@ -594,12 +594,12 @@ def test_dense_bias_on_hopper(head_dim, dtype):
     assert compiled.spilled <= 4, compiled  # of the planning warp, which has 32 registers
 
 
-@pytest.mark.parametrize("options", ["alone", "causal", "dropout"])
+@pytest.mark.parametrize("options", ["alone", "dropout"])
 @pytest.mark.parametrize("sizes", _SIZES.values(), ids=_SIZES)
 def test_dense_bias_beside_the_keys_on_hopper(sizes, options):
     """Rows that follow one another as queries do come by TMA."""
     dropout = dict(dropout_rate=0.1, dropout_rng=jax.random.key(0))
-    options = dict(alone={}, causal=dict(is_causal=True), dropout=dropout)[options]
+    options = dict(alone={}, dropout=dropout)[options]
     program = _dense_bias_program(sizes[0], "bfloat16", **options)
     assert program.start_capture == 0
     compiled = _program(
@@ -777,12 +777,12 @@ def test_rows_of_a_held_bias_are_such(case):
     assert _is_held(compiled.tile) == ("-not" not in case.name), compiled
 
 
-@pytest.mark.parametrize("options", ["alone", "causal", "dropout"])
+@pytest.mark.parametrize("options", ["alone", "dropout"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_dense_bias_beside_the_queries_on_hopper(head_dim, options):
     """The same in the backward pass."""
     dropout = dict(dropout_rate=0.1, dropout_rng=jax.random.key(0))
-    options = dict(alone={}, causal=dict(is_causal=True), dropout=dropout)[options]
+    options = dict(alone={}, dropout=dropout)[options]
     program = _dense_bias_program(head_dim, "bfloat16", "backward", **options)
     assert program.start_capture == 0
     compiled = _program(
