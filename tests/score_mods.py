@@ -126,6 +126,15 @@ def _integer_arithmetic(score, b, h, q, kv):
     return score + 0.1 * mixed - 0.05 * bits + jnp.where((q + kv) % 2 == 0, 0.25, -0.25)
 
 
+def _powers_of_two(score, b, h, q, kv):
+    """Divisions of negative numbers as well, rounded down and towards zero."""
+    distance = q - kv
+    down = distance // 16 + distance % 8 - (-distance) // 2 % 2 + (kv // 4 - q // 2) % 16
+    to_zero = jax.lax.rem(distance, jnp.int32(4)) - jax.lax.div(distance, jnp.int32(8))
+    dilated = (distance % 4 == 0) | ((h * 3 - kv) % 8 != 0) | (distance % 1 != 0)
+    return score + 0.05 * down - 0.1 * to_zero + jnp.where(dilated, 0.25, -0.25)
+
+
 def _wrapping_hash(score, b, h, q, kv):
     x = (q * 1103515245 + kv * 12345 + h * 777767777) ^ (b * 97)
     x = x.astype(jnp.uint32) * jnp.uint32(2654435761)
@@ -244,6 +253,7 @@ SCORE_MODS = {
             },
         ),
         _row(_integer_arithmetic),
+        _row(_powers_of_two),
         _row(_wrapping_hash),
         _row(_from_the_end, lambda s, r: {"table": _normal(r, s.heads, s.kv_len)}),
         _row(_both_ways, _square_table),

@@ -875,6 +875,22 @@ def test_floor_division_of_positions_is_division():
     assert all(x in printed.source for x in ("/ 3;", "&&"))
 
 
+@pytest.mark.parametrize(
+    ("function", "operations"),
+    [
+        (lambda q, kv: (q - kv) % 8, ["q - kv", "x & 7"]),
+        (lambda q, kv: (q - kv) // 64, ["q - kv", "x >> 6"]),
+        (lambda q, kv: (q - kv) % 4 == 0, ["q ^ kv", "x & 3", "x == 0"]),
+    ],
+    ids=["rest", "quotient", "dilated"],
+)
+def test_divisions_by_powers_of_two_are_of_bits(function, operations):
+    """Rounded down, negative numbers included, where `lax.div` and `lax.rem` round to zero."""
+    printed, _ = _printed(lambda s, b, h, q, kv: s + jnp.float32(function(q, kv)))
+    assert set(operations) <= set(_operations(printed))
+    assert "&&" not in printed.source
+
+
 def test_a_mask_written_as_a_score_function_has_slope_one():
     printed, _ = _printed(lambda s, b, h, q, kv: jnp.where(q >= kv, 2.0 * s / 2.0, -jnp.inf))
     assert printed.unit_slope

@@ -106,6 +106,12 @@ class Graph:
                 self.logical("and", condition, yes),
                 self.logical("and", self.negation(condition), no),
             )
+        if _rounds_down(condition, yes, no):
+            number, divisor = no.args
+            low_bits = divisor.value - 1
+            if no.op == "rem":
+                return self.integer("and", number, self.constant(low_bits, "int32"))
+            return self.integer("sra", number, self.constant(low_bits.bit_length(), "int32"))
         return self.node("select", (condition, yes, no), yes.dtype)
 
     def compare(self, op: str, x: Node, y: Node) -> Node:
@@ -115,9 +121,13 @@ class Graph:
         nonnegative = x.dtype == "uint32" or (x.dtype == "int32" and is_nonnegative(x))
         if zero and op in ("lt", "ge") and nonnegative:
             return self.constant(op == "ge", "bool")
-        if x.op == "select" and all(a.op == "constant" for a in (*x.args[1:], y)):
+        if x.op == "select" and y.op == "constant" and _chooses_constants(x):
             condition, *branches = x.args
             return self.select(condition, *(self.compare(op, a, y) for a in branches))
+        if zero and op in ("eq", "ne") and x.op == "and" and _is_low_bits_of_difference(x):
+            # One instruction for both, where a difference has to be there first.
+            (a, b), mask = x.args[0].args, x.args[1]
+            return self.compare(op, self.integer("and", self.integer("xor", a, b), mask), y)
         if x.dtype == "bool":
             different = self.logical("xor", x, y)
             if op in ("eq", "ne"):
@@ -471,7 +481,7 @@ _INT32_RANGE = (-(2**31), 2**31 - 1)
 _LARGEST_INPUT = 2**30 + 2**16
 
 
-_RANGED = ("add", "sub", "mul", "neg", "abs", "min", "max", "select", "div", "rem", "and")
+_RANGED = ("add", "sub", "mul", "neg", "abs", "min", "max", "select", "div", "rem", "and", "sra")
 
 
 @_fact
@@ -513,6 +523,8 @@ def _range(x: Node) -> tuple[int, int]:
         result = 0, high // other_low if x.op == "div" else min(high, other_high - 1)
     elif x.op == "and" and other_low >= 0:
         result = 0, other_high
+    elif x.op == "sra" and 0 <= other_low == other_high < 32:
+        result = low >> other_low, high >> other_low
     else:
         result = _INT32_RANGE
     inside = _INT32_RANGE[0] <= result[0] and result[1] <= _INT32_RANGE[1]
@@ -522,6 +534,69 @@ def _range(x: Node) -> tuple[int, int]:
 def is_nonnegative(x: Node) -> bool:
     """Of an int32."""
     return _range(x)[0] >= 0
+
+
+def _is_zero(x: Node) -> bool:
+    return x.op == "constant" and x.value == 0
+
+
+def _chooses_constants(x: Node, of: int = 3) -> bool:
+    """Whether it is one of so many constants at most."""
+    if x.op == "constant":
+        return True
+    if x.op != "select" or of < 2:
+        return False
+    yes, no = x.args[1:]
+    return any(
+        a.op == "constant" and _chooses_constants(b, of - 1) for a, b in ((yes, no), (no, yes))
+    )
+
+
+def _rounds_down(condition: Node, yes: Node, no: Node) -> bool:
+    """Whether a choice is `%` or `//` of `jax.numpy` by a power of two: XLA rounds to zero."""
+    if no.op not in ("rem", "div") or no.dtype != "int32" or no.args[1].op != "constant":
+        return False
+    divisor = no.args[1]
+    correction = divisor.value if no.op == "rem" else -1
+    is_power = divisor.value > 1 and divisor.value & (divisor.value - 1) == 0
+    if not is_power or condition.op != "and" or yes.op != "add" or yes.args[0] is not no:
+        return False
+    if yes.args[1].op != "constant" or yes.args[1].value != correction:
+        return False
+    return any(
+        _is_inexact(inexact, no) and _is_negative(negative, no)
+        for negative, inexact in (condition.args, condition.args[::-1])
+    )
+
+
+def _is_inexact(x: Node, division: Node) -> bool:
+    """Whether it says that a division leaves a rest."""
+    if x.op != "ne" or not _is_zero(x.args[1]):
+        return False
+    rest = x.args[0]
+    return rest.op == "rem" and rest.args == division.args
+
+
+def _is_negative(x: Node, division: Node) -> bool:
+    """Whether it says, of a division that leaves a rest, that its number is negative."""
+    if division.op == "rem":
+        return x.op == "lt" and x.args[0] is division and _is_zero(x.args[1])
+    if x.op != "not" or x.args[0].op != "gt":
+        return False
+    number, zero = x.args[0].args
+    return number is division.args[0] and _is_zero(zero)
+
+
+def _is_low_bits_of_difference(x: Node) -> bool:
+    """Whether it is the lowest bits of a difference, 0 where both numbers have the same ones."""
+    difference, mask = x.args
+    return (
+        difference.op == "sub"
+        and difference.dtype == "int32"
+        and mask.op == "constant"
+        and mask.value & (mask.value + 1) == 0
+        and mask.value > 0
+    )
 
 
 def _excludes(x: Node, y: Node) -> bool:

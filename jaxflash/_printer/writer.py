@@ -528,6 +528,8 @@ class Writer:
             if is_nonnegative(x.args[0]) and x.args[1].value > 0:  # fewer instructions than signed
                 return f"static_cast<int>(static_cast<uint32_t>({args[0]}) {sign} {args[1]}u)"
             return f"{args[0]} {sign} {args[1]}"
+        if op == "sra" and x.args[1].op == "constant" and 0 <= x.args[1].value < 32:
+            return f"{args[0]} >> {args[1]}"
         if op in ("add", "sub") and not wraps(x):
             return f"{args[0]} {'+' if op == 'add' else '-'} {args[1]}"
         return INTEGER_FORMATS[op].format(*args)
