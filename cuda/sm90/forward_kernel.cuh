@@ -57,7 +57,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     smem.v_landed.init(1);
     if constexpr (Traits::kHoldsStarts) smem.starts_read.init();
     smem.plans.init(Traits::kPlanReaders);
-    for (int32_t& visits : smem.visits_of_strides) visits = 0;
+    if constexpr (Traits::Mask::kWalks) {
+      for (int32_t& visits : smem.visits_of_strides) visits = 0;
+    }
     fence_mbarrier_init();
   }
   if (!takes_call<typename Traits::Mask>(args.problem)) return leave_call();
@@ -73,6 +75,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   if constexpr (Traits::kKeyTerms) KeyTermColumns<Traits>::init(smem);
   __syncthreads();
   if constexpr (Traits::Mask::kWalks) {
+    // Heads that share keys fill tiles with few blocks, or with one: they stay in order.
     if (args.group == 1) {
       RowOrder<Traits::kWarpGroups>::template count<typename Traits::Mask>(args.problem,
                                                                            smem.visits_of_strides);

@@ -90,9 +90,7 @@ struct ForwardProducers {
     int position = kMaxLength;
     if constexpr (Mask::kWalks) {
       const RowOrder<kWarpGroups> order(smem.visits_of_strides, blocks_of(problem.q_len));
-      // Heads that share keys fill tiles with few blocks, or with one.
-      const int unit = args.group > 1 ? first_unit + lane : order.block(first_unit + lane);
-      if (lane < kWarpGroups) position = position_of(unit);
+      if (lane < kWarpGroups) position = position_of(order.block(first_unit + lane));
     }
     const Interval rows = tile_rows<kWarpGroups>(args, tile.index);
     Interval covered;

@@ -11,9 +11,6 @@
 
 namespace jaxflash::sm90 {
 
-// Of RowOrder: 1, 2, 4 and 8.
-inline constexpr int kRowStrides = 4;
-
 // The 64 rows of a consumer warpgroup: `positions` of each of `heads` query heads that share a kv
 // head, so that short queries of grouped heads fill them. Row r is position r % positions of head
 // r / positions; rows beyond the last head go unused.
@@ -477,6 +474,8 @@ __device__ __forceinline__ auto way_over(const VisitsOf<Mask>& tiles, const Mask
 // The order in which a kernel that walks takes blocks of rows. A tile loads the keys that any of
 // its kUnits units visits, and blocks some way apart may see more of the same ones than neighbours
 // do (checkerboards, strides). Then they go together: a call has one stride, a power of two.
+inline constexpr int kRowStrides = 4;  // 1, 2, 4 and 8
+
 template <int kUnits>
 class RowOrder {
   static constexpr int kTiles = 1 << (kRowStrides - 1);
