@@ -35,6 +35,7 @@ from jaxflash import (
     _support,
     _tile_sum,
 )
+from jaxflash._distance import in_classes
 from jaxflash._mask import Sizes
 from jaxflash._spec import PLANNED, AttentionSpec, Operands, compute_dtype
 
@@ -122,7 +123,7 @@ _OF_KERNELS = frozenset(("query", "key", "value"))
 
 def _forward(spec: AttentionSpec, path: Path, operands: Operands, in_parts: bool = False):
     def blockwise(operands):
-        return (_parts if in_parts else _short).forward(spec, operands)
+        return in_classes((_parts if in_parts else _short).forward, spec, operands)
 
     def kernels(operands):
         return _kernels.forward(spec, _kernel_program.make(spec, operands, "forward"), operands)
@@ -147,7 +148,8 @@ def _backward(
 
     def blockwise(operands, out, lse, dout, dlse):
         way = _parts if in_parts else _short
-        return way.backward(spec, operands, out, lse, dout, dlse, frozenset(wanted))
+        of_wanted = functools.partial(way.backward, wanted=frozenset(wanted))
+        return in_classes(of_wanted, spec, operands, out, lse, dout, dlse)
 
     def kernels(operands, out, lse, dout, dlse):
         gradients = {}
@@ -196,7 +198,7 @@ def _tangent(
 
     def blockwise(operands, out, lse, tangents):
         way = _parts if in_parts else _blockwise
-        return way.tangent(spec, operands, out, lse, tangents)
+        return in_classes(way.tangent, spec, operands, out, lse, tangents)
 
     def kernels(operands, out, lse, tangents):
         terms = []
@@ -224,7 +226,7 @@ def _tangent(
         # What the kernels lack: a pass of its own.
         if lacking:
             announced = _platform.announced(operands, _TangentFallback(why).warn)
-            terms.append(_blockwise.tangent(spec, announced, out, lse, lacking))
+            terms.append(in_classes(_blockwise.tangent, spec, announced, out, lse, lacking))
         t_out, t_lse = zip(*terms, strict=True)
         return functools.reduce(jnp.add, t_out), functools.reduce(jnp.add, t_lse)
 
@@ -366,7 +368,7 @@ class _Tangent(_Pass):
     def _differentiable(self, saved, linear):
         tangents = dict(zip(self.moving, linear, strict=True))
         operands, out, lse = saved
-        return list(_tile_sum.tangent(self.spec, operands, out, lse, tangents))
+        return list(in_classes(_tile_sum.tangent, self.spec, operands, out, lse, tangents))
 
     def _linear(self, saved, linear):
         tangents = _named(self.moving, linear)
@@ -400,7 +402,8 @@ class _Gradient(_Pass):
         dout, *dlse = linear
         dlse = dlse[0] if dlse else None
         operands, out, lse = saved
-        gradients = _tile_sum.gradient(self.spec, operands, out, lse, dout, dlse, self.moving)
+        of_moving = functools.partial(_tile_sum.gradient, wanted=self.moving)
+        gradients = in_classes(of_moving, self.spec, operands, out, lse, dout, dlse)
         return [gradients[name] for name in self.moving]
 
     def _linear(self, saved, linear):
@@ -529,9 +532,8 @@ def _forward_rule(spec: AttentionSpec, path: Path, primals: Operands):
     given = primals.named()
     wanted = _Wanted(name for name, x in given.items() if x.perturbed)
     operands = primals.replacing({name: x.value for name, x in given.items()})
-    out, lse = _forward_once(spec, path, operands)
-    out = checkpoint_name(out, CHECKPOINT_NAME)
-    lse = checkpoint_name(lse, CHECKPOINT_NAME)
+    results: Any = _forward_once(spec, path, operands)
+    out, lse = (checkpoint_name(x, CHECKPOINT_NAME) for x in results)
     return (out, lse), (wanted, operands, out, lse)
 
 

@@ -326,7 +326,8 @@ def function(f: Callable[..., Any], *captures: Any) -> Mask:
     """What a function written in JAX shows: ``f(b, h, q, kv, *captures) -> bool``, of scalars.
 
     It is never stored as an array over queries and keys: it is compiled into the kernels, and one
-    pass over it finds which tiles they can skip. Arrays that it captures are operands of the call:
+    pass over it finds which tiles they can skip. One of integers that depends on ``q - kv`` alone
+    and shows a band becomes that band. Arrays that it captures are operands of the call:
     other values compile nothing new. They have no gradient, and an index out of bounds is clamped,
     as always in JAX.
 

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxflash import _distance, _ranges
 from jaxflash import _extension as extension
-from jaxflash import _ranges
 from jaxflash._ffi import (
     BACKWARD_TARGET,
     FORWARD_TARGET,
@@ -162,7 +162,7 @@ class Pass:
         unbatched: frozenset[int] = frozenset(),
         gradients: KernelGradients | None = None,
     ):
-        self.spec = spec
+        self.spec, self.dilation = _distance.of_class(spec), spec.dilation
         self.lengths = lengths
         self.program = program
         self.mask = mask
@@ -194,7 +194,16 @@ class Pass:
             )
 
     def call(self, *operands):
-        """The custom call itself."""
+        """The custom call, in the body of what splits it over devices."""
+        if self.dilation == 1:
+            return self._call(*operands)
+        batch_rank = operands[0].ndim - len(self.operand_axes[0])
+        classes = (_distance.into_heads(x, batch_rank, self.dilation) for x in operands)
+        results = self._call(*classes)
+        return tuple(_distance.out_of_heads(x, batch_rank, self.dilation) for x in results)
+
+    def _call(self, *operands):
+        """The custom call itself, of a band without dilation."""
         raise NotImplementedError
 
     def __hash__(self):
@@ -204,7 +213,7 @@ class Pass:
         return type(self) is type(other) and self._static() == other._static()
 
     def _static(self) -> tuple:
-        return self.spec, self.lengths, self.program, self.mask
+        return self.spec, self.dilation, self.lengths, self.program, self.mask
 
     def of_device(self, operands) -> list[Any]:
         """A device's part of operands as `call` takes them."""
@@ -273,10 +282,10 @@ class Forward(Pass):
         self.result_axes = ("tnv", "tn")
         self.result_sums = ((), ())
 
-    def call(self, *operands):
-        return self._call(FORWARD_TARGET, operands, operands[2], paged=False)
+    def _call(self, *operands):
+        return self._forward(FORWARD_TARGET, operands, operands[2], paged=False)
 
-    def _call(self, target: str, operands, value, paged: bool):
+    def _forward(self, target: str, operands, value, paged: bool):
         """`value`: whose trailing axes are those of the values."""
         query = operands[0]
         shared_units = self._shared_units(operands, value, paged)
@@ -361,7 +370,7 @@ class Tangent(Pass):
         self.result_axes = ("tnv", "tn")
         self.result_sums = ((), ())
 
-    def call(self, *operands):
+    def _call(self, *operands):
         query, _, value = operands[:3]
         return jax.ffi.ffi_call(TANGENT_TARGET, self.result_of_rows(operands, value))(
             *self._with_visits(operands),
@@ -379,8 +388,8 @@ class PagedForward(Forward):
         self.result_axes = ("tnv", "tn")
         self.result_sums = ((), ())
 
-    def call(self, *operands):
-        return self._call(PAGED_TARGET, operands, operands[2], paged=True)
+    def _call(self, *operands):
+        return self._forward(PAGED_TARGET, operands, operands[2], paged=True)
 
 
 class Backward(Pass):
@@ -415,7 +424,7 @@ class Backward(Pass):
     def _static(self) -> tuple:
         return *super()._static(), self.has_dlse, self.gradients, self.result_sums
 
-    def call(self, *operands):
+    def _call(self, *operands):
         query, key, value = operands[:3]
         q_len, q_heads, head_dim = query.shape[-3:]
         kv_len, kv_heads, value_dim = value.shape[-3:]

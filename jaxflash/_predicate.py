@@ -68,7 +68,7 @@ def place(mask: Mask, given: Placed, sizes: Sizes, alignment_is_free: bool) -> P
                     placed, alignment_is_free = placed._replace(bottom_right=bottom_right), False
                 if is_square or bottom_right == placed.bottom_right:
                     placed = placed._replace(
-                        left=_smaller(placed.left, left), right=_smaller(placed.right, right)
+                        left=smaller(placed.left, left), right=smaller(placed.right, right)
                     )
                 else:
                     rest.append(part)
@@ -104,7 +104,8 @@ def _stands_bottom_right(mask: Mask) -> bool:
     return any(isinstance(x, _mask.Window) and x.alignment == "bottom_right" for x in bands)
 
 
-def _smaller(x: int | None, y: int | None) -> int | None:
+def smaller(x: int | None, y: int | None) -> int | None:
+    """Of two sides of bands the narrower one."""
     given = [side for side in (x, y) if side is not None]
     return min(given) if given else None
 

@@ -26,9 +26,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxflash import _dense_mask, _jaxpr, _predicate
+from jaxflash import _dense_mask, _distance, _jaxpr, _predicate
 from jaxflash._arguments import computed, is_abstract
 from jaxflash._jaxpr import is_literal
+from jaxflash._predicate import smaller
 from jaxflash._spec import (
     PLANNED,
     AttentionSpec,
@@ -170,7 +171,7 @@ def compose(
         spec = dataclasses.replace(spec, logits_soft_cap=None)
         nothing = dict.fromkeys(("bias", "mask", "alibi_slopes", "mask_value", *PLANNED))
         return spec, operands._replace(**nothing)
-    spec, operands = _with_predicate(spec, operands)
+    spec, operands = _with_predicate(spec, operands, score_mod is not None)
     batch_rank = len(operands.query.shape) - 3
     dtype = compute_dtype(operands.query.dtype)
     built_in, own = _BuiltIn(None, False, spec.logits_soft_cap), []
@@ -317,8 +318,10 @@ def _with_score_mod(built_in: _BuiltIn, types, score_mod: ScoreMod, dtype):
     return program, captures[len(types) :]
 
 
-def _with_predicate(spec: AttentionSpec, operands: Operands) -> tuple[AttentionSpec, Operands]:
-    """The same call with `predicate` and `mask_captures` instead of `mask_value`."""
+def _with_predicate(
+    spec: AttentionSpec, operands: Operands, has_score_mod: bool
+) -> tuple[AttentionSpec, Operands]:
+    """The same call without `mask_value`: with `predicate` and `mask_captures`, or with a band."""
     if operands.mask_value is None:
         return spec, operands
     batch_rank = len(operands.query.shape) - 3
@@ -326,12 +329,50 @@ def _with_predicate(spec: AttentionSpec, operands: Operands) -> tuple[AttentionS
     function, own = _predicate.function_of(operands.mask_value, batch_rank, offset)
     types = tuple(jax.ShapeDtypeStruct(x.shape, x.array.dtype) for x in own)
     predicate, captures = trace_predicate(function, types)
+    banded = None if captures else _as_band(spec, operands, predicate, has_score_mod)
+    if banded is not None:
+        nothing = dict.fromkeys(("mask_value", *PLANNED))
+        return banded, operands._replace(**nothing)
     predicate = dataclasses.replace(predicate, axes=tuple(x.axes for x in own))
     arrays = [_reshaped(x.array, (*x.batch, *x.shape)) for x in own]
     arrays += [_reshaped(x, (1,) * batch_rank + x.shape) for x in captures[len(own) :]]
     spec = dataclasses.replace(spec, predicate=predicate)
     arrays = tuple(map(_without_gradient, arrays))
     return spec, operands._replace(mask_value=None, mask_captures=arrays)
+
+
+# Operands of calls that know of distances alone.
+_DISTANCES_ALONE = frozenset(("query", "key", "value", "scale", "mask_value", *PLANNED))
+
+
+def _as_band(
+    spec: AttentionSpec, operands: Operands, predicate: Program, has_score_mod: bool
+) -> AttentionSpec | None:
+    """The spec with what a predicate shows as part of its band, where that is one."""
+    q_len, kv_len = operands.query.shape[-3], operands.key.shape[-3]
+    if not (isinstance(q_len, int) and isinstance(kv_len, int)):
+        return None
+    given = operands.named().keys()
+    has_lengths = not given.isdisjoint(("query_seq_lengths", "key_value_seq_lengths"))
+    if spec.bottom_right and (q_len != kv_len or has_lengths):
+        return None
+    band = _distance.band_of(predicate, q_len, kv_len)
+    if band is None:
+        return None
+    if band.dilation > 1 and (
+        q_len % band.dilation
+        or kv_len % band.dilation
+        or has_score_mod
+        or spec.dropout_rate > 0.0
+        or not given <= _DISTANCES_ALONE
+    ):
+        return None
+    return dataclasses.replace(
+        spec,
+        left=smaller(spec.left, band.left),
+        right=smaller(spec.right, band.right),
+        dilation=band.dilation,
+    )
 
 
 def _offset(operands: Operands):

@@ -58,6 +58,9 @@ class AttentionSpec:
         deterministic_backward: gradients are bitwise the same from run to run.
         program: what changes scores before the mask (`_scores.compose`), or None: nothing does.
         predicate: what of a mask is a function (`_scores.compose`), or None. Its result is a bool.
+        dilation: keys are visible whose distance from a query is a multiple of it; more than 1 only
+            in a call whose masks and scores know of distances alone, and where it divides both
+            lengths.
     """
 
     scale: float
@@ -70,6 +73,7 @@ class AttentionSpec:
     deterministic_backward: bool
     program: _scores.Program | None = None
     predicate: _scores.Program | None = None
+    dilation: int = 1
 
 
 # Operands that `_plan` finds for all passes of a call, or the caller's plan has.

@@ -249,8 +249,24 @@ _FUNCTIONS = (
         lambda s, r: {"table": _integers(r, 0, 3, 4)},
         on_kernels=False,
     ),
-    MaskValue("everything", lambda batch: masks.function(lambda b, h, q, kv: True), lambda i: True),
+    MaskValue(
+        "every-fourth",
+        lambda batch: (
+            masks.window(21, None) & masks.function(lambda b, h, q, kv: (q - kv) % 4 == 0)
+        ),
+        lambda i: ((i.q - i.kv) % 4 == 0) & (i.q - i.kv <= 21),
+    ),
     MaskValue("nothing", lambda batch: masks.function(lambda b, h, q, kv: q < 0), lambda i: False),
+)
+
+# Of a distance alone: no function is left of them.
+BANDS = (
+    MaskValue(
+        "band",
+        lambda batch: masks.function(lambda b, h, q, kv: (kv > q - 9) & (q + 4 >= kv)),
+        lambda i: (i.kv > i.q - 9) & (i.q + 4 >= i.kv),
+    ),
+    MaskValue("everything", lambda batch: masks.function(lambda b, h, q, kv: True), lambda i: True),
 )
 
 _COMBINED = (
@@ -353,7 +369,7 @@ def _some_blocks(sizes, rng):
     return blocks
 
 
-MASK_VALUES = {row.name: row for row in (*NATIVE, *_FUNCTIONS, *_COMBINED)}
+MASK_VALUES = {row.name: row for row in (*NATIVE, *BANDS, *_FUNCTIONS, *_COMBINED)}
 
 
 def visible(row: MaskValue, arrays: dict, shape, given=(None, None)) -> np.ndarray:

@@ -62,7 +62,7 @@ except Exception as error:
         "segment_ids=jnp.ones((2, 16), jnp.int32)",
         "mask=jnp.ones((2, 1, 16, 16), bool)",
         "mask=jnp.ones((1, 1, 1, 16), bool), logits_soft_cap=3.0",
-        "mask=jaxflash.masks.function(lambda b, h, q, kv: q - kv < 3)",
+        "mask=jaxflash.masks.function(lambda b, h, q, kv: q + kv > 3)",
         "bias=table[:, None, :16], score_mod=lambda s, b, h, q, kv: s + table[h, q - kv + 15]",
     ],
     ids=[

@@ -380,8 +380,11 @@ def _mesh(kind=None):
 
 
 _SHARDED = [
-    *(("auto", name) for name in ("prefix", "head-windows", "array-or-band")),
-    *(("explicit", name) for name in ("prefix", "head-windows", "intervals", "array-or-band")),
+    *(("auto", name) for name in ("prefix", "head-windows", "array-or-band", "every-fourth")),
+    *(
+        ("explicit", name)
+        for name in ("prefix", "head-windows", "intervals", "array-or-band", "every-fourth")
+    ),
     ("explicit", "head-windows, planned"),
     # Where functions count the batch elements and heads of a device.
     *(("shard_map", name) for name in ("global-tokens", "two-arrays", "array-or-band")),
@@ -456,7 +459,7 @@ def _intervals_of(visible):
 def _planned_rows():
     """Masks of which a plan is made, where that is, and how many elements are evaluated at once."""
     for name, row in MASK_VALUES.items():
-        if row in mask_values.NATIVE:
+        if row in (*mask_values.NATIVE, *mask_values.BANDS):
             continue
         yield pytest.param(name, "xla", 1 << 22, id=f"{name}-one block")
         yield pytest.param(name, "xla", 5000, id=f"{name}-blocks")
@@ -594,7 +597,7 @@ def _visited(blocks, visits, others: int) -> int:
 # What a block of rows sees has one gap at most.
 _VISITS = {
     "prefix of 100": masks.causal() | masks.function(lambda b, h, q, kv: kv < 100),
-    "window": masks.function(lambda b, h, q, kv: (q >= kv) & (q - kv < 130)),
+    "window": masks.function(lambda b, h, q, kv: (q >= kv) & (q - kv < 130 - q % 2)),
     "documents": masks.function(lambda b, h, q, kv: q // 200 == kv // 200),
     "documents, causal": masks.function(lambda b, h, q, kv: q // 200 == kv // 200) & masks.causal(),
     "intervals": masks.intervals(np.arange(640) // 3 * 2, np.arange(640) // 3 * 2 + 90),
@@ -840,7 +843,8 @@ def test_plans_are_compiled_once():
 def test_hulls_of_several_parts():
     """Segments, an array and a function: what all of them allow."""
     ids = jnp.asarray(np.arange(640) // 160, jnp.int32)
-    parts = masks.segments(ids), masks.function(lambda b, h, q, kv: abs(q - kv) < 64)
+    near = masks.function(lambda b, h, q, kv: abs(q - kv) < 64 + (q + kv) % 2)
+    parts = masks.segments(ids), near
     spec, operands = _described(parts[0] & parts[1], shape=(1, 2, 640, 640))
     ranges = _ranges_of(spec, operands)
     of_segments, of_function = (np.asarray(masks.as_array(x, (1, 640, 640))) for x in parts)
@@ -858,6 +862,118 @@ def test_hulls_of_several_parts():
     visible = np.asarray(masks.as_array(mask, (1, 640, 640)))
     tiles = visible[0].reshape(10, 64, 10, 64).any((1, 3)).sum()
     assert _visited(ranges.row_blocks, ranges.row_visits, 640) == tiles
+
+
+# ---- Bands ---------------------------------------------------------------------------------------
+
+# Functions and what they are a multiple of.
+_BANDS = {
+    "causal": (1, lambda b, h, q, kv: q >= kv),
+    "window": (1, lambda b, h, q, kv: (kv > q - 5) & (kv <= q)),
+    "both sides": (1, lambda b, h, q, kv: abs(q - kv) < 7),
+    "chosen": (1, lambda b, h, q, kv: jnp.where(q >= kv, q - kv < 5, False)),
+    "unsigned": (1, lambda b, h, q, kv: (q - kv).astype(jnp.uint32) < jnp.uint32(5)),
+    "itself": (1, lambda b, h, q, kv: q == kv),
+    "divided": (1, lambda b, h, q, kv: (q - kv) // 8 == 0),
+    "all": (1, lambda b, h, q, kv: q - kv > -100),
+    "every fourth": (4, lambda b, h, q, kv: (q - kv) % 4 == 0),
+    "every third, of keys": (3, lambda b, h, q, kv: (kv - q) % 3 == 0),
+    "every fourth, of both": (4, lambda b, h, q, kv: q % 4 == kv % 4),
+    "every eighth, of both": (8, lambda b, h, q, kv: q * 3 % 8 == kv * 3 % 8),
+    "every fourth, causal": (4, lambda b, h, q, kv: ((q - kv) & 3 == 0) & (q >= kv)),
+    "every other, rounded to zero": (2, lambda b, h, q, kv: jax.lax.rem(q - kv, jnp.int32(2)) == 0),
+}
+_NO_BANDS = {
+    "strictly before": lambda b, h, q, kv: q > kv,
+    "nothing": lambda b, h, q, kv: q - kv > 100,
+    "documents": lambda b, h, q, kv: q // 7 == kv // 7,
+    "holes": lambda b, h, q, kv: (q - kv) % 4 != 0,
+    "batch": lambda b, h, q, kv: (q - kv) % 4 == b,
+    "heads": lambda b, h, q, kv: q - kv <= h,
+    "odd": lambda b, h, q, kv: q % 2 != kv % 2,
+    "shifted": lambda b, h, q, kv: q % 4 == (kv + 1) % 4,
+    "queries": lambda b, h, q, kv: (q % 4 == kv % 4) & (q % 8 < 4),
+    "sum": lambda b, h, q, kv: q + kv < 9,
+    "far away": lambda b, h, q, kv: q - 2**30 < kv,
+    "captured": lambda b, h, q, kv: q - kv < jnp.arange(9)[8],
+    "floats": lambda b, h, q, kv: (q - kv).astype(jnp.float32) / 3 < 2,
+}
+
+
+@pytest.mark.parametrize("lengths", [(32, 32), (16, 48), (48, 16), (9, 25)], ids=str)
+@pytest.mark.parametrize("name", _BANDS)
+def test_functions_of_a_distance_are_bands(name, lengths):
+    dilation, function = _BANDS[name]
+    shape = (1, 1, *lengths)
+    mask = masks.function(function)
+    spec, _ = _described(mask, shape=shape, kv_heads=1)
+    if any(n % dilation for n in lengths):
+        assert spec.predicate is not None
+        assert spec.dilation == 1
+        return
+    assert spec.predicate is None
+    assert spec.dilation == dilation
+    distance = np.arange(lengths[0])[:, None] - np.arange(lengths[1])
+    expected = distance % dilation == 0
+    expected &= distance <= (np.inf if spec.left is None else spec.left)
+    expected &= distance >= -(np.inf if spec.right is None else spec.right)
+    np.testing.assert_array_equal(masks.as_array(mask, shape)[0, 0], expected)
+
+
+@pytest.mark.parametrize("name", _NO_BANDS)
+def test_other_functions_are_no_bands(name):
+    for lengths in ((32, 32), (16, 48), (48, 16), (1, 24)):
+        mask = masks.function(_NO_BANDS[name])
+        spec, _ = _described(mask, shape=(1, 1, *lengths), kv_heads=1)
+        assert spec.predicate is not None
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("transform", ["jvp", "hvp", "grad of jvp", "vmap", "checkpoint"])
+def test_transformed_calls_in_classes(transform):
+    """Of a dilated mask, each class of positions is computed on its own."""
+    mask, _ = _value("every-fourth", (_B, _N, 64, 80))
+    qkv = _qkv(q_len=64, kv_len=80)
+    moved = jax.tree.map(jnp.cos, qkv)
+    assert _described(mask, shape=(_B, _N, 64, 80))[0].dilation == 4
+
+    def transformed(attention, mask, qkv):
+        def loss(qkv):
+            return _loss(attention, mask, qkv)
+
+        if transform == "jvp":
+            return jax.jvp(loss, (qkv,), (moved,))
+        if transform == "hvp":
+            return jax.jvp(jax.grad(loss), (qkv,), (moved,))
+        if transform == "grad of jvp":
+            return jax.grad(lambda qkv: jax.jvp(loss, (qkv,), (moved,))[1])(qkv)
+        if transform == "vmap":
+            stacked = tuple(jnp.stack([x, -x], axis=2) for x in qkv[:2])
+            return jax.vmap(lambda q, k: jax.grad(loss)((q, k, qkv[2])), 2)(*stacked)
+        return jax.grad(jax.checkpoint(loss))(qkv)
+
+    _assert_equal(transformed, mask, qkv)
+
+
+@pytest.mark.parametrize("path", ["cuda", "xla"])
+def test_classes_do_without_what_they_do_not_see(path):
+    """A fourth of the logits, and for kernels no array is copied."""
+    x = jax.ShapeDtypeStruct((2, 128, 4, 64), jnp.float32)
+    mask = masks.function(lambda b, h, q, kv: (q - kv) % 4 == 0)
+
+    def attend(x, mask):
+        return jaxflash.dot_product_attention(x, x, x, mask=mask, implementation=path)
+
+    lowered = jax.jit(attend).trace(x, mask).lower(lowering_platforms=(path.replace("xla", "cpu"),))
+    text = lowered.as_text()
+    if path == "cuda":
+        assert "2x32x16x64xf32" in text
+        assert "transpose" not in text
+    else:
+        of_all = jax.jit(lambda x: attend(x, None)).trace(x).lower(lowering_platforms=("cpu",))
+        costs = [x.compile().cost_analysis() for x in (lowered, of_all)]
+        flops = [cost["flops"] for cost in costs if cost is not None]
+        assert flops[0] < 0.3 * flops[1]
 
 
 # ---- Plans ---------------------------------------------------------------------------------------
@@ -1187,6 +1303,21 @@ def test_sharded_programs_of_the_kernels_gather_nothing():
     for collective in ("all-gather", "all-to-all", "collective-permute", "all-reduce"):
         assert collective not in text
     assert f"f32[2,64,{_N // 2},16]" in text
+
+
+@_needs_kernels
+def test_classes_are_split_by_heads():
+    """Those of a dilated mask lie between the positions and the heads, which are split."""
+    mask = masks.causal() & masks.function(lambda b, h, q, kv: (q - kv) % 4 == 0)
+    x = jax.device_put(
+        jnp.zeros((4, 64, _N, 16), jnp.float32), NamedSharding(_mesh(), P("b", None, "h"))
+    )
+    loss = functools.partial(_loss, jaxflash.dot_product_attention, implementation="cuda")
+    traced = jax.jit(jax.grad(lambda x: loss(mask, (x, x, x)))).trace(x)
+    text = traced.lower(lowering_platforms=("cuda",)).compile().as_text()
+    for collective in ("all-gather", "all-to-all", "collective-permute", "all-reduce"):
+        assert collective not in text
+    assert f"f32[2,16,{4 * _N // 2},16]" in text
 
 
 @_needs_kernels

@@ -362,7 +362,7 @@ _PREDICATES = {
     "documents": lambda: masks.function(lambda b, h, q, kv: (q // 70 == kv // 70) & (q >= kv)),
     "ids": lambda: masks.function(lambda b, h, q, kv, x: x[b, q] == x[b, kv], jnp.ones((1, 64))),
     "array or band": lambda: masks.dense(jnp.ones((1, 2, 64, 64), bool)) | masks.causal(),
-    "everything": lambda: masks.function(lambda b, h, q, kv: True),
+    "everything": lambda: masks.function(lambda b, h, q, kv: q + kv >= 0),
 }
 
 
