@@ -836,6 +836,8 @@ MASK_VALUE_ROWS = (
     # A head of keys for each of queries: rows that see the same go together.
     *(_row(f"walk-mask-value-same-rows-{head_dim}", mask_value="checkerboard", q_len=1100,
            head_dim=head_dim, dtype="bfloat16", gpu_only=True) for head_dim in (64, 128, 256)),
+    _row("walk-mask-value-same-rows-512-128", mask_value="checkerboard-512", q_len=3300,
+         kv_len=1100, head_dim=128, dtype="bfloat16", gpu_only=True),
     _row("walk-mask-value-same-rows-poison-128", mask_value="checkerboard", poison=True,
          q_len=1300, kv_len=900, kv_lengths=(900, 300), head_dim=128, dtype="float16",
          gpu_only=True),

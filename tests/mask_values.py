@@ -178,6 +178,11 @@ _FUNCTIONS = (
         lambda i: (i.q // 128 + i.kv // 128) % 2 == 0,
     ),
     MaskValue(
+        "checkerboard-512",
+        lambda batch: masks.function(lambda b, h, q, kv: (q // 512 + kv // 512) % 2 == 0),
+        lambda i: (i.q // 512 + i.kv // 512) % 2 == 0,
+    ),
+    MaskValue(
         "checkerboard-16",
         lambda batch: masks.function(lambda b, h, q, kv: (q // 16 + kv // 16) % 2 == 1),
         lambda i: (i.q // 16 + i.kv // 16) % 2 == 1,

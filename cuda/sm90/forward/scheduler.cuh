@@ -474,7 +474,7 @@ __device__ __forceinline__ auto way_over(const VisitsOf<Mask>& tiles, const Mask
 // The order in which a kernel that walks takes blocks of rows. A tile loads the keys that any of
 // its kUnits units visits, and blocks some way apart may see more of the same ones than neighbours
 // do (checkerboards, strides). Then they go together: a call has one stride, a power of two.
-inline constexpr int kRowStrides = 4;  // 1, 2, 4 and 8
+inline constexpr int kRowStrides = 5;  // 1, 2, 4, 8 and 16
 
 template <int kUnits>
 class RowOrder {
