@@ -317,13 +317,14 @@ def supported(
 
 
 def described(
-    query, key, value, bias=None, mask=None, **kwargs
+    query, key, value, bias=None, mask=None, *, in_classes: bool = True, **kwargs
 ) -> tuple[_spec.AttentionSpec, _spec.Operands]:
-    """What a call with these arguments of `dot_product_attention` amounts to."""
+    """What a call with these arguments of `dot_product_attention` amounts to; `in_classes`: see
+    `_scores.compose`."""
     arguments = {**DEFAULTS, **kwargs}
     score_mod = arguments.pop("score_mod")
     spec, operands = _spec.make(query, key, value, bias, mask, **arguments)
-    return _scores.compose(spec, operands, score_mod)
+    return _scores.compose(spec, operands, score_mod, in_classes)
 
 
 DEFAULTS = {

@@ -144,7 +144,7 @@ def check_rules(program: Program) -> None:
 
 
 def compose(
-    spec: AttentionSpec, operands: Operands, score_mod: ScoreMod | None
+    spec: AttentionSpec, operands: Operands, score_mod: ScoreMod | None, in_classes: bool = True
 ) -> tuple[AttentionSpec, Operands]:
     """The same call, with all that changes its scores as one program and its captures.
 
@@ -155,6 +155,7 @@ def compose(
         spec: as the caller's arguments say.
         operands: likewise.
         score_mod: ``(score, b, h, q, kv) -> score`` of scalars, or None.
+        in_classes: whether the spec may have a dilation.
 
     Returns:
         A spec with `program` instead of `logits_soft_cap` and `predicate`, and operands with
@@ -171,7 +172,7 @@ def compose(
         spec = dataclasses.replace(spec, logits_soft_cap=None)
         nothing = dict.fromkeys(("bias", "mask", "alibi_slopes", "mask_value", *PLANNED))
         return spec, operands._replace(**nothing)
-    spec, operands = _with_predicate(spec, operands, score_mod is not None)
+    spec, operands = _with_predicate(spec, operands, in_classes and score_mod is None)
     batch_rank = len(operands.query.shape) - 3
     dtype = compute_dtype(operands.query.dtype)
     built_in, own = _BuiltIn(None, False, spec.logits_soft_cap), []
@@ -319,7 +320,7 @@ def _with_score_mod(built_in: _BuiltIn, types, score_mod: ScoreMod, dtype):
 
 
 def _with_predicate(
-    spec: AttentionSpec, operands: Operands, has_score_mod: bool
+    spec: AttentionSpec, operands: Operands, in_classes: bool
 ) -> tuple[AttentionSpec, Operands]:
     """The same call without `mask_value`: with `predicate` and `mask_captures`, or with a band."""
     if operands.mask_value is None:
@@ -329,7 +330,7 @@ def _with_predicate(
     function, own = _predicate.function_of(operands.mask_value, batch_rank, offset)
     types = tuple(jax.ShapeDtypeStruct(x.shape, x.array.dtype) for x in own)
     predicate, captures = trace_predicate(function, types)
-    banded = None if captures else _as_band(spec, operands, predicate, has_score_mod)
+    banded = None if captures else _as_band(spec, operands, predicate, in_classes)
     if banded is not None:
         nothing = dict.fromkeys(("mask_value", *PLANNED))
         return banded, operands._replace(**nothing)
@@ -346,7 +347,7 @@ _DISTANCES_ALONE = frozenset(("query", "key", "value", "scale", "mask_value", *P
 
 
 def _as_band(
-    spec: AttentionSpec, operands: Operands, predicate: Program, has_score_mod: bool
+    spec: AttentionSpec, operands: Operands, predicate: Program, in_classes: bool
 ) -> AttentionSpec | None:
     """The spec with what a predicate shows as part of its band, where that is one."""
     q_len, kv_len = operands.query.shape[-3], operands.key.shape[-3]
@@ -360,9 +361,9 @@ def _as_band(
     if band is None:
         return None
     if band.dilation > 1 and (
-        q_len % band.dilation
+        not in_classes
+        or q_len % band.dilation
         or kv_len % band.dilation
-        or has_score_mod
         or spec.dropout_rate > 0.0
         or not given <= _DISTANCES_ALONE
     ):

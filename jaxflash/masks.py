@@ -79,7 +79,8 @@ def plan(mask: Mask, shape: tuple[int, ...]) -> Mask:
     key_heads = 1 if heads == 0 else heads
     key = jax.ShapeDtypeStruct((*batch, kv_len, key_heads, 1), jnp.float32)
     with _sharding.mesh_of(*jax.tree.leaves(mask)):
-        spec, operands = _api.described(query, key, key, mask=mask)
+        # Calls may have more than masks, beside which a dilated one is evaluated.
+        spec, operands = _api.described(query, key, key, mask=mask, in_classes=False)
         if spec.predicate is None:
             return _mask.Planned(mask, {}, (*batch, heads))
         # Whatever path the calls will take.

@@ -955,6 +955,19 @@ def test_transformed_calls_in_classes(transform):
     _assert_equal(transformed, mask, qkv)
 
 
+def test_plans_of_dilated_masks():
+    """Are of use where more than distances matters, and no calls in classes have one."""
+    qkv = _qkv(q_len=16, kv_len=16)
+    mask = masks.plan(masks.function(lambda b, h, q, kv: (q - kv) % 4 == 0), (_B, _N, 16, 16))
+    assert isinstance(mask, _mask.Planned)
+    assert mask.found
+    for options in ({}, {"sink": jnp.ones(_N)}):
+        spec, operands = _api.described(*qkv, mask=mask, **options)
+        assert (spec.dilation, operands.rows_hull is None) == ((1, False) if options else (4, True))
+        ours, theirs = (attention(*qkv, mask=mask, **options) for attention in _ATTENTIONS)
+        np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=2e-5)
+
+
 @pytest.mark.parametrize("path", ["cuda", "xla"])
 def test_classes_do_without_what_they_do_not_see(path):
     """A fourth of the logits, and for kernels no array is copied."""
