@@ -876,6 +876,7 @@ _BANDS = {
     "itself": (1, lambda b, h, q, kv: q == kv),
     "divided": (1, lambda b, h, q, kv: (q - kv) // 8 == 0),
     "all": (1, lambda b, h, q, kv: q - kv > -100),
+    "all but two corners": (1, lambda b, h, q, kv: (kv - q < 31) & (q - kv < 31)),
     "every fourth": (4, lambda b, h, q, kv: (q - kv) % 4 == 0),
     "every third, of keys": (3, lambda b, h, q, kv: (kv - q) % 3 == 0),
     "every fourth, of both": (4, lambda b, h, q, kv: q % 4 == kv % 4),
@@ -892,6 +893,7 @@ _NO_BANDS = {
     "heads": lambda b, h, q, kv: q - kv <= h,
     "odd": lambda b, h, q, kv: q % 2 != kv % 2,
     "shifted": lambda b, h, q, kv: q % 4 == (kv + 1) % 4,
+    "classes together": lambda b, h, q, kv: jnp.minimum(q % 4, 2) == jnp.minimum(kv % 4, 2),
     "queries": lambda b, h, q, kv: (q % 4 == kv % 4) & (q % 8 < 4),
     "sum": lambda b, h, q, kv: q + kv < 9,
     "far away": lambda b, h, q, kv: q - 2**30 < kv,
@@ -900,13 +902,17 @@ _NO_BANDS = {
 }
 
 
+def _spec_of(mask, q_len, kv_len):
+    query, key = (jax.ShapeDtypeStruct((1, n, 1, _H), jnp.float32) for n in (q_len, kv_len))
+    return _api.described(query, key, key, mask=mask)[0]
+
+
 @pytest.mark.parametrize("lengths", [(32, 32), (16, 48), (48, 16), (9, 25)], ids=str)
 @pytest.mark.parametrize("name", _BANDS)
 def test_functions_of_a_distance_are_bands(name, lengths):
     dilation, function = _BANDS[name]
-    shape = (1, 1, *lengths)
     mask = masks.function(function)
-    spec, _ = _described(mask, shape=shape, kv_heads=1)
+    spec = _spec_of(mask, *lengths)
     if any(n % dilation for n in lengths):
         assert spec.predicate is not None
         assert spec.dilation == 1
@@ -917,15 +923,13 @@ def test_functions_of_a_distance_are_bands(name, lengths):
     expected = distance % dilation == 0
     expected &= distance <= (np.inf if spec.left is None else spec.left)
     expected &= distance >= -(np.inf if spec.right is None else spec.right)
-    np.testing.assert_array_equal(masks.as_array(mask, shape)[0, 0], expected)
+    np.testing.assert_array_equal(masks.as_array(mask, (1, 1, *lengths))[0, 0], expected)
 
 
 @pytest.mark.parametrize("name", _NO_BANDS)
 def test_other_functions_are_no_bands(name):
     for lengths in ((32, 32), (16, 48), (48, 16), (1, 24)):
-        mask = masks.function(_NO_BANDS[name])
-        spec, _ = _described(mask, shape=(1, 1, *lengths), kv_heads=1)
-        assert spec.predicate is not None
+        assert _spec_of(masks.function(_NO_BANDS[name]), *lengths).predicate is not None
 
 
 @pytest.mark.usefixtures("small_blocks")

@@ -5,12 +5,15 @@ Long runs: HYPOTHESIS_PROFILE=long pytest tests/test_random.py
 
 import dataclasses
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cases import AttentionCase
 from check import check_attention
+from jaxflash import _distance, _scores
 
 # Around the edges of tiles, and nothing at all.
 _LENGTHS = st.sampled_from([0, 1, 2, 15, 16, 17, 31, 33, 48, 63, 64, 65, 80])
@@ -141,3 +144,54 @@ def test_cuda(case):
 @given(all_cases())
 def test_cuda_scores(case):
     check_attention(dataclasses.replace(case, mask=None), "cuda")
+
+
+_CONSTANTS = st.sampled_from([0, 1, 3, 4, 7, 8, 20, -1, -5, 2**31 - 1]).map("int32({})".format)
+_NUMBERS = st.recursive(
+    st.sampled_from(["q", "kv", "(q - kv)", "(kv - q)"]) | _CONSTANTS,
+    lambda x: st.one_of(
+        st.builds("({} {} {})".format, x, st.sampled_from("+-&^"), x),
+        st.builds(
+            "({} {} int32({}))".format,
+            x,
+            st.sampled_from(["*", "//", "%"]),
+            st.sampled_from([1, 2, 3, 4, 5, 8, -1, -2, -3]),
+        ),
+        st.builds("{}({}, {})".format, st.sampled_from(["minimum", "maximum"]), x, x),
+        st.builds("{}({})".format, st.sampled_from(["abs", "-"]), x),
+    ),
+    max_leaves=3,
+)
+_CONDITIONS = st.recursive(
+    st.builds(
+        "({} {} {})".format,
+        _NUMBERS,
+        st.sampled_from(["<", "<=", ">", ">=", "==", "!="]),
+        _NUMBERS | _CONSTANTS,
+    ),
+    lambda x: st.builds("({} {} {})".format, x, st.sampled_from("&&|"), x),
+    max_leaves=3,
+)
+
+
+@settings(max_examples=300)
+@given(_CONDITIONS, st.sampled_from([(24, 24), (8, 40), (36, 12), (1, 30)]))
+def test_masks_that_are_bands(condition, lengths):
+    """What is taken for a band is one, and the one that it is taken for."""
+
+    def visible(module, q, kv):
+        names = {name: getattr(module, name) for name in ("int32", "abs", "minimum", "maximum")}
+        return eval(condition, {}, {**names, "q": q, "kv": kv})
+
+    predicate, _ = _scores.trace_predicate(lambda b, h, q, kv: jnp.asarray(visible(jnp, q, kv)), ())
+    band = _distance.band_of(predicate, *lengths)
+    if band is None:
+        return
+    q, kv = np.indices(lengths, np.int32)
+    expected = (q - kv) % band.dilation == 0
+    if band.left is not None:
+        expected &= q - kv <= band.left
+    if band.right is not None:
+        expected &= kv - q <= band.right
+    with np.errstate(over="ignore"):
+        np.testing.assert_array_equal(visible(np, q, kv) & np.ones(lengths, bool), expected)
