@@ -267,7 +267,7 @@ def test_what_is_not_run_is_not_traced(traces, transform):
     gradient, shape = jax.grad(_loss_of_layers), (1, 24, 2, 8)
     if transform == "vmap":
         gradient, shape = jax.vmap(gradient), (3, *shape)
-    traced = jax.jit(gradient).trace(jnp.zeros(shape))
+    traced = jax.jit(gradient).trace(jnp.zeros(shape, jnp.float32))
     assert not traces
     traced.lower(lowering_platforms=("cuda",))
     assert not traces

@@ -259,8 +259,8 @@ _ERRORS = {
     ),
     "no power of two": (
         dict(
-            key_pages=lambda x: jnp.zeros((3, 48, 2, 16)),
-            value_pages=lambda x: jnp.zeros((3, 48, 2, 16)),
+            key_pages=lambda x: jnp.zeros((3, 48, 2, 16), jnp.float32),
+            value_pages=lambda x: jnp.zeros((3, 48, 2, 16), jnp.float32),
         ),
         "key_pages page size must be one of 16, 32, 64, 128, 256, got 48",
     ),
@@ -432,7 +432,7 @@ def test_scan_over_a_cache_that_grows():
         lengths = jnp.full(batch, i + 1, jnp.int32)
         return pages, jaxflash.paged_attention(q, *pages, table, lengths)
 
-    pages = (jnp.full((6, 16, 2, 16), jnp.nan),) * 2
+    pages = (jnp.full((6, 16, 2, 16), jnp.nan, jnp.float32),) * 2
     _, outs = jax.jit(lambda *x: jax.lax.scan(step, pages, x))(
         jnp.arange(tokens, dtype=jnp.int32), q, k, v
     )
