@@ -28,7 +28,7 @@ class Band(NamedTuple):
     dilation: int
 
 
-# 64 MB for each operation of a function, and some 3 s.
+# 64 MB for each operation of a function.
 _MOST_DISTANCES = 1 << 24
 
 

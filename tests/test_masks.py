@@ -290,24 +290,30 @@ def test_vmap(name, mapped):
 # ---- Transformations -----------------------------------------------------------------------------
 
 
+def _moved(qkv):
+    return jax.tree.map(jnp.cos, qkv)
+
+
+_ORDERS = {
+    "jvp": lambda f, x: jax.jvp(f, (x,), (_moved(x),)),
+    "hvp": lambda f, x: jax.jvp(jax.grad(f), (x,), (_moved(x),)),
+    "grad of jvp": lambda f, x: jax.grad(lambda y: jax.jvp(f, (y,), (_moved(x),))[1])(x),
+}
+
+
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("order", ["jvp", "hvp", "grad of jvp"])
+@pytest.mark.parametrize("order", _ORDERS)
 def test_derivatives_of_every_order(order):
     """By what is differentiated beside a mask that captures floats, which have none."""
     mask, _ = _value("float-captures", (_B, _N, 37, 41))
     mask &= masks.causal("bottom_right") | masks.window(None, 3)
     qkv = _qkv(q_len=37, kv_len=41)
-    moved = jax.tree.map(jnp.cos, qkv)
 
     def transformed(attention, mask, qkv):
         def loss(qkv):
             return _loss(attention, mask, qkv)
 
-        if order == "jvp":
-            return jax.jvp(loss, (qkv,), (moved,))
-        if order == "hvp":
-            return jax.jvp(jax.grad(loss), (qkv,), (moved,))
-        return jax.grad(lambda qkv: jax.jvp(loss, (qkv,), (moved,))[1])(qkv)
+        return _ORDERS[order](loss, qkv)
 
     _assert_equal(transformed, mask, qkv)
 
@@ -936,24 +942,19 @@ def test_other_functions_are_no_bands(name):
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("transform", ["jvp", "hvp", "grad of jvp", "vmap", "checkpoint"])
+@pytest.mark.parametrize("transform", [*_ORDERS, "vmap", "checkpoint"])
 def test_transformed_calls_in_classes(transform):
     """Of a dilated mask, each class of positions is computed on its own."""
     mask, _ = _value("every-fourth", (_B, _N, 64, 80))
     qkv = _qkv(q_len=64, kv_len=80)
-    moved = jax.tree.map(jnp.cos, qkv)
     assert _described(mask, shape=(_B, _N, 64, 80))[0].dilation == 4
 
     def transformed(attention, mask, qkv):
         def loss(qkv):
             return _loss(attention, mask, qkv)
 
-        if transform == "jvp":
-            return jax.jvp(loss, (qkv,), (moved,))
-        if transform == "hvp":
-            return jax.jvp(jax.grad(loss), (qkv,), (moved,))
-        if transform == "grad of jvp":
-            return jax.grad(lambda qkv: jax.jvp(loss, (qkv,), (moved,))[1])(qkv)
+        if transform in _ORDERS:
+            return _ORDERS[transform](loss, qkv)
         if transform == "vmap":
             stacked = tuple(jnp.stack([x, -x], axis=2) for x in qkv[:2])
             return jax.vmap(lambda q, k: jax.grad(loss)((q, k, qkv[2])), 2)(*stacked)
