@@ -176,6 +176,10 @@ JAXFLASH_API size_t jaxflash_program_workspace_bytes(const jaxflash::Problem* pr
                                                      int32_t shared_units);
 JAXFLASH_API size_t jaxflash_backward_workspace_bytes(const jaxflash::Problem* problem);
 
+// What the latter has beside where a gradient is stored as the sum of that many batch elements.
+JAXFLASH_API size_t jaxflash_batch_sum_workspace_bytes(const jaxflash::Problem* problem,
+                                                       int32_t batch_sum);
+
 // The variants in the library; returns their number.
 JAXFLASH_API int32_t jaxflash_variants(const jaxflash::Variant** variants);
 

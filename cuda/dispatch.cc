@@ -459,6 +459,10 @@ size_t jaxflash_backward_workspace_bytes(const Problem* problem) {
   return jaxflash::backward_workspace_bytes(jaxflash::with_query_heads(*problem));
 }
 
+size_t jaxflash_batch_sum_workspace_bytes(const Problem* problem, int32_t batch_sum) {
+  return jaxflash::batch_sum_workspace(*problem, batch_sum).bytes;
+}
+
 int32_t jaxflash_variants(const Variant** variants) {
   *variants = jaxflash::kVariants;
   return static_cast<int32_t>(std::size(jaxflash::kVariants));

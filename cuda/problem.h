@@ -179,6 +179,7 @@ struct CaptureLoad {
   bool narrow;         // the gradient has the capture's 16-bit dtype: every element is stored once
   bool stored;         // it is that of the score, see StoredGradient
   bool summed;         // backward kernels that can compute it themselves do; no other load of it is
+  bool sums_batch;     // what is stored is the sum over the batch elements
 
   bool is_key_sum() const { return capture < 0; }
   // By the backward kernel, if that sums.
@@ -187,7 +188,7 @@ struct CaptureLoad {
 
 // A sum over the queries for each head and key of a batch element, BackwardParams::key_sums: the
 // gradient of an array (N, S) for each batch element, had one been read.
-inline constexpr CaptureLoad kKeySumLoad = {-1, 2, -1, 1, false, false, false, true};
+inline constexpr CaptureLoad kKeySumLoad = {-1, 2, -1, 1, false, false, false, true, false};
 
 // Where the gradient of a capture goes: (*B, its own axes).
 struct CaptureGradientArray {
@@ -195,12 +196,18 @@ struct CaptureGradientArray {
   int64_t batch_stride[kMaxBatchAxes];  // in elements, 0 where the axis is summed over
 };
 
+// One block adds up that many tiles. With eight, the kernel that computes their products again was
+// as fast.
+inline constexpr int32_t kMaxBatchSum = 4;
+
 // The gradient of the score, of which every element is that of another element of a captured array:
 // matrices (queries, keys) of the operands' dtype, which backward kernels may store as they go.
 struct StoredGradient {
   void* data;  // nullptr: nobody wants it
   int64_t matrices;
   int64_t batch_stride[kMaxBatchAxes];  // in matrices, 0 where it has no such axis
+  // Of how many batch elements, one after the other, each matrix is the sum; at most kMaxBatchSum.
+  int32_t batch_sum = 1;
 };
 
 // Keys and values in a pool of pages. Those of a sequence lie in pages table[0], table[1] ... of

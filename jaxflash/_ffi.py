@@ -18,7 +18,7 @@ from jaxflash._tile import is_one
 
 # The names are part of exported programs: a changed contract gets a new number.
 FORWARD_TARGET = "jaxflash_forward_v8"
-BACKWARD_TARGET = "jaxflash_backward_v7"
+BACKWARD_TARGET = "jaxflash_backward_v8"
 TANGENT_TARGET = "jaxflash_tangent_v4"
 PAGED_TARGET = "jaxflash_paged_v5"
 DENSE_MASK_TARGET = "jaxflash_dense_mask_v3"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
 
 from jaxflash import _dense_mask, _dropout, _scores
+from jaxflash import _extension as extension
 from jaxflash._dense_mask import DenseMask, Pass
 from jaxflash._printer import CAPTURE_DTYPES, MAX_CAPTURES, NotPrintable
 from jaxflash._spec import AttentionSpec, Operands
@@ -19,7 +20,13 @@ if TYPE_CHECKING:
 
 
 # Backward kernels for larger head sizes divide a tile of keys between blocks.
-_MAX_SUMMED_HEAD_DIM = 128
+_MAX_SINGLE_HEAD_DIM = 128
+# kMaxBatchSum of cuda/problem.h.
+_MAX_SUMMED_BATCH = 4
+_FEW_BYTES = 64 << 20
+# Up to this head size the kernel of a gradient of its own is faster than sums of what the backward
+# kernel stores: 1.78 and 2.29 ms at (8, 2048, 16, 64), 5.17 and 4.81 at (4, 4096, 16, 128).
+_TOO_QUICK_HEAD_DIM = 64
 
 
 # (capture, axis whose index is the query head or None) of captures that are loaded; None where the
@@ -151,9 +158,7 @@ def predicate(predicate: _scores.Program) -> KernelPredicate:
     """
     ranks = tuple(len(t.shape) for t in predicate.capture_types)
     _check_count(len(ranks))
-    printed = _printed(
-        _identity(), (predicate,), True, None, False, (), (), (), False, False, (), (), (), False
-    )
+    printed = _printed(_identity(), (predicate,), distance_is_difference=True)
     if isinstance(printed, NotPrintable):
         raise printed
     return KernelPredicate(printed.source, ranks)
@@ -199,6 +204,7 @@ def _program(
     printed = _printed(
         program, predicates, is_difference, sink_dtype, drops, paired, starts, moving, words,
         pass_ == "backward", wanted, _sizes(operands, wanted), _storable(operands, wanted),
+        pass_ == "backward" and _sums_batch(spec, operands),
         pass_ == "backward" and _sums_diagonals(spec, operands),
     )  # fmt: skip
     if isinstance(printed, NotPrintable):
@@ -243,7 +249,8 @@ def gradients(
     starts = paired if _divides_by_scale(spec) else ()
     printed = _printed_gradients(
         program, predicates, tuple(wanted), lengths, is_difference, dropout, paired, starts,
-        _sizes(operands, wanted), _storable(operands, wanted), _sums_diagonals(spec, operands),
+        _sizes(operands, wanted), _storable(operands, wanted), _sums_batch(spec, operands),
+        _sums_diagonals(spec, operands),
     )  # fmt: skip
     if isinstance(printed, NotPrintable):
         raise printed
@@ -312,12 +319,52 @@ def _storable(operands: Operands, wanted: Sequence[int]) -> tuple[int, ...]:
     return tuple(i for i in wanted if is_storable(operands.captures[i]))
 
 
-def _sums_diagonals(spec: AttentionSpec, operands: Operands) -> bool:
-    """Whether the backward kernel may add sums along diagonals to a gradient: in no fixed order. On
-    Hopper, pairs of blocks cannot."""
+def _sums_batch(spec: AttentionSpec, operands: Operands) -> bool:
+    """Whether the backward kernel may add up what it stores for all batch elements: they take the
+    same steps, and what is not added up yet does not need too much memory."""
+    *batch, q_len, q_heads, _ = operands.query.shape
+    kv_len, kv_heads, _ = operands.key.shape[-3:]
+    count = math.prod(batch)
+    if not all(isinstance(n, int) for n in (count, q_len, kv_len)):
+        return False
+    if spec.predicate is not None or any(x is not None for x in _of_each_element(operands)):
+        return False
+    if not (1 < count <= _MAX_SUMMED_BATCH and _has_single_blocks(operands)):
+        return False
+    # In order, blocks would wait for those that add up.
     sizes = operands.query.shape[-1], operands.value.shape[-1]
-    fits = all(isinstance(n, int) and n <= _MAX_SUMMED_HEAD_DIM for n in sizes)
-    return fits and not spec.deterministic_backward
+    if spec.deterministic_backward or max(sizes) <= _TOO_QUICK_HEAD_DIM:
+        return False
+    needed = extension.batch_sum_workspace_bytes(
+        batch=count,
+        q_len=q_len,
+        kv_len=kv_len,
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        batch_sum=count,
+    )
+    # A bias for each head, and its gradient, in 16 bits.
+    return needed <= max(4 * q_heads * q_len * kv_len, _FEW_BYTES)
+
+
+def _of_each_element(operands: Operands) -> Iterator[Any]:
+    """What may leave out other rows and keys in each batch element."""
+    yield from (operands.mask, operands.mask_value, operands.rows_hull, operands.keys_hull)
+    yield from (operands.query_seq_lengths, operands.key_value_seq_lengths)
+    yield from (operands.query_segment_ids, operands.key_segment_ids)
+    yield from (operands.query_positions, operands.key_positions)
+    yield from (operands.query_boundaries, operands.key_boundaries)
+
+
+def _sums_diagonals(spec: AttentionSpec, operands: Operands) -> bool:
+    """Whether the backward kernel may add sums along diagonals to a gradient: in no fixed order."""
+    return _has_single_blocks(operands) and not spec.deterministic_backward
+
+
+def _has_single_blocks(operands: Operands) -> bool:
+    """Whether a block of the Hopper backward kernel has a tile of keys to itself."""
+    sizes = operands.query.shape[-1], operands.value.shape[-1]
+    return all(isinstance(n, int) and n <= _MAX_SINGLE_HEAD_DIM for n in sizes)
 
 
 def gradient_of_sum(load: KeyLoad, x, capture):
@@ -398,17 +445,18 @@ def _printed(
     program: _scores.Program,
     predicates: tuple[_scores.Program, ...],
     distance_is_difference: bool,
-    sink_dtype: str | None,
-    drops: bool,
-    paired: tuple[int, ...],
-    starts: tuple[int, ...],
-    moving: tuple[int, ...],
-    words: bool,
-    keys_are_rows: bool,
-    wanted: tuple[int, ...],
-    sizes: tuple[tuple[str, Any], ...],
-    storable: tuple[int, ...],
-    sums_diagonals: bool,
+    sink_dtype: str | None = None,
+    drops: bool = False,
+    paired: tuple[int, ...] = (),
+    starts: tuple[int, ...] = (),
+    moving: tuple[int, ...] = (),
+    words: bool = False,
+    keys_are_rows: bool = False,
+    wanted: tuple[int, ...] = (),
+    sizes: tuple[tuple[str, Any], ...] = (),
+    storable: tuple[int, ...] = (),
+    sums_batch: bool = False,
+    sums_diagonals: bool = False,
 ) -> Printed | NotPrintable:
     from jaxflash._printer import cuda  # a tenth of the time of `import jaxflash`
 
@@ -427,6 +475,7 @@ def _printed(
             wanted=wanted,
             sizes=dict(sizes),
             storable=storable,
+            sums_batch=sums_batch,
             sums_diagonals=sums_diagonals,
         )
     except NotPrintable as reason:
@@ -445,6 +494,7 @@ def _printed_gradients(
     starts: tuple[int, ...],
     sizes: tuple[tuple[str, Any], ...],
     storable: tuple[int, ...],
+    sums_batch: bool,
     sums_diagonals: bool,
 ) -> PrintedGradients | NotPrintable:
     from jaxflash._printer import cuda  # a tenth of the time of `import jaxflash`
@@ -461,6 +511,7 @@ def _printed_gradients(
             starts=starts,
             sizes=dict(sizes),
             storable=storable,
+            sums_batch=sums_batch,
             sums_diagonals=sums_diagonals,
         )
     except NotPrintable as reason:

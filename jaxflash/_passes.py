@@ -122,11 +122,7 @@ def _start_capture(program: KernelProgram | None) -> np.int64:
 
 
 def _gradient_attributes(gradients: KernelGradients | None) -> dict:
-    # cuda/ffi/call.h: GradientAttributes.
-    numbers = [
-        (x.capture, x.query_axis, x.key_axis, x.scatter, x.narrow, x.stored, x.summed)
-        for x in (() if gradients is None else gradients.loads)
-    ]
+    numbers = [x.numbers for x in (() if gradients is None else gradients.loads)]
     return dict(
         gradient_program="" if gradients is None else gradients.source,
         gradient_loads=np.array(numbers, np.int64).reshape(-1),
@@ -442,6 +438,15 @@ class Backward(Pass):
             head_dim=head_dim,
             value_dim=value_dim,
         )
+        if (batch_sum := self._batch_sum(operands)) > 1:
+            workspace += extension.batch_sum_workspace_bytes(
+                batch=parts,
+                q_len=q_len,
+                kv_len=kv_len,
+                q_heads=q_heads,
+                kv_heads=kv_heads,
+                batch_sum=batch_sum,
+            )
         results = (
             *(self.result(operands, x, x.shape[-3:], x.dtype) for x in (query, key, value)),
             result_type(query, (workspace,), jnp.uint8, [None]),
@@ -457,6 +462,16 @@ class Backward(Pass):
             **_gradient_attributes(self.gradients),
         )
         return dq, dk, dv, *more
+
+    def _batch_sum(self, operands) -> int:
+        """Of how many batch elements the backward kernel stores a sum as a gradient, or 1."""
+        gradients, batch = self.gradients, self.full_batch(operands)
+        summed = [x.capture for x in (gradients.loads if gradients else ()) if x.sums_batch]
+        if gradients is None or not summed:
+            return 1
+        first = 3 + gradients.key_sums
+        sums = self.full_sums(len(batch))[first + gradients.captures.index(summed[0])]
+        return math.prod(n for n, one in zip(batch, sums, strict=True) if one)
 
     def _gradient_types(self, operands):
         """Of sums over the queries, and of the gradients of captures."""

@@ -971,6 +971,27 @@ GRADIENTS_OF_CAPTURES = (
          dtype="float16", is_causal=True, gpu_only=True),
     _row("capture-bias-stored-unaligned", bias="BNTS", q_len=200, kv_len=152, head_dim=20,
          dtype="bfloat16", gpu_only=True),
+    # Batch elements share it: the last block of each tile of keys adds up what all have stored. Of
+    # more tiles than have room at the same time, of some without rows, of heads that share keys.
+    _row("capture-bias-summed-96", bias="1NTS", q_len=200, kv_len=328, q_heads=4, kv_heads=2,
+         head_dim=96, dtype="bfloat16", gpu_only=True),
+    _row("capture-bias-summed-three-128", bias="NTS", batch=(3,), q_len=200, kv_len=344, q_heads=6,
+         kv_heads=3, head_dim=128, dtype="float16", gpu_only=True),
+    _row("capture-bias-summed-axes-128", bias="1NTS", batch=(2, 2), q_len=130, kv_len=264,
+         head_dim=128, dtype="bfloat16", gpu_only=True),
+    _row("capture-bias-summed-many-tiles-72", bias="1NTS", q_len=70, kv_len=1300, q_heads=16,
+         head_dim=72, dtype="bfloat16", gpu_only=True),
+    _row("capture-bias-summed-causal-128", bias="1NTS", batch=(4,), q_len=130, kv_len=600,
+         q_heads=4, kv_heads=2, head_dim=128, dtype="bfloat16", is_causal=True, gpu_only=True),
+    _row("capture-bias-summed-window-96", bias="1NTS", q_len=500, kv_len=296, head_dim=96,
+         dtype="float16", local_window_size=(50, 60), gpu_only=True),
+    _row("capture-bias-summed-cap-dropout-128", bias="1NTS", logits_soft_cap=2.0, sink=True,
+         alibi="N", dropout_rate=0.2, q_len=200, kv_len=152, q_heads=4, kv_heads=2, head_dim=128,
+         dtype="bfloat16", gpu_only=True),
+    # In order, the kernel of gradients sums.
+    _row("capture-bias-shared-deterministic-128", bias="1NTS", q_len=330, kv_len=400,
+         head_dim=128, dtype="bfloat16", is_causal=True, deterministic_backward=True,
+         gpu_only=True),
     _row("capture-bias-other-dtype", bias="BNTS", bias_dtype="bfloat16", q_len=200, kv_len=152,
          head_dim=64, dtype="float16", gpu_only=True),
     # The same where TMA stores tiles whose edges are ragged, of what products start from or not;

@@ -20,6 +20,7 @@ struct Program {{
   static constexpr bool kStarts = false;
   static constexpr int kKeySums = 0;
   static constexpr bool kStoresGradient = false;
+  static constexpr bool kSumsBatch = false;
   static constexpr bool kSumsDiagonals = false;
   static constexpr bool kSumsBuckets = false;
   struct Head {{

@@ -284,6 +284,7 @@ _POISONED = (
     "decode-dropout-20-group-3", "decode-mask-value-gap", "capture-bias-stored-64",
     "capture-bias-stored-causal-64", "capture-bias-stored-window-128",
     "capture-bias-stored-lengths-64", "capture-bias-stored-gaps-128",
+    "capture-bias-summed-three-128", "capture-bias-summed-causal-128",
 )  # fmt: skip
 
 

@@ -109,17 +109,45 @@ def test_bytes_at_32k(function, most):
     assert total < most
 
 
-def test_workspace_of_short_sequences():
-    """Of the CUDA backward pass: queries are not padded to whole tiles."""
+def _workspace(function, *operands) -> tuple[int, str]:
+    """Bytes of the CUDA backward pass in a function's derivative, and its call."""
     if not _ffi.extension.kernels:
         pytest.skip("the library was built without kernels")
+    traced = jax.jit(function).trace(*operands)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    call = rf"@{_ffi.BACKWARD_TARGET}\(.*-> .*tensor<(\d+)xui8>.*"
+    (found,) = re.finditer(call, text)
+    return int(found.group(1)), found.group(0)
+
+
+def test_workspace_of_short_sequences():
+    """Of the CUDA backward pass: queries are not padded to whole tiles."""
 
     def loss(*qkv):
         return jnp.sum(jaxflash.dot_product_attention(*qkv, implementation="cuda"))
 
     query = jax.ShapeDtypeStruct((4096, 16, 8, 32), jnp.bfloat16)
-    traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(query, query, query)
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    call = rf"@{_ffi.BACKWARD_TARGET}\(.*-> .*tensor<(\d+)xui8>"
-    (workspace,) = map(int, re.findall(call, text))
+    workspace, _ = _workspace(jax.grad(loss, (0, 1, 2)), query, query, query)
     assert workspace < 4 * query.size * query.dtype.itemsize
+
+
+@pytest.mark.parametrize(
+    ("shape", "kv_heads", "sums"),
+    [((4, 4096, 16, 128), 16, True), ((4, 512, 8, 128), 8, True), ((4, 4096, 16, 128), 2, False)],
+)
+def test_workspace_of_sums_over_the_batch(shape, kv_heads, sums):
+    """What is not added up yet is no larger than a bias and its gradient, unless both are small."""
+    batch, length, heads, head_dim = shape
+    query = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    key = jax.ShapeDtypeStruct((batch, length, kv_heads, head_dim), jnp.bfloat16)
+    bias = jax.ShapeDtypeStruct((1, heads, length, length), jnp.bfloat16)
+
+    def loss(bias, *qkv):
+        return jnp.sum(jaxflash.dot_product_attention(*qkv, bias=bias, implementation="cuda"))
+
+    operands = bias, query, key, key
+    with_bias, call = _workspace(jax.grad(loss, (0, 1, 2, 3)), *operands)
+    without, _ = _workspace(jax.grad(loss, (1, 2, 3)), *operands)
+    assert f"kSumsBatch = {str(sums).lower()};" in call
+    assert (with_bias > without) == sums
+    assert with_bias - without <= max(2 * bias.size * bias.dtype.itemsize, 64 << 20)

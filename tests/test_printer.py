@@ -738,6 +738,7 @@ def test_gradients_that_are_those_of_the_score():
         assert f"kStoresGradient = {stores};" in printed.source
         assert [x.stored for x in loads].count(True) == (matrix is not None)
         assert all(x.narrow for x in loads if x.stored)
+        assert "kSumsBatch = false;" in printed.source
         if matrix is not None:
             assert "int64_t gradient_matrix(const Head& head)" in printed.source
             assert re.search(matrix, printed.source)
@@ -745,6 +746,31 @@ def test_gradients_that_are_those_of_the_score():
         for fewer in (dict(storable=()), dict(wanted=())):
             source = cuda.print_program(program, **(options | dict(wanted=(0,)) | fewer)).source
             assert "kStoresGradient = false;" in source
+
+
+def test_gradients_that_are_sums_over_the_batch():
+    """Of an element for each of the logits of a batch element, which all of them share."""
+    batch, heads, kv_len = 3, _SIZES.heads, _SIZES.kv_len
+    own = jnp.ones((heads, *_LENGTHS), jnp.float32)
+    numbered = jnp.ones((batch, heads, *_LENGTHS), jnp.float32)
+    of_all = jnp.ones((1, *_LENGTHS), jnp.float32)
+    sizes = {"b": batch, "h": heads, "kv": kv_len}
+    for counts, function, stored, sums in (
+        (sizes, lambda s, b, h, q, kv: s + own[h, q, kv], True, True),
+        (sizes, lambda s, b, h, q, kv: s + numbered[b, h, q, kv], True, False),
+        (sizes | {"b": 1}, lambda s, b, h, q, kv: s + own[h, q, kv], True, False),
+        (sizes | {"h": 1}, lambda s, b, h, q, kv: s + of_all[0, q, kv], True, True),
+        # Heads share elements as well, or it is not the score's.
+        (sizes, lambda s, b, h, q, kv: s + of_all[0, q, kv], False, False),
+        (sizes, lambda s, b, h, q, kv: s * own[h, q, kv], False, False),
+    ):
+        program, _ = _traced(function)
+        options = dict(sizes=counts, storable=(0,), sums_batch=True, distance_is_difference=True)
+        source = cuda.print_program(program, wanted=(0,), **options).source
+        (load,) = cuda.print_gradients(program, (0,), lengths=_LENGTHS, **options).loads
+        assert (load.stored, load.sums_batch) == (stored, sums)
+        assert f"kSumsBatch = {str(sums).lower()};" in source
+        assert f"kStoresGradient = {str(stored).lower()};" in source
 
 
 @pytest.mark.parametrize(

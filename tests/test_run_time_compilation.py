@@ -534,10 +534,10 @@ _STORED = {
 }
 
 
-def _storing(name: str, head_dim: int) -> tuple[_kernel_program.KernelProgram, str]:
+def _storing(name: str, head_dim: int, batch: int = 2) -> tuple[_kernel_program.KernelProgram, str]:
     """Of the backward kernel, and the source of the one that has the gradient instead of it."""
     qkv = 3 * (jnp.zeros((2, 64, 2, head_dim), jnp.bfloat16),)
-    bias = jnp.zeros((2, 2, 64, 64), jnp.bfloat16)
+    bias = jnp.zeros((batch, 2, 64, 64), jnp.bfloat16)
     spec, operands = _api.described(*qkv, bias=bias, **_STORED[name])
     program = _kernel_program.make(spec, operands, "backward", wanted=(0,))
     gradients = _kernel_program.gradients(spec, operands, (0,))
@@ -559,6 +559,20 @@ def test_stored_gradient_on_hopper(head_dim, name, mask):
     compiled = _program(program.source, **options)
     other = program.source.replace("kStoresGradient = true", "kStoresGradient = false")
     without = _program(other, **options)
+    assert not compiled.serialised, compiled
+    assert compiled.tile == without.tile
+    assert compiled.spilled <= without.spilled + _MORE_SPILLS, (compiled, without)
+
+
+@covering("head_dim, name", [96, 128], list(_STORED))
+def test_stored_sum_over_the_batch_on_hopper(head_dim, name):
+    """What is added up at the end of a tile takes none of the registers of its steps."""
+    program, _ = _storing(name, head_dim, batch=1)
+    assert "kSumsBatch = true" in program.source
+    start = -1 if program.start_capture is None else program.start_capture
+    options = dict(pass_name="backward", head_dim=head_dim, start_capture=start, **_H200)
+    compiled = _program(program.source, **options)
+    without = _program(program.source.replace("kSumsBatch = true", "kSumsBatch = false"), **options)
     assert not compiled.serialised, compiled
     assert compiled.tile == without.tile
     assert compiled.spilled <= without.spilled + _MORE_SPILLS, (compiled, without)
@@ -1464,13 +1478,17 @@ _STAGES = """if True:
     instantiate("forward", program=program, problem=ranges)
     refused("no ranges", "paged", program=program, problem=ranges)
     one = dict(program=program, capture_ranks=np.array([2], np.int64), gradient_program=program)
-    for loads in ([0, 0, 1, 0, 0, 0, 0], [0, 0, 1, 0, 1, 1, 0], [0, -1, -1, 1, 0, 0, 1]):
+    for loads in (
+        [0, 0, 1, 0, 0, 0, 0, 0], [0, 0, 1, 0, 1, 1, 0, 0], [0, 0, 1, 0, 1, 1, 0, 1],
+        [0, -1, -1, 1, 0, 0, 1, 0],
+    ):  # fmt: skip
         instantiate("backward", **one, gradient_loads=np.array(loads, np.int64))
     for loads in (
-        [0], [0, 0, 1, 0, 0, 0], [1, 0, 1, 0, 0, 0, 0], [-1, 0, 1, 0, 0, 0, 0],
-        [0, 2, 1, 0, 0, 0, 0], [0, 0, -2, 0, 0, 0, 0], [0, 0, 1, 0, 0, 1, 0],
-        [0, 0, 1, 1, 1, 1, 0], [0, 1, 0, 0, 1, 1, 0], [0, 0, -1, 0, 1, 1, 0],
-        [0, 0, 1, 0, 0, 0, 1], [0, -1, -1, 1, 1, 0, 1], 2 * [0, -1, -1, 1, 0, 0, 1],
+        [0], [0, 0, 1, 0, 0, 0, 0], [1, 0, 1, 0, 0, 0, 0, 0], [-1, 0, 1, 0, 0, 0, 0, 0],
+        [0, 2, 1, 0, 0, 0, 0, 0], [0, 0, -2, 0, 0, 0, 0, 0], [0, 0, 1, 0, 0, 1, 0, 0],
+        [0, 0, 1, 1, 1, 1, 0, 0], [0, 1, 0, 0, 1, 1, 0, 0], [0, 0, -1, 0, 1, 1, 0, 0],
+        [0, 0, 1, 0, 0, 0, 1, 0], [0, -1, -1, 1, 1, 0, 1, 0], [0, 0, 1, 0, 1, 0, 0, 1],
+        2 * [0, -1, -1, 1, 0, 0, 1, 0],
     ):  # fmt: skip
         refused("unknown loads", "backward", **one, gradient_loads=np.array(loads, np.int64))
     instantiate("backward", **one, key_sums=np.int64(2))

@@ -480,8 +480,8 @@ def _on_kernels(q, k, v, bias, table, sink, **options):
     return _derivatives.attention(spec, "cuda", operands)[0]
 
 
-def _kernel_arguments(dtype=jnp.bfloat16):
-    q, k = jnp.zeros((4, 16, 8, 64), dtype), jnp.zeros((4, 16, 4, 64), dtype)
+def _kernel_arguments(dtype=jnp.bfloat16, head_dim=64):
+    q, k = jnp.zeros((4, 16, 8, head_dim), dtype), jnp.zeros((4, 16, 4, head_dim), dtype)
     others = (jnp.zeros(shape, jnp.float32) for shape in ((4, 1, 16, 16), (8, 15), (8,)))
     return q, k, k, *others
 
@@ -502,7 +502,7 @@ def test_operands_of_the_custom_calls():
     assert f"tensor<4xi32>, tensor<8xi32>, {captures}" in forward
     assert "capture_ranks = dense<[2, 2, 1]>" in forward
     assert "struct Program" in forward
-    (backward,) = _custom_calls(text, "@jaxflash_backward_v7")
+    (backward,) = _custom_calls(text, "@jaxflash_backward_v8")
     assert f"tensor<4xi32>, tensor<8xi32>, {captures}" in backward
 
 
@@ -549,7 +549,7 @@ def test_numbers_go_to_programs_that_ask(options, numbered):
     others = {name: x for name, x in options.items() if name not in arrays}
     gradient = jax.grad(lambda q, arrays: loss(q, arrays | others), (0, 1), allow_int=True)
     text = jax.jit(gradient).trace(q, arrays).lower(lowering_platforms=("cuda",)).as_text()
-    for target in ("@jaxflash_forward_v8", "@jaxflash_backward_v7"):
+    for target in ("@jaxflash_forward_v8", "@jaxflash_backward_v8"):
         (call,) = _custom_calls(text, target)
         assert ("tensor<4xi32>, tensor<8xi32>" in call) == numbered
 
@@ -746,12 +746,12 @@ def test_gradients_of_captures_are_results_of_the_custom_call():
 
         traced = jax.jit(jax.grad(loss, argnums)).trace(*arguments)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
-        return _custom_calls(text, "@jaxflash_backward_v7"), "dot_general" in text
+        return _custom_calls(text, "@jaxflash_backward_v8"), "dot_general" in text
 
     # Bias (4, 1, 16, 16) has a tile of rows and columns, the table (8, 15) an index of q - kv.
     (backward,), blockwise = gradient((0, 3, 4, 5))
     assert "xui8>, tensor<4x16x16xf32>, tensor<1x8x15xf32>)" in backward
-    assert "gradient_loads = dense<[0, 0, 1, 0, 0, 0, 0, 1, -1, -1, 1, 0, 0, 0]>" in backward
+    assert "gradient_loads = dense<[0, 0, 1, 0, 0, 0, 0, 0, 1, -1, -1, 1, 0, 0, 0, 0]>" in backward
     assert not blockwise
     (backward,), blockwise = gradient((3,))
     assert "xui8>, tensor<4x16x16xf32>)" in backward
@@ -765,8 +765,8 @@ def test_gradients_of_captures_are_results_of_the_custom_call():
     assert blockwise
 
 
-def _bias_gradient(shape, dtype=jnp.bfloat16, **options):
-    q, k, *_ = _kernel_arguments()
+def _bias_gradient(shape, dtype=jnp.bfloat16, head_dim=128, **options):
+    q, k, *_ = _kernel_arguments(head_dim=head_dim)
 
     def loss(bias, q):
         out = jaxflash.dot_product_attention(
@@ -785,35 +785,49 @@ def test_gradients_that_the_backward_kernel_stores():
         function, arguments = _bias_gradient(*args, **options)
         traced = jax.jit(function).trace(*arguments)
         (call,) = _custom_calls(
-            traced.lower(lowering_platforms=("cuda",)).as_text(), "@jaxflash_backward_v7"
+            traced.lower(lowering_platforms=("cuda",)).as_text(), "@jaxflash_backward_v8"
         )
         return call
 
     for options in ({}, dict(logits_soft_cap=2.0), dict(is_causal=True)):
         call = gradient((4, 8, 16, 16), **options)
-        assert "gradient_loads = dense<[0, 1, 2, 0, 1, 1, 0]>" in call
+        assert "gradient_loads = dense<[0, 1, 2, 0, 1, 1, 0, 0]>" in call
         assert "kStoresGradient = true" in call
         assert "xui8>, tensor<4x8x16x16xbf16>)" in call
-    # Sums over batch elements or heads, another dtype, or what is multiplied.
+    # Of the sum over the batch, where all batch elements take the same steps.
+    for options in ({}, dict(is_causal=True), dict(local_window_size=(5, 2))):
+        call = gradient((1, 8, 16, 16), **options)
+        assert "gradient_loads = dense<[0, 1, 2, 0, 1, 1, 0, 1]>" in call
+        assert "kSumsBatch = true" in call
+        assert "xui8>, tensor<1x8x16x16xbf16>)" in call
+    # Sums over heads, another dtype, batch elements that differ, what another kernel does faster.
+    lengths = jnp.array([16, 3, 0, 9], jnp.int32)
+    mask = jnp.ones((4, 1, 16, 16), bool)
     for args, options in (
-        (((1, 8, 16, 16),), {}),
+        (((1, 8, 16, 16),), dict(key_value_seq_lengths=lengths)),
+        (((1, 8, 16, 16),), dict(mask=mask)),
+        (((1, 8, 16, 16),), dict(head_dim=64)),
+        (((1, 8, 16, 16),), dict(deterministic_backward=True)),
+        (((1, 8, 16, 16),), dict(segment_ids=jnp.zeros((4, 16), jnp.int32))),
         (((4, 1, 16, 16),), {}),
         (((4, 8, 16, 16), jnp.float32), {}),
         (((4, 8, 16, 16), jnp.float16), {}),
     ):
         call = gradient(*args, **options)
         assert "kStoresGradient = false" in call
-        assert call.split("gradient_loads = dense<")[1].split("]")[0].endswith(", 0, 0, 0")
+        assert call.split("gradient_loads = dense<")[1].split("]")[0].endswith(", 0, 0, 0, 0")
 
 
 @_needs_kernels
-def test_stored_gradients_under_vmap():
-    function, (bias, q) = _bias_gradient((4, 8, 16, 16))
+@pytest.mark.parametrize("batch", [4, 1])
+def test_stored_gradients_under_vmap(batch):
+    """What vmap adds is no part of a sum over the batch."""
+    function, (bias, q) = _bias_gradient((batch, 8, 16, 16))
     traced = jax.jit(jax.vmap(function, (None, 0))).trace(bias, jnp.stack([q, q]))
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    (call,) = _custom_calls(text, "@jaxflash_backward_v7")
+    (call,) = _custom_calls(text, "@jaxflash_backward_v8")
     assert "kStoresGradient = true" in call
-    assert "xui8>, tensor<2x4x8x16x16xbf16>)" in call
+    assert f"xui8>, tensor<2x{batch}x8x16x16xbf16>)" in call
 
 
 @_needs_kernels
@@ -828,9 +842,23 @@ def test_stored_gradients_in_shards():
     ]
     text = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
     text = text.compile().as_text()
-    (call,) = [x for x in _custom_calls(text, '"jaxflash_backward_v7"') if "custom-call" in x]
+    (call,) = [x for x in _custom_calls(text, '"jaxflash_backward_v8"') if "custom-call" in x]
     assert "bf16[2,2,16,16]" in call.split("custom-call(")[0]
     assert "all-reduce" not in text
+
+
+@_needs_kernels
+def test_stored_sums_in_shards():
+    """A device has the sum of its batch elements, which is then summed over the devices."""
+    mesh = cpu_mesh(x=2, y=4)
+    function, (bias, q) = _bias_gradient((1, 8, 16, 16))
+    q = jax.device_put(q, NamedSharding(mesh, P("x", None, "y")))
+    text = jax.jit(function).trace(bias, q).lower(lowering_platforms=("cuda",))
+    text = text.compile().as_text()
+    (call,) = [x for x in _custom_calls(text, '"jaxflash_backward_v8"') if "custom-call" in x]
+    assert "bf16[1,2,16,16]" in call.split("custom-call(")[0]
+    (total,) = [x for x in text.splitlines() if " all-reduce(" in x]
+    assert "[1,2,16,16]" in total
 
 
 @_needs_kernels
@@ -971,7 +999,7 @@ def test_gradients_of_captures_of_the_custom_call_inside_shard_map(manual):
     mesh, arguments = _split_arguments()
     function = _inside_shard_map(_bias_and_slopes("cuda"), mesh, manual)
     text = function.trace(*arguments).lower(lowering_platforms=("cuda",)).compile().as_text()
-    (backward,) = [x for x in _custom_calls(text, '"jaxflash_backward_v7"') if "custom-call" in x]
+    (backward,) = [x for x in _custom_calls(text, '"jaxflash_backward_v8"') if "custom-call" in x]
     assert f"f32[1,{_N},{_T},{_S}]" in backward
 
 
@@ -993,7 +1021,7 @@ def test_gradients_of_captures_on_an_explicit_mesh():
             warnings.simplefilter("error", jaxflash.SlowPathWarning)
             lowered = traced.lower(lowering_platforms=("cuda",))
         text = lowered.compile().as_text()
-    (backward,) = [x for x in _custom_calls(text, '"jaxflash_backward_v7"') if "custom-call" in x]
+    (backward,) = [x for x in _custom_calls(text, '"jaxflash_backward_v8"') if "custom-call" in x]
     assert f"f32[1,{_N // 2},{_T},{_S}]" in backward.split("custom-call(")[0]
 
 

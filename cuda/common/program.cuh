@@ -49,6 +49,7 @@
 //   bool kStoresGradient                           backward: d score is wanted itself, as matrices
 //                                                  (queries, keys) of a StoredGradient:
 //   int64_t gradient_matrix(head)                  the number of the head's in a batch element
+//   bool kSumsBatch                                of the sum of d score of all batch elements
 //   bool kSumsDiagonals                            backward: d score is summed along diagonals, for
 //   float diagonal_weight(head)                    the gradient of an array, times this factor,
 //   int64_t diagonal_index(head, row, column, q, kv, distance)    of its element that a diagonal

@@ -32,7 +32,7 @@ std::optional<CallSizes> sizes_of(SizeNumbers numbers) {
 
 std::optional<std::vector<CaptureLoad>> loads_of(const ProgramAttributes& program,
                                                  const GradientAttributes& gradients) {
-  constexpr size_t kNumbers = 7;
+  constexpr size_t kNumbers = 8;
   const auto numbers = gradients.loads;
   if (numbers.size() % kNumbers != 0) return std::nullopt;
   const int64_t key_sums = gradients.key_sums;
@@ -57,11 +57,13 @@ std::optional<std::vector<CaptureLoad>> loads_of(const ProgramAttributes& progra
     const bool scatter = numbers[i + 3] != 0, narrow = numbers[i + 4] != 0;
     const bool stored = numbers[i + 5] != 0;
     const bool of_matrices = query_axis == rank - 2 && key_axis == rank - 1 && rank >= 2;
+    const bool sums_batch = numbers[i + 7] != 0;
     if (stored && (any_stored || scatter || !narrow || !of_matrices)) return std::nullopt;
+    if (sums_batch && !stored) return std::nullopt;
     any_stored |= stored;
     loads.push_back({static_cast<int32_t>(capture), static_cast<int32_t>(rank),
                      static_cast<int32_t>(query_axis), static_cast<int32_t>(key_axis), scatter,
-                     narrow, stored, numbers[i + 6] != 0});
+                     narrow, stored, numbers[i + 6] != 0, sums_batch});
     const CaptureLoad& load = loads.back();
     if (!load.summed) continue;
     // One, that nothing else is added to.
@@ -355,6 +357,22 @@ Captures ProgramOperands::describe(size_t batch_rank, const BatchAxes& axes) con
   return result;
 }
 
+// Of how many batch elements, one after the other, an array with these leading axes is the sum;
+// nothing if that is more than kernels take, or they do not follow one another.
+static std::optional<int32_t> batch_sum(ffi::Span<const int64_t> dims, Shape full) {
+  int64_t sum = 1;
+  for (size_t axis = 0; axis < full.batch_rank(); ++axis) {
+    if (full.batch(axis) == 1) continue;
+    if (dims[axis] == 1) {
+      sum *= full.batch(axis);
+    } else if (sum > 1) {
+      return std::nullopt;
+    }
+  }
+  if (sum > kMaxBatchSum) return std::nullopt;
+  return static_cast<int32_t>(sum);
+}
+
 ffi::Error CaptureGradientResults::take(const ProgramAttributes& program,
                                         const GradientAttributes& gradients,
                                         const ProgramOperands& operands, const Problem& problem,
@@ -405,6 +423,15 @@ ffi::Error CaptureGradientResults::take(const ProgramAttributes& program,
              own[own.size() - 1] == problem.kv_len && problem.kv_len % 8 == 0;
     }
     if (!fits) return invalid("the gradient of a captured array has another shape or dtype");
+    if (load.sums_batch) {
+      if (!batch_sum(dims, full)) {
+        return invalid("a stored gradient is the sum over the last of at most " +
+                       std::to_string(kMaxBatchSum) + " batch elements");
+      }
+      const bool alike = problem.band.q_lengths == nullptr && problem.band.kv_lengths == nullptr &&
+                         problem.ranges.keys_of_row == nullptr;
+      if (!alike) return invalid("batch elements of a stored sum have no lengths and ranges");
+    }
     results_.push_back({load, result});
   }
   if (results.size() != key_sums_.size() + results_.size()) {
@@ -441,18 +468,19 @@ void CaptureGradientResults::describe(const CaptureGradientArray (&arrays)[kMaxC
   }
 }
 
-void CaptureGradientResults::describe(size_t batch_rank, const BatchAxes& axes,
+void CaptureGradientResults::describe(Shape full, const BatchAxes& axes,
                                       StoredGradient* stored) const {
   for (const Gradient& result : results_) {
     if (!result.load.stored) continue;
     const auto dims = result.buffer.dimensions();
     int64_t batch = 1, own = 1;
     for (size_t axis = 0; axis < dims.size() - 2; ++axis) {
-      (axis < batch_rank ? batch : own) *= dims[axis];
+      (axis < full.batch_rank() ? batch : own) *= dims[axis];
     }
     stored->data = result.buffer.untyped_data();
     stored->matrices = batch * own;
     axes.strides({dims}, own, stored->batch_stride);
+    if (result.load.sums_batch) stored->batch_sum = batch_sum(dims, full).value_or(1);
   }
 }
 

@@ -38,8 +38,9 @@ struct ProgramAttributes {
 // What the backward pass is told of gradients of captures, attributes of their own.
 struct GradientAttributes {
   std::string_view source;  // the program with a struct for each load and each key sum
-  // Six numbers for each load: capture, query axis, key axis, whether it scatters, is narrow, is
-  // stored, see CaptureLoad. Loads of one capture are neighbours; at most one is stored.
+  // Eight numbers for each load: capture, query axis, key axis, whether it scatters, is narrow, is
+  // stored, is summed, sums the batch, see CaptureLoad. Loads of one capture are neighbours; at
+  // most one is stored.
   ffi::Span<const int64_t> loads;
   int64_t key_sums;  // how many sums over the queries are wanted, see BackwardParams
 };
@@ -130,7 +131,7 @@ class CaptureGradientResults {
                 CaptureGradientArray (&arrays)[kMaxCaptures]) const;
   // What the backward kernel sums, given where gradients go.
   void describe(const CaptureGradientArray (&arrays)[kMaxCaptures], BackwardParams* params) const;
-  void describe(size_t batch_rank, const BatchAxes& axes, StoredGradient* stored) const;
+  void describe(Shape full, const BatchAxes& axes, StoredGradient* stored) const;
 
  private:
   struct Gradient {

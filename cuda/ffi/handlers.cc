@@ -323,8 +323,10 @@ ffi::Error backward(CUstream_st* stream, ProgramState* state, Attributes attribu
   CaptureGradientArray arrays[kMaxCaptures] = {};
   gradients.describe(full.batch_rank(), *axes, arrays);
   gradients.describe(arrays, &params);
-  gradients.describe(full.batch_rank(), *axes, &params.stored);
-  if (workspace->size_bytes() < jaxflash_backward_workspace_bytes(&params.problem)) {
+  gradients.describe(full, *axes, &params.stored);
+  if (workspace->size_bytes() <
+      jaxflash_backward_workspace_bytes(&params.problem) +
+          jaxflash_batch_sum_workspace_bytes(&params.problem, params.stored.batch_sum)) {
     return invalid("the backward workspace is too small");
   }
   Status status = jaxflash_backward(&params, stream);

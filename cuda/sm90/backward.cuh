@@ -83,12 +83,14 @@ uint32_t key_tiles_of(const Problem& problem) {
   return (problem.kv_len + Tile::kTileKeys - 1) / Tile::kTileKeys;
 }
 
-// The order of key tiles; `rows` of the workspace. See KeyTileOrder.
+// The order of key tiles. See KeyTileOrder.
 template <class Tile>
 KeyTileOrder key_tile_order(const BackwardParams& params, const BackwardWorkspace& workspace) {
   const Problem& problem = params.problem;
   const uint32_t key_tiles = key_tiles_of<Tile>(problem);
   const uint32_t heads = static_cast<uint32_t>(batch_size(problem) * problem.kv_heads);
+  const bool sums = Tile::kBlocks == 1 && !is_empty(problem, params.stored);
+  const uint32_t elements = sums ? params.stored.batch_sum : 1;
   const bool limited_left = problem.band.left < kUnlimited;
   const bool limited_right = problem.band.right < kUnlimited;
   // Rows that see keys up to a limit: the first keys are seen by most rows. Longest first, unless
@@ -98,7 +100,7 @@ KeyTileOrder key_tile_order(const BackwardParams& params, const BackwardWorkspac
   const bool descending = may_end ? params.deterministic : limited_left;
   const bool unequal = limited_left != limited_right;
   if ((!unequal && !params.deterministic) || key_tiles == 1) {
-    return {problem, key_tiles, heads, 1, descending};
+    return {problem, key_tiles, heads, 1, descending, elements};
   }
   // Heads in step balance tiles of unequal length, and keep blocks from queuing for the same rows
   // where adds have an order. As many heads at a time as the L2 (50 MB, shared with everything
@@ -106,9 +108,11 @@ KeyTileOrder key_tile_order(const BackwardParams& params, const BackwardWorkspac
   // next section fill up the last round of this one.
   constexpr int64_t kSectionBytes = 32 << 20;
   const int64_t row_bytes = workspace.dims * 4 + (problem.head_dim + problem.value_dim) * 2;
-  const int64_t fitting = kSectionBytes / std::max<int64_t>(workspace.rows * row_bytes, 1);
-  const auto section_heads = static_cast<uint32_t>(std::clamp<int64_t>(fitting, 1, heads));
-  return {problem, key_tiles, heads, section_heads, descending};
+  const int64_t fitting =
+      kSectionBytes / std::max<int64_t>(workspace.rows * row_bytes * elements, 1);
+  const auto section_heads =
+      static_cast<uint32_t>(std::clamp<int64_t>(fitting, 1, heads / elements));
+  return {problem, key_tiles, heads, section_heads, descending, elements};
 }
 
 // Of the main kernel. `direct_dq`: where dq goes if it is stored; nullptr: it is added up.
@@ -150,9 +154,15 @@ Status backward_args(const BackwardParams& params, const BackwardWorkspace& work
     if (!status.ok()) return status;
   }
   if (!Traits::kPaired && !is_empty(problem, params.stored)) {
-    Status status = encode_stored(args.stored_map, problem, params.stored, kMath, Tile::kRows);
+    Status status = encode_stored(args.stored_map, params, workspace.bytes, Tile::kRows);
     if (!status.ok()) return status;
     args.stored = params.stored;
+    if (params.stored.batch_sum > 1) {
+      const BatchSumWorkspace sums = batch_sum_workspace(problem, params.stored.batch_sum);
+      char* const tiles = batch_sum_tiles(params, workspace.bytes);
+      args.sums = {tiles, reinterpret_cast<uint32_t*>(tiles + sums.counters), sums.slots,
+                   Divisor(sums.slots)};
+    }
   }
   for (int axis = 0; axis < kBatchDims; ++axis) {
     args.q_batch_step[axis] = maps.q.batch_step[axis];
@@ -207,12 +217,12 @@ Status launch_backward_kernels(Kernel<BackwardArgs> kernel, const BackwardParams
                                cudaStream_t stream, int start_capture,
                                const LaunchWalk& launch_walk) {
   const Problem& problem = params.problem;
+  const BackwardWorkspace workspace = backward_workspace(problem);
   if constexpr (!BackwardTraits<Tile, kMath>::kPaired) {
-    Status status = clear_stored(problem, params.stored, stream);
+    Status status = clear_stored(params, workspace.bytes, stream);
     if (!status.ok()) return status;
   }
   if (batch_size(problem) == 0 || problem.q_heads == 0) return Status{};
-  const BackwardWorkspace workspace = backward_workspace(problem);
   MappedTensor dq;
   const bool direct =
       !BackwardTraits<Tile, kMath>::kPaired && map_direct_dq(params, Tile::kKeys, dq);

@@ -22,6 +22,15 @@ enum BackwardBarrier : int {
   kDqComputed = 4,  // pairs: both warpgroups have computed dq
   kDqFull = 5,      // dq lies in shared memory; single blocks: 5, 6, one for each warpgroup
   kDqEmpty = 7,     // and has been read out; single blocks: 7, 8
+  kSumStored = 9,   // single blocks: all threads of a warpgroup have stored a sum; 9, 10
+};
+
+// Where d score is until it is added up: BatchSumWorkspace.
+struct BatchSums {
+  void* tiles;
+  uint32_t* counters;
+  int32_t slots;
+  Divisor by_slots;
 };
 
 struct BackwardArgs {
@@ -50,10 +59,16 @@ struct BackwardArgs {
   float* key_sums[kMaxKeySums];        // see BackwardParams; likewise
   TensorMap starts;                    // where Tile::kLoadsStarts: boxes of kRows x 64 keys
   StoredGradient stored;               // see BackwardParams; no data: nothing is stored
-  TensorMap stored_map;                // boxes of kRows x 64 keys
+  TensorMap stored_map;                // boxes of kRows x 64 keys; of tiles where these are summed
+  BatchSums sums;                      // where stored.batch_sum is more than 1
   CaptureGradientArray diagonal_sums;  // see BackwardParams
 
   __device__ __forceinline__ bool ordered() const { return deterministic && !direct_dq; }
+
+  template <class Score>
+  __device__ __forceinline__ KeyTile tile(uint32_t position) const {
+    return Score::kSumsBatch ? order.at_element(position) : order.at(position);
+  }
 };
 
 // What the products of a step start from, loaded beside its queries: a panel of 64 keys for each
@@ -155,6 +170,8 @@ struct BackwardTraits {
     Barrier v_empty[Tile::kKeyStages];
     Barrier dkv_full;   // dk and dv are staged
     Barrier dkv_empty;  // and have been read out
+    // Of each consumer warpgroup: whether it has to add up a sum of batch elements.
+    Mailbox<bool, 1> sum_is_due[kSumParts];
 
     __device__ __forceinline__ void init_barriers() {
       for (int stage = 0; stage < Tile::kKeyStages; ++stage) {
@@ -163,9 +180,10 @@ struct BackwardTraits {
       }
       dkv_full.init(kConsumerThreads);
       dkv_empty.init(1);
+      for (auto& mailbox : sum_is_due) mailbox.init(kConsumerThreads / kSumParts / 32);
     }
   };
-  static_assert(kPaired || (kKeys == 128 && (kDqPartDims == 64 || kDqPartDims == 32)),
+  static_assert(kPaired || (kKeys == kSumTileKeys && (kDqPartDims == 64 || kDqPartDims == 32)),
                 "64 keys and one part of dq, in one panel, for each consumer warpgroup");
   static_assert(kPaired || (kValuePanels * kStoredPanelBytes <= kScoreBytes &&
                             kPanels * kStoredPanelBytes <= 4 * kDqWarpBytes));

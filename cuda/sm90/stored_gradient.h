@@ -22,31 +22,52 @@ inline bool stores_all(const Problem& problem, const StoredGradient& stored) {
   const Band& band = problem.band;
   return band.left >= kUnlimited && band.right >= kUnlimited && band.q_lengths == nullptr &&
          band.kv_lengths == nullptr && problem.ranges.keys_of_row == nullptr &&
-         stored.matrices == batch_size(problem) * problem.q_heads;
+         stored.matrices * stored.batch_sum == batch_size(problem) * problem.q_heads;
 }
 
-// Ahead of the kernel.
-inline Status clear_stored(const Problem& problem, const StoredGradient& stored,
-                           cudaStream_t stream) {
-  if (is_empty(problem, stored) || stores_all(problem, stored)) return {};
-  const int64_t elements = stored.matrices * problem.q_len * problem.kv_len;
-  return cuda_status(cudaMemsetAsync(stored.data, 0, 2 * elements, stream),
-                     "clearing the gradient of a capture");
+// Behind the rest of the workspace, of `bytes`.
+inline char* batch_sum_tiles(const BackwardParams& params, size_t bytes) {
+  return static_cast<char*>(params.workspace) + bytes;
 }
 
-// Not of an empty one. Queries are an axis by themselves: rows of a tile behind the last one are
-// left out.
-inline Status encode_stored(TensorMap& map, const Problem& problem, const StoredGradient& stored,
-                            Math math, int box_rows) {
-  const int64_t elements = int64_t{problem.q_len} * problem.kv_len;
-  const MappedTensor matrices = {stored.data,
-                                 {problem.kv_len, problem.q_len, stored.matrices, 1, 1},
-                                 {1, problem.kv_len, elements, 0, 0},
-                                 {0, 0}};
+// Ahead of the kernel; `bytes` of the workspace without sums.
+inline Status clear_stored(const BackwardParams& params, size_t bytes, cudaStream_t stream) {
+  const Problem& problem = params.problem;
+  const StoredGradient& stored = params.stored;
+  if (is_empty(problem, stored)) return {};
+  cudaError_t error = cudaSuccess;
+  if (!stores_all(problem, stored)) {
+    const int64_t elements = stored.matrices * problem.q_len * problem.kv_len;
+    error = cudaMemsetAsync(stored.data, 0, 2 * elements, stream);
+  }
+  if (error == cudaSuccess && stored.batch_sum > 1) {
+    const BatchSumWorkspace sums = batch_sum_workspace(problem, stored.batch_sum);
+    error = cudaMemsetAsync(batch_sum_tiles(params, bytes) + sums.counters, 0,
+                            sums.bytes - sums.counters, stream);
+  }
+  return cuda_status(error, "clearing the gradient of a capture");
+}
+
+// Not of an empty one: what the kernel stores to, by TMA. Queries are an axis by themselves: rows
+// of a tile behind the last one are left out.
+inline Status encode_stored(TensorMap& map, const BackwardParams& params, size_t bytes,
+                            int box_rows) {
+  const Problem& problem = params.problem;
+  void* data = params.stored.data;
+  int64_t count = params.stored.matrices;
+  int64_t keys = problem.kv_len;
+  if (params.stored.batch_sum > 1) {
+    data = batch_sum_tiles(params, bytes);
+    count = int64_t{batch_sum_workspace(problem, params.stored.batch_sum).slots} *
+            params.stored.batch_sum * (problem.q_heads / problem.kv_heads);
+    keys = kSumTileKeys;
+  }
+  const MappedTensor matrices = {
+      data, {keys, problem.q_len, count, 1, 1}, {1, keys, problem.q_len * keys, 0, 0}, {0, 0}};
   if (!mappable(matrices)) {
     return error_status("the gradient of a capture must lie on a multiple of 16 bytes");
   }
-  return encode(map, matrices, math, box_rows);
+  return encode(map, matrices, problem.math, box_rows);
 }
 
 }  // namespace jaxflash::sm90

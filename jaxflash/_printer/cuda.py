@@ -67,6 +67,7 @@ def print_program(
     wanted: Sequence[int] = (),
     sizes: Mapping[str, Any] | None = None,
     storable: Collection[int] = (),
+    sums_batch: bool = False,
     sums_diagonals: bool = False,
 ) -> Printed:
     """The struct `jaxflash::Program` for a score program.
@@ -90,6 +91,7 @@ def print_program(
         wanted: captures of the program whose gradients are wanted, in the backward pass.
         sizes: as for `print_gradients`.
         storable: likewise.
+        sums_batch: likewise.
         sums_diagonals: likewise.
 
     Raises:
@@ -121,7 +123,7 @@ def print_program(
     capture_tangent = tangent if moving else None
     sums, _ = _key_sums(graph, program, wanted, sizes)
     weights = tuple(x.weight for x in sums)
-    stored = _stored(graph, program, wanted, sizes, storable)
+    stored = _stored(graph, program, wanted, sizes, storable, sums_batch)
     along = _diagonal_sum(graph, program, wanted) if sums_diagonals else None
     roots = Roots(
         logit, slope, addend, visible, in_words, sink, capture_tangent, start, started, weights,
@@ -180,6 +182,7 @@ def print_gradients(
     starts: Collection[int] = (),
     sizes: Mapping[str, Any] | None = None,
     storable: Collection[int] = (),
+    sums_batch: bool = False,
     sums_diagonals: bool = False,
 ) -> PrintedGradients:
     """The struct `jaxflash::Program` with a struct for each load of some captures.
@@ -198,6 +201,7 @@ def print_gradients(
         storable: captures whose last axes are those of queries and keys, and whose gradients have
             the form in which the backward kernel has that of the score. They have an element of
             their own for each batch element, or are asked for it by "b".
+        sums_batch: whether it can also have the sum of all batch elements.
         sums_diagonals: whether backward kernels may add sums along diagonals to a gradient.
 
     Raises:
@@ -208,7 +212,7 @@ def print_gradients(
     logit, slope = Builder(graph).build(program)
     sums, key_loads = _key_sums(graph, program, captures, sizes)
     summed = {x.capture for x in key_loads}
-    stored = _stored(graph, program, captures, sizes, storable)
+    stored = _stored(graph, program, captures, sizes, storable, sums_batch)
     for capture in (i for i in captures if i not in summed):
         array = program.capture_types[capture]
         partials = _partials(graph, program, capture)
@@ -220,7 +224,7 @@ def print_gradients(
                 partial,
                 lengths,
                 alone=len(partials) == 1,
-                stored=stored is not None and stored.capture == capture,
+                stored=stored if stored is not None and stored.capture == capture else None,
             )
             for index, partial in partials.items()
         ]
@@ -291,6 +295,7 @@ def _stored(
     captures: Sequence[int],
     sizes: Mapping[str, Any] | None,
     storable: Collection[int],
+    sums_batch: bool,
 ) -> StoredLoad | None:
     """The first of some captures whose gradient is that of the score; None without one."""
     if sizes is None or not storable:
@@ -299,9 +304,16 @@ def _stored(
     slope = graph.shown(slope, logit)
     for capture in (i for i in captures if i in storable):
         shape = program.capture_types[capture].shape
-        for index, partial in (partials := _partials(graph, program, capture)).items():
-            if len(partials) == 1 and is_stored(graph, index, shape, partial, slope, sizes):
-                return StoredLoad(capture, index)
+        partials = _partials(graph, program, capture)
+        if len(partials) != 1:
+            continue
+        ((index, partial),) = partials.items()
+        of_one = {name: count for name, count in sizes.items() if name != "b"}
+        for sums, counts in ((False, sizes), (True, of_one)):
+            if sums and not sums_batch:
+                continue
+            if is_stored(graph, index, shape, partial, slope, counts):
+                return StoredLoad(capture, index, sums)
     return None
 
 

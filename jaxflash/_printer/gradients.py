@@ -40,6 +40,7 @@ class Load:
         stored: whether it is the gradient of the score, which the backward kernel may store.
         summed: whether backward kernels may compute it themselves: it is the only load of its
             capture, and the only such one.
+        sums_batch: whether what is stored is the sum over the batch elements.
     """
 
     capture: int
@@ -50,6 +51,15 @@ class Load:
     narrow: bool
     stored: bool = False
     summed: bool = False
+    sums_batch: bool = False
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """What the custom call is told of it: GradientAttributes in cuda/ffi/call.h."""
+        return (
+            self.capture, self.query_axis, self.key_axis, self.scatter, self.narrow, self.stored,
+            self.summed, self.sums_batch,
+        )  # fmt: skip
 
     @property
     def is_key_sum(self) -> bool:
@@ -83,10 +93,10 @@ class LoadRoots:
         lengths,
         *,
         alone: bool,
-        stored: bool,
+        stored: StoredLoad | None,
     ) -> LoadRoots:
         """A load of a capture of some type, in a call of `lengths`, of queries and of keys; `alone`
-        if the capture has no other, `stored` if it `is_stored`."""
+        if the capture has no other, `stored` if that is it."""
         axes = [-1, -1]
         elsewhere = False
         for axis, i in enumerate(index):
@@ -104,8 +114,12 @@ class LoadRoots:
         dtype = str(array.dtype)
         # Each element is stored once, by one of many blocks.
         once = query_axis >= 0 and key_axis >= 0 and alone and dtype != "float32"
-        narrow = stored or (once and _at_most(_MIN_NARROW, math.prod(array.shape)))
-        load = Load(capture, query_axis, key_axis, scatter, diagonal, narrow, stored)
+        is_stored = stored is not None
+        narrow = is_stored or (once and _at_most(_MIN_NARROW, math.prod(array.shape)))
+        load = Load(
+            capture, query_axis, key_axis, scatter, diagonal, narrow, is_stored,
+            sums_batch=is_stored and stored.sums_batch,
+        )  # fmt: skip
         return cls(load, dtype, index, partial)
 
     @classmethod
@@ -157,10 +171,12 @@ class StoredLoad:
     Attributes:
         capture: number of the capture.
         index: for each axis of the capture; the last two are the query's and the key's.
+        sums_batch: whether it is that of the sum of the scores of all batch elements.
     """
 
     capture: int
     index: tuple[Node, ...]
+    sums_batch: bool
 
 
 @dataclasses.dataclass(frozen=True)

@@ -183,6 +183,7 @@ class Writer:
             self._started = tuple(lowering.lowered(x) for x in roots.started)
         self._key_weights = [lowering.lowered(x) for x in roots.key_weights]
         self._gradient_matrix = None
+        self._sums_batch = roots.stored is not None and roots.stored.sums_batch
         if roots.stored is not None:
             *of_head, _, _ = roots.stored.index
             self._gradient_matrix = lowering.offset(roots.stored.capture, tuple(of_head))
@@ -265,6 +266,7 @@ class Writer:
             ("kCapturesMove", self._capture_tangent is not None),
             ("kStarts", self._start is not None),
             ("kStoresGradient", self._gradient_matrix is not None),
+            ("kSumsBatch", self._sums_batch),
         ):
             lines.append(f"  static constexpr bool {name} = {'true' if value else 'false'};")
         lines.append(f"  static constexpr int kKeySums = {len(self._key_weights)};")

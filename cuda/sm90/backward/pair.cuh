@@ -102,7 +102,7 @@ struct PairConsumers {
     for (;;) {
       const uint32_t position = reader.next(smem.tickets);
       if (position >= args.order.tiles()) break;
-      const Block block(args.problem, args.order.at(position));
+      const Block block(args.problem, args.tile<Score>(position));
       const int first_key = Traits::first_key(block);
       const Interval common_rows = block.mask.common_rows({first_key, first_key + kKeys});
       int row = block.first_row;

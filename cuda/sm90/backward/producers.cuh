@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/memory_order.cuh"
+#include "sm90/backward/stored_gradient.cuh"
 #include "sm90/backward_traits.cuh"
 #include "sm90/unseen_rows.cuh"
 
@@ -137,7 +138,7 @@ struct BackwardProducers {
     for (;;) {
       const uint32_t position = drawer.next(smem.tickets, counter());
       if (position >= args.order.tiles()) return;
-      const Block block(problem, args.order.at(position));
+      const Block block(problem, args.tile<Score>(position));
       const Hidden hidden = block.mask.hidden_rows(block.mask.hull_of_hidden_rows());
       const Source q = source(args, args.q, args.q_batch_step, block, hidden);
       const Source dout = source(args, args.dout, args.dout_batch_step, block, hidden);
@@ -175,7 +176,7 @@ struct BackwardProducers {
   };
 
   __device__ __forceinline__ static Keys keys_at(const BackwardArgs& args, uint32_t position) {
-    const Block block(args.problem, args.order.at(position));
+    const Block block(args.problem, args.tile<Score>(position));
     return {Traits::first_key(block),
             block.kv_head,
             inner_batch(args, block.batch),
@@ -334,32 +335,6 @@ struct BackwardProducers {
     }
   }
 
-  // Stores the ds of a consumer warpgroup's keys, where that is a gradient. The warpgroup writes to
-  // its panel again two steps later, and before that waits for the dq beside which this leaves.
-  // One lane.
-  class GradientStore {
-   public:
-    // Ahead of a step at `row` of a head, of which store() follows.
-    __device__ __forceinline__ void prepare(const BackwardArgs& args, const Block& block, int row,
-                                            int head) {
-      if (row == block.first_row) matrix_ = Score::gradient_matrix(args, block.batch, head);
-    }
-    __device__ __forceinline__ void store(const BackwardArgs& args, SharedMemory& smem,
-                                          const Block& block, int part, int row) {
-      if (args.stored.data != nullptr) {
-        tensor_store(&args.stored_map,
-                     shared_address(smem.ds[odd_]) + part * Traits::kRowPanelBytes,
-                     block.first_key + 64 * part, row, matrix_, 0, 0);
-      }
-      bulk_commit_group();
-      odd_ ^= 1;
-    }
-
-   private:
-    int odd_ = 0;  // as of the consumers' steps
-    int matrix_;   // the head's
-  };
-
   // Stores a complete part of dq.
   __device__ __forceinline__ static void store_dq(const BackwardArgs& args, SharedMemory& smem,
                                                   const Block& block, int part, int row, int col,
@@ -409,24 +384,24 @@ struct BackwardProducers {
 
   // Adds a consumer warpgroup's part of dq: four lanes, one for each of its warps, add 16 rows by
   // 64 or 32 columns. Each part has its own turns. The proxy fence is on this side of the barrier:
-  // it waits for the stores, which products slow down, and consumers have products to issue. A
-  // fifth lane stores what the warpgroup's ds is the gradient of.
+  // it waits for the stores, which products slow down, and consumers have products to issue. What
+  // the warpgroup's ds is the gradient of is stored beside.
   __device__ __forceinline__ static void add_dq(const BackwardArgs& args, SharedMemory& smem,
                                                 int part) {
     constexpr int kParts = Tile::kHeadDim / Traits::kDqPartDims;  // beside one another
     const int lane = threadIdx.x % 32;
     const int col = part % kParts * Traits::kDqPartDims;
-    constexpr int kStoringLane = 4;
     named_barrier_arrive(kDqEmpty + part, 128 + 32);
     Reader reader;
-    GradientStore gradient;
+    GradientStore<Traits, Block, Score> gradient;
     for (;;) {
       const uint32_t position = reader.next(smem.tickets);
       if (position >= args.order.tiles()) break;
-      const Block block(args.problem, args.order.at(position));
+      const Block block(args.problem, args.tile<Score>(position));
       const Turns turns(args.order, block);
       int row = block.first_row;
       int head = block.first_head();
+      gradient.begin_tile(args, block, position, part);
 #pragma unroll 1
       for (int step = block.steps(); step > 0; --step) {
         const int64_t head_index = int64_t{block.batch} * args.problem.q_heads + head;
@@ -434,14 +409,12 @@ struct BackwardProducers {
         // The turn first: it usually comes while the consumers are still at it.
         const bool ordered =
             args.ordered() && wait_for_turn(args, turns, block, row, counter, lane < 4);
-        if constexpr (Score::kStoresGradient) {
-          if (lane == kStoringLane) gradient.prepare(args, block, row, head);
-        }
+        if constexpr (Score::kStoresGradient) gradient.prepare(args, block, row, head);
         __syncwarp();
         named_barrier_sync(kDqFull + part, 128 + 32);
         if constexpr (Score::kStoresGradient) {
           // Those who wrote ds have fenced it, for the products of dq.
-          if (lane == kStoringLane) gradient.store(args, smem, block, part, row);
+          gradient.store(args, smem, block, part, row);
           __syncwarp();
         }
         if (lane < 4) {
@@ -460,15 +433,15 @@ struct BackwardProducers {
           }
           bulk_commit_group();
         }
-        if (lane < 4 || (Score::kStoresGradient && lane == kStoringLane)) {
-          bulk_wait_group_read<0>();
-        }
+        if (lane < 4) bulk_wait_group_read<0>();
+        if constexpr (Score::kStoresGradient) gradient.wait();
         __syncwarp();
         named_barrier_arrive(kDqEmpty + part, 128 + 32);
         if (ordered) end_turn(args, block, counter, lane < 4);
         block.advance(row, head);
       }
       announce_adds(args, block, lane < 4);
+      gradient.end_tile(args, smem, position, part);
     }
   }
 
@@ -483,7 +456,7 @@ struct BackwardProducers {
     for (;;) {
       const uint32_t position = reader.next(smem.tickets);
       if (position >= args.order.tiles()) break;
-      const Block block(args.problem, args.order.at(position));
+      const Block block(args.problem, args.tile<Score>(position));
       const Turns turns(args.order, block);
       int row = block.first_row;
       int head = block.first_head();

@@ -26,8 +26,10 @@ class KeyTileOrder {
   bool descending;
 
   KeyTileOrder() = default;
+  // `elements`: batch elements that follow one another and have their tiles of the same keys, a
+  // group, one after the other. Heads of a section are then one element's.
   KeyTileOrder(const Problem& problem, uint32_t key_tiles, uint32_t heads, uint32_t section_heads,
-               bool descending)
+               bool descending, uint32_t elements = 1)
       : key_tiles(key_tiles),
         heads(heads),
         section_heads(section_heads),
@@ -36,11 +38,34 @@ class KeyTileOrder {
         by_kv_heads_(problem.kv_heads),
         by_section_tiles_(section_heads * key_tiles),
         by_section_heads_(section_heads),
-        by_last_heads_((heads - 1) % section_heads + 1) {}
+        by_last_heads_((heads / elements - 1) % section_heads + 1),
+        elements_(elements),
+        by_elements_(elements) {}
 
   __device__ __forceinline__ uint32_t tiles() const { return key_tiles * heads; }
 
-  __device__ __forceinline__ KeyTile at(uint32_t position) const {
+  __device__ __forceinline__ KeyTile at(uint32_t position) const { return at(position, heads); }
+
+  // Where `elements` may be more than one.
+  __device__ __forceinline__ uint32_t group(uint32_t position) const {
+    return by_elements_.quotient(position);
+  }
+  __device__ __forceinline__ int element(uint32_t position) const {
+    return static_cast<int>(by_elements_.remainder(position));
+  }
+  __device__ __forceinline__ KeyTile at_element(uint32_t position) const {
+    KeyTile tile = at(group(position), by_elements_.quotient(heads));
+    tile.batch = tile.batch * elements_ + element(position);
+    return tile;
+  }
+  // The place of a tile among those of its head, and the tile at a place.
+  __device__ __forceinline__ int rank(int tile) const {
+    return descending ? static_cast<int>(key_tiles) - 1 - tile : tile;
+  }
+
+ private:
+  // At a position among the tiles of `heads`.
+  __device__ __forceinline__ KeyTile at(uint32_t position, uint32_t heads) const {
     const uint32_t first_head = by_section_tiles_.quotient(position) * section_heads;
     const Divisor& by_heads =
         first_head + section_heads <= heads ? by_section_heads_ : by_last_heads_;
@@ -49,17 +74,14 @@ class KeyTileOrder {
     return {static_cast<int>(by_kv_heads_.quotient(head)),
             static_cast<int>(by_kv_heads_.remainder(head)), group_, rank(by_heads.quotient(rest))};
   }
-  // The place of a tile among those of its head, and the tile at a place.
-  __device__ __forceinline__ int rank(int tile) const {
-    return descending ? static_cast<int>(key_tiles) - 1 - tile : tile;
-  }
 
- private:
   int32_t group_;
   Divisor by_kv_heads_;
   Divisor by_section_tiles_;
   Divisor by_section_heads_;
   Divisor by_last_heads_;  // of the last section
+  int32_t elements_;
+  Divisor by_elements_;
 };
 
 // Of the rows of a step, where masks walk.

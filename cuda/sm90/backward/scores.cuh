@@ -46,6 +46,7 @@ class ScaledLogits {
   static constexpr bool kDrops = false;
   static constexpr int kKeySums = 0;
   static constexpr bool kStoresGradient = false;
+  static constexpr bool kSumsBatch = false;
   template <int kRows>
   using AlongDiagonals = StepDiagonals<false, kRows>;
 
@@ -125,6 +126,7 @@ class ProgramLogits {
   static constexpr bool kDrops = Program::kDrops;
   static constexpr int kKeySums = Program::kKeySums;
   static constexpr bool kStoresGradient = Program::kStoresGradient;
+  static constexpr bool kSumsBatch = Program::kSumsBatch;
   template <int kRows>
   using AlongDiagonals = StepDiagonals<Program::kSumsDiagonals, kRows>;
 

@@ -3,6 +3,7 @@
 
 #include "sm90/backward/consumers.cuh"
 #include "sm90/backward/scores.cuh"
+#include "sm90/backward/stored_gradient.cuh"
 
 namespace jaxflash::sm90 {
 
@@ -113,11 +114,12 @@ struct SingleConsumers {
     ConsumerSteps<Traits> steps(smem);
     Ring<Tile::kKeyStages> keys;
     TicketReader<Traits::kBlocks> reader;
+    BatchSum<Traits, Block, Score> batch_sum;
 
     for (;;) {
       const uint32_t position = reader.next(smem.tickets);
       if (position >= args.order.tiles()) break;
-      const Block block(args.problem, args.order.at(position));
+      const Block block(args.problem, args.tile<Score>(position));
       int row = block.first_row;
       int head = 0;
       const int own_key = block.first_key + group * 64;
@@ -282,6 +284,7 @@ struct SingleConsumers {
       stage<Traits, Tile::kHeadDim>(smem.dq[group], dk, args.problem.scale, seen);
       fence_proxy_async();
       smem.dkv_full.arrive();
+      if constexpr (Score::kSumsBatch) batch_sum.add_up(args, smem, block, position, group);
     }
     named_barrier_sync(kDqEmpty + group, 128 + 32);  // the last arrival
   }
