@@ -12,17 +12,8 @@ import numpy as np
 from jaxflash._jaxpr import is_literal
 from jaxflash._printer import CAPTURE_DTYPES, MAX_CAPTURE_RANK, MAX_DEPTH, NotPrintable
 from jaxflash._printer.formats import COMPUTED, INTEGER_FORMATS, WITH_SUFFIX
-from jaxflash._printer.graph import (
-    COLUMN,
-    COMPARE,
-    DISTANCE,
-    FLOATS,
-    ROW,
-    SCORE,
-    Graph,
-    Node,
-    wraps,
-)
+from jaxflash._printer.graph import COMPARE, Graph
+from jaxflash._printer.node import COLUMN, DISTANCE, FLOATS, ROW, SCORE, Node, wraps
 from jaxflash._scores import Program, Result, View
 
 if TYPE_CHECKING:

@@ -19,8 +19,9 @@ from jaxflash._printer.gradients import (
     key_axes,
     key_weight,
 )
-from jaxflash._printer.graph import ROW, Graph, Node, depends_on_difference
+from jaxflash._printer.graph import Graph
 from jaxflash._printer.heads import head_axes
+from jaxflash._printer.node import ROW, Node, depends_on_difference
 from jaxflash._printer.starts import Start, start_of
 from jaxflash._printer.writer import Roots, Words, Writer
 from jaxflash._scores import Program

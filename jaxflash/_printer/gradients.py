@@ -10,9 +10,9 @@ from typing import Any
 import jax
 
 from jaxflash._printer import CAPTURE_DTYPES
-from jaxflash._printer.graph import (
+from jaxflash._printer.graph import Graph
+from jaxflash._printer.node import (
     SCORE,
-    Graph,
     Node,
     depends_on_difference,
     is_along_diagonals,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from jaxflash._printer.graph import Node
+from jaxflash._printer.node import Node
 from jaxflash._printer.writer import Roots
 
 

@@ -10,16 +10,8 @@ import dataclasses
 from collections.abc import Collection, Mapping
 
 from jaxflash._printer import CAPTURE_DTYPES
-from jaxflash._printer.graph import (
-    COLUMN,
-    ELEMENT,
-    ROW,
-    SCORE,
-    Graph,
-    Node,
-    along_diagonals,
-    depends_on_difference,
-)
+from jaxflash._printer.graph import Graph, along_diagonals
+from jaxflash._printer.node import COLUMN, ELEMENT, ROW, SCORE, Node, depends_on_difference
 from jaxflash._printer.starts import is_of_neighbours
 
 # Where a node is computed, from early to late.

@@ -6,7 +6,8 @@ import dataclasses
 import math
 from collections.abc import Collection
 
-from jaxflash._printer.graph import COLUMN, FLOATS, ROW, Graph, Node, below, linear
+from jaxflash._printer.graph import Graph
+from jaxflash._printer.node import COLUMN, FLOATS, ROW, Node, below, linear
 
 # Quotients of larger ones might overflow, where the sum does not.
 _MAX_CONSTANT = 1e30

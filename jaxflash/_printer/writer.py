@@ -19,16 +19,9 @@ from jaxflash._printer.formats import (
     UNSIGNED_FORMATS,
 )
 from jaxflash._printer.gradients import DiagonalSum, LoadRoots, StoredLoad
-from jaxflash._printer.graph import (
-    FLOAT_MAX,
-    Graph,
-    Node,
-    below,
-    is_finite,
-    is_nonnegative,
-    wraps,
-)
+from jaxflash._printer.graph import Graph
 from jaxflash._printer.lowering import PLACES, Lowering, place_of
+from jaxflash._printer.node import FLOAT_MAX, Node, below, is_finite, is_nonnegative, wraps
 from jaxflash._printer.starts import Start
 
 # Inputs that are parameters where a node is computed.
