@@ -19,6 +19,7 @@ from jaxflash import (
     _api,
     _dense_mask,
     _derivatives,
+    _ffi,
     _kernel_program,
     _kernels,
     _ranges,
@@ -51,9 +52,7 @@ def _loss(attention, table, qkv, make=_relative, **options):
     return jnp.sum(jnp.sin(attention(*qkv, score_mod=make(table), **options)))
 
 
-_needs_kernels = pytest.mark.skipif(
-    not _support._ffi.extension.kernels, reason="needs the kernels' library"
-)
+_needs_kernels = pytest.mark.skipif(not _ffi.extension.kernels, reason="needs the kernels' library")
 _ATTENTIONS = (jaxflash.dot_product_attention, jaxflash.reference.dot_product_attention)
 
 
@@ -278,7 +277,7 @@ def test_float64_captures():
         with jax.numpy_dtype_promotion("standard"):
             _assert_equal(lambda f, table: jax.grad(_loss, 1)(f, table, _qkv(), make), table)
             reasons = jaxflash.supported(*_qkv(), score_mod=make(table))
-        if _support._ffi.extension.kernels:
+        if _ffi.extension.kernels:
             assert any("float64" in reason for reason in reasons)
 
 
@@ -332,7 +331,7 @@ def test_complex_captures(x64, whole):
         angles = jnp.linspace(0.0, 2.0, _S)
         _assert_equal(derivatives, angles)
         turns = jnp.exp(jax.lax.complex(angles, angles))
-        if _support._ffi.extension.kernels:
+        if _ffi.extension.kernels:
             reason, *_ = jaxflash.supported(*_qkv(), score_mod=make(turns))
             assert ("dtype float64" if x64 else "`complex`") in reason
 
@@ -486,6 +485,13 @@ def _kernel_arguments(dtype=jnp.bfloat16, head_dim=64):
     return q, k, k, *others
 
 
+# Custom calls as lowered text names them, and compiled text.
+_FORWARD, _BACKWARD = (f"@{name}" for name in (_ffi.FORWARD_TARGET, _ffi.BACKWARD_TARGET))
+_COMPILED_FORWARD, _COMPILED_BACKWARD = (
+    f'"{name}"' for name in (_ffi.FORWARD_TARGET, _ffi.BACKWARD_TARGET)
+)
+
+
 def _custom_calls(text: str, target: str) -> list[str]:
     return [line for line in text.splitlines() if target in line]
 
@@ -498,11 +504,11 @@ def test_operands_of_the_custom_calls():
     )
     text = jax.jit(gradient).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
     captures = "tensor<4x16x16xf32>, tensor<1x8x15xf32>, tensor<1x8xf32>) ->"
-    (forward,) = _custom_calls(text, "@jaxflash_forward_v8")
+    (forward,) = _custom_calls(text, _FORWARD)
     assert f"tensor<4xi32>, tensor<8xi32>, {captures}" in forward
     assert "capture_ranks = dense<[2, 2, 1]>" in forward
     assert "struct Program" in forward
-    (backward,) = _custom_calls(text, "@jaxflash_backward_v8")
+    (backward,) = _custom_calls(text, _BACKWARD)
     assert f"tensor<4xi32>, tensor<8xi32>, {captures}" in backward
 
 
@@ -513,7 +519,7 @@ def test_operands_of_the_custom_call_under_vmap():
     mapped = jax.vmap(_on_kernels, axes)
     arguments = (jnp.stack([q, q]), k, v, bias, jnp.stack([table, table]), sink)
     text = jax.jit(mapped).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
-    (forward,) = _custom_calls(text, "@jaxflash_forward_v8")
+    (forward,) = _custom_calls(text, _FORWARD)
     assert "tensor<1x4xi32>, tensor<8xi32>, tensor<1x4x16x16xf32>, tensor<2x1x8x15xf32>" in forward
 
 
@@ -549,7 +555,7 @@ def test_numbers_go_to_programs_that_ask(options, numbered):
     others = {name: x for name, x in options.items() if name not in arrays}
     gradient = jax.grad(lambda q, arrays: loss(q, arrays | others), (0, 1), allow_int=True)
     text = jax.jit(gradient).trace(q, arrays).lower(lowering_platforms=("cuda",)).as_text()
-    for target in ("@jaxflash_forward_v8", "@jaxflash_backward_v8"):
+    for target in (_FORWARD, _BACKWARD):
         (call,) = _custom_calls(text, target)
         assert ("tensor<4xi32>, tensor<8xi32>" in call) == numbered
 
@@ -577,9 +583,7 @@ def test_masks_are_captures(shape, capture):
         )
 
     traced = jax.jit(attend).trace(x, jnp.ones(shape, bool), jnp.ones(_N, jnp.float32))
-    (forward,) = _custom_calls(
-        traced.lower(lowering_platforms=("cuda",)).as_text(), "@jaxflash_forward_v8"
-    )
+    (forward,) = _custom_calls(traced.lower(lowering_platforms=("cuda",)).as_text(), _FORWARD)
     hulls = f"tensor<{_B}x16x2xi32>, tensor<{_B}x40x2xi32>"  # of every batch element
     assert f"{capture}, tensor<1x4xf32>, {hulls}, " in forward
 
@@ -729,7 +733,7 @@ def test_shards_know_their_numbers():
     ]
     traced = jax.jit(_on_kernels).trace(*arguments)
     text = traced.lower(lowering_platforms=("cuda",)).compile().as_text()
-    (forward,) = [x for x in _custom_calls(text, '"jaxflash_forward_v8"') if "custom-call" in x]
+    (forward,) = [x for x in _custom_calls(text, _COMPILED_FORWARD) if "custom-call" in x]
     layouts = forward.split("operand_layout_constraints=")[1]
     assert "s32[2]{0}, s32[2]{0}, f32[2,16,16]{2,1,0}, f32[1,2,15]{2,1,0}, f32[1,2]" in layouts
     assert "all-gather" not in text
@@ -746,7 +750,7 @@ def test_gradients_of_captures_are_results_of_the_custom_call():
 
         traced = jax.jit(jax.grad(loss, argnums)).trace(*arguments)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
-        return _custom_calls(text, "@jaxflash_backward_v8"), "dot_general" in text
+        return _custom_calls(text, _BACKWARD), "dot_general" in text
 
     # Bias (4, 1, 16, 16) has a tile of rows and columns, the table (8, 15) an index of q - kv.
     (backward,), blockwise = gradient((0, 3, 4, 5))
@@ -784,9 +788,7 @@ def test_gradients_that_the_backward_kernel_stores():
     def gradient(*args, **options):
         function, arguments = _bias_gradient(*args, **options)
         traced = jax.jit(function).trace(*arguments)
-        (call,) = _custom_calls(
-            traced.lower(lowering_platforms=("cuda",)).as_text(), "@jaxflash_backward_v8"
-        )
+        (call,) = _custom_calls(traced.lower(lowering_platforms=("cuda",)).as_text(), _BACKWARD)
         return call
 
     for options in ({}, dict(logits_soft_cap=2.0), dict(is_causal=True)):
@@ -825,7 +827,7 @@ def test_stored_gradients_under_vmap(batch):
     function, (bias, q) = _bias_gradient((batch, 8, 16, 16))
     traced = jax.jit(jax.vmap(function, (None, 0))).trace(bias, jnp.stack([q, q]))
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    (call,) = _custom_calls(text, "@jaxflash_backward_v8")
+    (call,) = _custom_calls(text, _BACKWARD)
     assert "kStoresGradient = true" in call
     assert f"xui8>, tensor<2x{batch}x8x16x16xbf16>)" in call
 
@@ -842,7 +844,7 @@ def test_stored_gradients_in_shards():
     ]
     text = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
     text = text.compile().as_text()
-    (call,) = [x for x in _custom_calls(text, '"jaxflash_backward_v8"') if "custom-call" in x]
+    (call,) = [x for x in _custom_calls(text, _COMPILED_BACKWARD) if "custom-call" in x]
     assert "bf16[2,2,16,16]" in call.split("custom-call(")[0]
     assert "all-reduce" not in text
 
@@ -855,7 +857,7 @@ def test_stored_sums_in_shards():
     q = jax.device_put(q, NamedSharding(mesh, P("x", None, "y")))
     text = jax.jit(function).trace(bias, q).lower(lowering_platforms=("cuda",))
     text = text.compile().as_text()
-    (call,) = [x for x in _custom_calls(text, '"jaxflash_backward_v8"') if "custom-call" in x]
+    (call,) = [x for x in _custom_calls(text, _COMPILED_BACKWARD) if "custom-call" in x]
     assert "bf16[1,2,16,16]" in call.split("custom-call(")[0]
     (total,) = [x for x in text.splitlines() if " all-reduce(" in x]
     assert "[1,2,16,16]" in total
@@ -999,7 +1001,7 @@ def test_gradients_of_captures_of_the_custom_call_inside_shard_map(manual):
     mesh, arguments = _split_arguments()
     function = _inside_shard_map(_bias_and_slopes("cuda"), mesh, manual)
     text = function.trace(*arguments).lower(lowering_platforms=("cuda",)).compile().as_text()
-    (backward,) = [x for x in _custom_calls(text, '"jaxflash_backward_v8"') if "custom-call" in x]
+    (backward,) = [x for x in _custom_calls(text, _COMPILED_BACKWARD) if "custom-call" in x]
     assert f"f32[1,{_N},{_T},{_S}]" in backward
 
 
@@ -1021,7 +1023,7 @@ def test_gradients_of_captures_on_an_explicit_mesh():
             warnings.simplefilter("error", jaxflash.SlowPathWarning)
             lowered = traced.lower(lowering_platforms=("cuda",))
         text = lowered.compile().as_text()
-    (backward,) = [x for x in _custom_calls(text, '"jaxflash_backward_v8"') if "custom-call" in x]
+    (backward,) = [x for x in _custom_calls(text, _COMPILED_BACKWARD) if "custom-call" in x]
     assert f"f32[1,{_N // 2},{_T},{_S}]" in backward.split("custom-call(")[0]
 
 
