@@ -147,9 +147,10 @@ def draw(case: Case, number: int | jax.Array) -> InputSet:
     if case.packed is not None:
         arrays["cu_seqlens_q"] = jnp.array(case.boundaries, jnp.int32)
     if case.sink:
-        arrays["sink"] = jnp.linspace(-1.0, 1.0, case.q_heads)
+        arrays["sink"] = jnp.linspace(-1.0, 1.0, case.q_heads, dtype=jnp.float32)
     if case.alibi:
-        arrays["alibi_slopes"] = jnp.exp2(-8 / case.q_heads * jnp.arange(1.0, case.q_heads + 1))
+        numbers = jnp.arange(1, case.q_heads + 1, dtype=jnp.float32)
+        arrays["alibi_slopes"] = jnp.exp2(-8 / case.q_heads * numbers)
     if case.dropout_rate:
         arrays["dropout_rng"] = jax.random.key(1)
     return InputSet(operands, arrays, dout)
@@ -169,7 +170,7 @@ def _mask(case: Case, key: jax.Array, lengths: jax.Array | None) -> jax.Array | 
         prefix = jnp.full(case.batch or 1, case.q_len // PREFIX, jnp.int32)
         return masks.causal() | masks.function(_in_prefix, prefix)
     assert lengths is not None
-    return (jnp.arange(kv_len)[None] < lengths[:, None])[:, None, None]
+    return (jnp.arange(kv_len, dtype=jnp.int32)[None] < lengths[:, None])[:, None, None]
 
 
 class Program:

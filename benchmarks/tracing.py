@@ -23,8 +23,8 @@ _BATCH, _HEADS, _HEAD_DIM, _MAPPED, _TURNS = 2, 8, 64, 3, 5
 
 
 def _options(length: int) -> dict[str, dict]:
-    table = jnp.zeros((_HEADS, 2 * length))
-    few = jnp.array([3, 4])
+    table = jnp.zeros((_HEADS, 2 * length), jnp.float32)
+    few = jnp.array([3, 4], jnp.int32)
     return {
         "causal": dict(is_causal=True),
         "segments": dict(is_causal=True, segment_ids=jnp.zeros((_BATCH, length), jnp.int32)),

@@ -94,7 +94,7 @@ def _cap_of(array):
 
 @pytest.mark.parametrize("implementation", [None, "xla"])
 def test_array_in_the_value_of_a_custom_vjp(implementation):
-    score_mod = _cap_of(jnp.linspace(0.5, 1.0, 8).reshape(2, 4))
+    score_mod = _cap_of(jnp.linspace(0.5, 1.0, 8, dtype=jnp.float32).reshape(2, 4))
 
     def value_and_gradients(attention):
         options = {}
@@ -115,7 +115,7 @@ def test_no_gradient_of_an_array_in_the_value_of_a_custom_vjp():
     def loss(array):
         return _loss(_ATTENTIONS[0], _qkv(), _cap_of(array))
 
-    array = jnp.ones((2, 4))
+    array = jnp.ones((2, 4), jnp.float32)
     np.testing.assert_allclose(jax.jit(loss)(array), loss(array), rtol=1e-5)
     with pytest.raises(NotImplementedError, match=r"closes over an array, float32\[2,4\]"):
         jax.grad(loss)(array)

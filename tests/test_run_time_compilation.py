@@ -359,8 +359,10 @@ def test_who_walks():
 
 
 _PREDICATES = {
-    "documents": lambda: masks.function(lambda b, h, q, kv: (q // 70 == kv // 70) & (q >= kv)),
-    "ids": lambda: masks.function(lambda b, h, q, kv, x: x[b, q] == x[b, kv], jnp.ones((1, 64))),
+    "documents": lambda: masks.function(lambda b, h, q, kv: (q // 30 == kv // 30) & (q >= kv)),
+    "ids": lambda: masks.function(
+        lambda b, h, q, kv, x: x[b, q] == x[b, kv], np.ones((1, 64), np.int32)
+    ),
     "array or band": lambda: masks.dense(jnp.ones((1, 2, 64, 64), bool)) | masks.causal(),
     "everything": lambda: masks.function(lambda b, h, q, kv: q + kv >= 0),
 }
@@ -370,7 +372,9 @@ _PREDICATES = {
 @pytest.mark.parametrize("name", _PREDICATES)
 def test_predicates(name, architecture):
     """The kernel that makes plans."""
-    spec, _ = _api.described(*3 * (jnp.zeros((1, 64, 2, 8)),), mask=_PREDICATES[name]())
+    spec, _ = _api.described(
+        *3 * (jnp.zeros((1, 64, 2, 8), jnp.float32),), mask=_PREDICATES[name]()
+    )
     assert spec.predicate is not None
     predicate = _kernel_program.predicate(spec.predicate)
     compiled = _compile(
@@ -727,7 +731,7 @@ def test_bias_that_blocks_hold(head_dim, kv_len, keys, options):
     mask = dict(mask=np.ones((1, 1, 1, 64), bool))
     options = {
         "alone": {}, "dropout": dropout, "mask": mask, "mask and dropout": mask | dropout,
-        "soft cap": dict(logits_soft_cap=20.0, sink=jnp.zeros(2)),
+        "soft cap": dict(logits_soft_cap=20.0, sink=jnp.zeros(2, jnp.float32)),
     }[options]  # fmt: skip
     program = _dense_bias_program(head_dim, "bfloat16", **options)
     compiled = _program(
@@ -833,7 +837,7 @@ _KEY_TERMS = -2
 def test_columns_of_keys_on_hopper(sizes, options):
     """What is added for the key alone: in the tiles of plain calls, or nearly."""
     of_program = {
-        "sink": dict(sink=jnp.zeros(2)),
+        "sink": dict(sink=jnp.zeros(2, jnp.float32)),
         "dropout": dict(dropout_rate=0.1, dropout_rng=jax.random.key(0)),
         "mask": dict(mask=np.ones((1, 1, 64, 64), bool)),
     }.get(options, {})
@@ -850,7 +854,7 @@ def test_columns_of_keys_on_hopper(sizes, options):
             assert not _program(program.source, **call | other).tile.endswith("0, true>")
 
 
-_TABLE = jnp.zeros(64)
+_TABLE = jnp.zeros(64, jnp.float32)
 _ADDED = {
     "bias of each head": (dict(bias=np.zeros((2, 4, 1, 64), np.float32)), True, False),
     "bias of all heads": (dict(bias=np.zeros((1, 1, 1, 64), np.float16)), True, True),

@@ -413,7 +413,7 @@ def test_refs_are_read_before_the_call(argument, traced):
 
     said = rf"{argument}.* captures a Ref.*float32\[{_N}\].*read it before the call, ref\[\.\.\.\]"
     with pytest.raises(ValueError, match=said):
-        (jax.jit(out) if traced else out)(jnp.ones(_N))
+        (jax.jit(out) if traced else out)(jnp.ones(_N, jnp.float32))
 
 
 def test_errors_inside_the_function_are_its_own():
@@ -523,7 +523,7 @@ def test_operands_of_the_custom_call_under_vmap():
     assert "tensor<1x4xi32>, tensor<8xi32>, tensor<1x4x16x16xf32>, tensor<2x1x8x15xf32>" in forward
 
 
-_FACTORS = jnp.linspace(0.5, 1.0, 3)
+_FACTORS = jnp.linspace(0.5, 1.0, 3, dtype=jnp.float32)
 _NUMBERED: dict[str, tuple[dict, bool]] = {
     "soft cap": (dict(logits_soft_cap=30.0), False),
     "segments": (dict(segment_ids=jnp.zeros((4, 16), jnp.int32)), False),
