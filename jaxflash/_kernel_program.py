@@ -24,8 +24,8 @@ _MAX_SINGLE_HEAD_DIM = 128
 # kMaxBatchSum of cuda/problem.h.
 _MAX_SUMMED_BATCH = 4
 _FEW_BYTES = 64 << 20
-# Up to this head size the kernel of a gradient of its own is faster than sums of what the backward
-# kernel stores: 1.78 and 2.29 ms at (8, 2048, 16, 64), 5.17 and 4.81 at (4, 4096, 16, 128).
+# Up to this head size steps are short, and the kernel of a gradient of its own was faster than sums
+# of what the backward kernel stores, of eight batch elements: docs/experiments.md.
 _TOO_QUICK_HEAD_DIM = 64
 
 

@@ -225,7 +225,7 @@ def print_gradients(
                 partial,
                 lengths,
                 alone=len(partials) == 1,
-                stored=stored if stored is not None and stored.capture == capture else None,
+                stored=stored if stored and stored.capture == capture else None,
             )
             for index, partial in partials.items()
         ]
