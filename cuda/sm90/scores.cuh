@@ -247,14 +247,14 @@ class ProgramScores {
       return logit<kInside>(i, s) + offset;
     }
   }
-  template <bool kInside = false, int kElements>
+  template <int kElements>
   __device__ __forceinline__ void rewrite(float (&s)[kElements]) const {
 #pragma unroll
     for (int i = 0; i < kElements; ++i) {
       if constexpr (Program::kUnitSlope) {
-        s[i] = fmaf(s[i], scale_log2_, addend<kInside>(i));
+        s[i] = fmaf(s[i], scale_log2_, addend<false>(i));
       } else {
-        s[i] = logit<kInside>(i, s[i]);
+        s[i] = logit<false>(i, s[i]);
       }
     }
   }

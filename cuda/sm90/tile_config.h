@@ -9,9 +9,8 @@ namespace jaxflash::sm90 {
 // What a consumer warpgroup has in flight while it works on the softmax of a tile.
 enum class Overlap {
   kNone,    // P V of the previous tile and Q K^T of this one are issued together and awaited;
-            // the other warpgroups keep the matrix units busy during the softmax. It does without
-            // the maxima (see OnlineSoftmax), because p has registers of its own
-  kValues,  // P V of the previous tile runs during the softmax of this one
+            // the other warpgroups keep the matrix units busy during the softmax
+  kValues,  // P V of the previous tile runs during the softmax of this one, whose p is kept apart
 };
 
 // How the output leaves a consumer warpgroup.
