@@ -156,7 +156,8 @@ def evaluate(eqns, values: dict[core.Var, Any], calls: dict[str, str] | None = N
         inputs = [read(values, atom) for atom in eqn.invars]
         if eqn.outvars and eqn.outvars[0] in elements:
             starts = [read(values, atom) for atom in elements[eqn.outvars[0]]]
-            element = jax.lax.dynamic_slice(inputs[0], starts, (1,) * len(starts))
+            sizes = (1,) * len(starts)
+            element = jax.lax.dynamic_slice(inputs[0], starts, sizes, allow_negative_indices=False)
             results = [element.reshape(())]
         elif calls and eqn.primitive.name in calls:
             inner = eqn.params[calls[eqn.primitive.name]]
@@ -287,14 +288,21 @@ def _printed(closed: core.ClosedJaxpr, constants: Sequence[Any] = ()) -> tuple[s
 
 
 def _constants(jaxpr) -> list[Any]:
-    """Those of a jaxpr and of all that its equations call, which its text does not show."""
+    """Those of a jaxpr and of all that its equations call, which its text does not show; with
+    `jax_use_simplified_jaxpr_constants` arrays are literals, of which it shows the ends."""
+    literals = (
+        atom.val
+        for eqn in equations(jaxpr)
+        for atom in eqn.invars
+        if is_literal(atom) and np.ndim(atom.val) > 0
+    )
     of_inner = (
         x.consts
         for eqn in equations(jaxpr)
         for x in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr)
         if _is_jaxpr(x) and hasattr(x, "consts")
     )
-    return [*jaxpr.consts, *itertools.chain.from_iterable(of_inner)]
+    return [*jaxpr.consts, *itertools.chain.from_iterable(of_inner), *literals]
 
 
 def _digest(x) -> str:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxflash import _jaxpr
@@ -187,9 +188,7 @@ class TileScores:
             shape[axis] = x.shape[axis]
             index.append(jax.lax.broadcasted_iota(jnp.int32, shape, axis))
         for atom, size in zip(load.index, x.shape[batch_rank:], strict=True):
-            i = self._program.index_over_tile(atom, integers)
-            # As `dynamic_slice` has it.
-            i = jnp.clip(i, 0, size - 1).astype(jnp.int32)
+            i = _clamped(self._program.index_over_tile(atom, integers), size)
             index.append(jnp.broadcast_to(i, i.shape or (1,) * self._rank))
         return tuple(index)
 
@@ -200,6 +199,22 @@ class TileScores:
             if load.capture in self._fixed:
                 known[load.result] = self._element(number, self._fixed[load.capture], place)
         return known
+
+
+# Of finite operands they have finite results.
+_KEEPING_FINITE = frozenset(
+    {"convert_element_type", "neg", "abs", "max", "min", "clamp", "select_n", "copy"}
+)
+_TINY = 1e-30  # what a finite number can be divided by
+
+
+def _clamped(i, size):
+    """An index into an axis, as `dynamic_slice` has it."""
+    i = jnp.asarray(i)
+    if i.dtype.itemsize < 4:
+        i = i.astype(jnp.int32)  # not every axis ends within smaller types
+    i = jnp.clip(i, 0, size - 1)
+    return i.astype(jnp.int32) if i.dtype.itemsize == 4 else i
 
 
 # ---- A program in two parts ----------------------------------------------------------------------
@@ -297,15 +312,32 @@ class _Split:
         return eqns[::-1], {v for v in wanted if v in stops or v not in self._source}
 
     def _find_linear(self) -> bool:
-        """Whether no derivative of the value depends on what has one."""
+        """Whether no derivative of the value depends on what has one, or can be infinite: then it
+        need not be kept from what is hidden."""
         moving = {*self.floats, *(self.captures[i] for i in self.whole)}
+        finite: set[Any] = set()  # floats that are
+
+        def is_finite(atom) -> bool:
+            if is_literal(atom):
+                return bool(np.all(np.isfinite(atom.val)))
+            return atom in finite or not jnp.issubdtype(atom.aval.dtype, jnp.inexact)
+
         for eqn in self._value_eqns:
+            name = eqn.primitive.name
             moved = [not is_literal(v) and v in moving for v in eqn.invars]
             if not any(moved):
+                if name in _KEEPING_FINITE and all(map(is_finite, eqn.invars)):
+                    # Integers may be too large for float16.
+                    finite |= {v for v in eqn.outvars if v.aval.dtype != jnp.float16}
                 continue
-            name = eqn.primitive.name
-            of_one = (name == "mul" and sum(moved) == 1) or (name == "div" and not moved[1])
-            if name not in ("add", "sub", "neg", "convert_element_type", "copy") and not of_one:
+            others = [v for v, moves in zip(eqn.invars, moved, strict=True) if not moves]
+            if name == "mul":
+                linear = sum(moved) == 1 and is_finite(others[0])
+            elif name == "div":
+                linear = not moved[1] and is_literal(others[0]) and abs(others[0].val) >= _TINY
+            else:
+                linear = name in ("add", "sub", "neg", "convert_element_type", "copy")
+            if not linear:
                 return False
             moving |= set(eqn.outvars)
         return True

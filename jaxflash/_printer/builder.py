@@ -270,7 +270,7 @@ class Builder:
         if args[0].dtype == "bool":
             return self._of_bools(name, args)
         if dtype in _INTEGERS:
-            return self._of_integers(name, dtype, args)
+            return self._of_integers(eqn, name, dtype, args)
         if dtype == "float32":
             return self._of_floats(eqn, name, args)
         return None
@@ -282,10 +282,12 @@ class Builder:
         name = {"max": "or", "min": "and", "add": "or", "mul": "and"}.get(name, name)
         return graph.logical(name, *args) if name in ("and", "or", "xor") else None
 
-    def _of_integers(self, name: str, dtype: str, args: list[Node]) -> Node | None:
+    def _of_integers(self, eqn, name: str, dtype: str, args: list[Node]) -> Node | None:
         graph = self._graph
         if name == "square":
             return graph.integer("mul", args[0], args[0])
+        if name == "integer_pow":
+            return graph.integer_power(args[0], eqn.params["y"])
         if name == "sign":
             if dtype == "uint32":
                 return None

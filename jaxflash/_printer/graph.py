@@ -24,7 +24,9 @@ from jaxflash._printer.node import (
     affine,
     chooses_constants,
     excludes,
+    fits_float,
     is_along_diagonals,
+    is_difference,
     is_finite,
     is_hoistable,
     is_low_bits_of_difference,
@@ -159,6 +161,16 @@ class Graph:
             return self.integer("add", x.args[0], self.integer("add", x.args[1], y))
         return self.node(op, (x, y) if len(args) == 2 else args, dtype)
 
+    def integer_power(self, x: Node, exponent: int) -> Node | None:
+        """By repeated squaring; None for negative exponents, which JAX has for floats alone."""
+        if exponent < 0:
+            return None
+        if exponent == 0:
+            return self.constant(1, x.dtype)
+        half = self.integer_power(x, exponent // 2)
+        square = self.integer("mul", half, half) if exponent > 1 else self.constant(1, x.dtype)
+        return self.integer("mul", square, x) if exponent % 2 else square
+
     def to_float(self, x: Node) -> Node:
         if x.op == "constant":
             return self.constant(x.value)
@@ -178,7 +190,7 @@ class Graph:
             return None
         if x.op == "input" and x.value == "distance":
             return self.input("distance", "float32", DISTANCE)
-        if is_hoistable(x):
+        if is_hoistable(x) and fits_float(x):
             return self.to_float(x)
         if x.op not in ("add", "sub", "neg", "abs", "min", "max"):
             return None
@@ -221,8 +233,11 @@ class Graph:
         return self.node(op, args, "float32")
 
     def add(self, x: Node, y: Node) -> Node:
-        constant, terms = linear(x)
-        other_constant, other_terms = linear(y)
+        (constant, terms), (other_constant, other_terms) = linear(x), linear(y)
+        if x.deps & SCORE and is_difference(y):
+            other_constant, other_terms = 0.0, {y: 1.0}
+        if y.deps & SCORE and is_difference(x):
+            constant, terms = 0.0, {x: 1.0}
         for term, coefficient in other_terms.items():
             terms[term] = terms.get(term, 0.0) + coefficient
             if terms[term] == 0.0 and is_finite(term):
@@ -236,6 +251,8 @@ class Graph:
         key = x, repr(factor)
         if key not in self._scaled:
             constant, terms = linear(x)
+            if is_difference(x) and math.frexp(factor)[0] not in (0.5, -0.5):
+                constant, terms = 0.0, {x: 1.0}
             self._scaled[key] = self._sum(
                 _times(constant, factor) if constant or not terms else 0.0,
                 {term: _times(coefficient, factor) for term, coefficient in terms.items()},

@@ -190,6 +190,20 @@ def wraps(x: Node) -> bool:
     return x.dtype != "int32" or _range(x) == _INT32_RANGE
 
 
+@_fact
+def fits_float(x: Node) -> bool:
+    """Whether float32 has an int32 without rounding it, in calls in which it has positions."""
+    low, high = _range(x)
+    if x.op == "input" or max(-low, high) <= 2**24:
+        return True
+    if x.op in ("div", "sra"):
+        # They are nearer to 0, or -1.
+        return fits_float(x.args[0])
+    if x.op == "select":
+        return all(map(fits_float, x.args[1:]))
+    return x.op in ("neg", "abs", "min", "max", "rem") and all(map(fits_float, x.args))
+
+
 def below(x: Node) -> set[Node]:
     """A node and those that it is made of."""
     found, left = {x}, [x]
@@ -207,6 +221,18 @@ def linear(x: Node) -> tuple[float, dict[Node, float]]:
     if x.op == "sum":
         return x.value[0], dict(zip(x.args, x.value[1], strict=True))
     return 0.0, {x: 1.0}
+
+
+@_fact
+def is_difference(x: Node) -> bool:
+    """Of what a row has and what a column has: both may be large where it is not, so that it is
+    rounded as it is, ahead of what is done with it."""
+    if x.op != "sum" or x.deps & SCORE:
+        return False
+    of_rows, of_columns = (
+        {c > 0.0 for term, c in linear(x)[1].items() if term.deps == deps} for deps in (ROW, COLUMN)
+    )
+    return (True in of_rows and False in of_columns) or (False in of_rows and True in of_columns)
 
 
 def polynomial(x: Node) -> tuple[Node, dict[int, float]] | None:
