@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import zlib
@@ -95,3 +96,26 @@ def accurate_products():
     """On a GPU too: results are compared with others, not with a rounding to TF32."""
     with jax.default_matmul_precision("highest"):
         yield
+
+
+# The package is imported by tests first, where a warning of that is an error: not above.
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Several tiles on the blockwise path, the last ones of which overlap the ones before them."""
+    from jaxflash import _blockwise
+
+    monkeypatch.setattr(_blockwise, "_LARGEST_BLOCK", 16)
+    monkeypatch.setattr(_blockwise, "_SMALLEST_BLOCK", 16)
+    monkeypatch.setattr(_blockwise, "_SMALLEST_PART", 16)
+
+
+@pytest.fixture(params=["xla", pytest.param("cuda", marks=pytest.mark.gpu)])
+def attend(request):
+    """The attention, on each path."""
+    import jaxflash
+
+    return functools.partial(
+        jaxflash.dot_product_attention, implementation=request.param, precision="highest"
+    )

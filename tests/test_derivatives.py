@@ -20,28 +20,10 @@ from jaxflash import _blockwise, _derivatives, _ffi, _primitive
 from jaxflash._spec import AttentionSpec, Operands
 from jaxflash._tile import Tiles
 from jaxprs import equations, products
+from marks import needs_kernels
 from meshes import cpu_mesh
 
-pytestmark = pytest.mark.usefixtures("accurate_products", "quick_compilation")
-needs_kernels = pytest.mark.skipif(
-    not _ffi.extension.kernels, reason="the library was built without kernels"
-)
-
-
-@pytest.fixture(autouse=True)
-def _small_blocks(monkeypatch):
-    """Several tiles, the last ones of which overlap the ones before them."""
-    monkeypatch.setattr(_blockwise, "_LARGEST_BLOCK", 16)
-    monkeypatch.setattr(_blockwise, "_SMALLEST_BLOCK", 16)
-    monkeypatch.setattr(_blockwise, "_SMALLEST_PART", 16)
-
-
-@pytest.fixture(params=["xla", pytest.param("cuda", marks=pytest.mark.gpu)])
-def attend(request):
-    return functools.partial(
-        jaxflash.dot_product_attention, implementation=request.param, precision="highest"
-    )
-
+pytestmark = pytest.mark.usefixtures("accurate_products", "quick_compilation", "small_blocks")
 
 _any_path = jaxflash.dot_product_attention
 _blockwise_path = functools.partial(_any_path, implementation="xla")

@@ -14,14 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxflash
 import mask_values
 from jaxflash import (
     _api,
-    _blockwise,
     _derivatives,
     _ffi,
     _kernels,
@@ -34,14 +33,15 @@ from jaxflash import (
 )
 from jaxflash._dense_mask import DenseMask
 from jaxprs import equations
+from marks import needs_kernels
 from mask_values import MASK_VALUES
+from meshes import cpu_mesh
 from score_mods import Sizes
 
 pytestmark = pytest.mark.usefixtures("accurate_products", "quick_compilation")
 _B, _T, _S, _N, _K, _H = 2, 12, 20, 4, 2, 8
 _SHAPE = (_B, _N, _T, _S)
 
-_needs_kernels = pytest.mark.skipif(not _ffi.extension.kernels, reason="needs the kernels' library")
 _ATTENTIONS = (jaxflash.dot_product_attention, jaxflash.reference.dot_product_attention)
 
 
@@ -68,14 +68,6 @@ def _assert_equal(transformed, *arguments, jit=jax.jit):
     ours, theirs = (jit(functools.partial(transformed, f))(*arguments) for f in _ATTENTIONS)
     for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5)
-
-
-@pytest.fixture
-def small_blocks(monkeypatch):
-    """Several tiles, the last ones of which overlap the ones before them."""
-    monkeypatch.setattr(_blockwise, "_LARGEST_BLOCK", 16)
-    monkeypatch.setattr(_blockwise, "_SMALLEST_BLOCK", 16)
-    monkeypatch.setattr(_blockwise, "_SMALLEST_PART", 16)
 
 
 # ---- What they mean ------------------------------------------------------------------------------
@@ -354,7 +346,7 @@ def test_without_jit():
     np.testing.assert_allclose(actual, expected, rtol=2e-4, atol=2e-5)
 
 
-@_needs_kernels
+@needs_kernels
 @pytest.mark.parametrize("symbolic", [False, True])
 def test_export(symbolic):
     """Gradients, for CPU and CUDA."""
@@ -380,12 +372,6 @@ def test_export(symbolic):
     np.testing.assert_allclose(actual, gradient(x, ids), rtol=2e-4, atol=2e-5)
 
 
-def _mesh(kind=None):
-    devices = np.array(jax.devices("cpu")[:4]).reshape(2, 2)
-    options = {} if kind is None else dict(axis_types=(kind, kind))
-    return Mesh(devices, ("b", "h"), **options)
-
-
 _SHARDED = [
     *(("auto", name) for name in ("prefix", "head-windows", "array-or-band", "every-fourth")),
     *(
@@ -406,7 +392,7 @@ def test_sharded(kind, name):
     if name.endswith("planned"):
         mask = masks.plan(mask, _SHAPE)
     qkv = _qkv()
-    mesh = _mesh(jax.sharding.AxisType.Explicit if kind == "explicit" else None)
+    mesh = cpu_mesh(AxisType.Explicit if kind == "explicit" else AxisType.Auto, b=2, h=2)
     placed = jax.device_put(qkv, NamedSharding(mesh, P("b", None, "h")))
 
     def gradients(attention, mask, qkv):
@@ -1163,7 +1149,7 @@ def _largest(function, *arguments) -> int:
     )
 
 
-@_needs_kernels
+@needs_kernels
 @pytest.mark.parametrize("path", ["xla", "cuda"])
 def test_memory_is_linear(path):
     """No array of queries and keys: neither for the kernels, whose pass over the mask evaluates it
@@ -1187,7 +1173,7 @@ def test_memory_is_linear(path):
     assert 5 * length * heads * 64 < length * length / 128
 
 
-@_needs_kernels
+@needs_kernels
 def test_operands_of_the_custom_calls():
     """Captures of the mask after those of scores, and before the sink's and dropout's; the hulls,
     found once for both passes."""
@@ -1227,7 +1213,7 @@ def _custom_calls(text, target) -> list[str]:
     return [line for line in text.splitlines() if f"custom_call @{target}(" in line]
 
 
-@_needs_kernels
+@needs_kernels
 @pytest.mark.parametrize("implementation", ["cuda", None])
 def test_plans_are_made_by_a_kernel(implementation):
     """One for both passes, which evaluates the function; elsewhere there is none."""
@@ -1266,7 +1252,7 @@ def test_elements_are_evaluated_once():
     assert f"stablehlo.optimization_barrier {bits} :" in text
 
 
-@_needs_kernels
+@needs_kernels
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
 def test_plans_made_by_hand(platform):
     mask, _ = _value("prefix")
@@ -1275,7 +1261,7 @@ def test_plans_made_by_hand(platform):
     assert len(_custom_calls(text, _ffi.PREDICATE_TARGET)) == (platform == "cuda")
 
 
-@_needs_kernels
+@needs_kernels
 def test_vmap_of_plans():
     """What the mask does not ask for is not mapped, and what it does is a leading axis."""
     x = jnp.zeros((3, _B, 70, _N, 64), jnp.bfloat16)
@@ -1293,10 +1279,10 @@ def test_vmap_of_plans():
         assert f"tensor<{lead}x70x2xi32>, tensor<{lead}x70x2xi32>" in call
 
 
-@_needs_kernels
+@needs_kernels
 def test_plans_are_made_where_they_lie():
     """Each device makes those of its batch elements."""
-    mesh = _mesh()
+    mesh = cpu_mesh(b=2, h=2)
 
     def placed(shape, dtype, spec):
         return jax.device_put(jnp.zeros(shape, dtype), NamedSharding(mesh, spec))
@@ -1313,10 +1299,10 @@ def test_plans_are_made_where_they_lie():
     assert f"s32[2,{_N},70,2]" in call
 
 
-@_needs_kernels
+@needs_kernels
 def test_sharded_programs_of_the_kernels_gather_nothing():
     mask, _ = _value("documents-causal", (4, _N, 64, 64))
-    mesh = _mesh()
+    mesh = cpu_mesh(b=2, h=2)
     shape = jnp.zeros((4, 64, _N, 16), jnp.float32)
     x = jax.device_put(shape, NamedSharding(mesh, P("b", None, "h")))
     loss = functools.partial(_loss, jaxflash.dot_product_attention, implementation="cuda")
@@ -1327,12 +1313,13 @@ def test_sharded_programs_of_the_kernels_gather_nothing():
     assert f"f32[2,64,{_N // 2},16]" in text
 
 
-@_needs_kernels
+@needs_kernels
 def test_classes_are_split_by_heads():
     """Those of a dilated mask lie between the positions and the heads, which are split."""
     mask = masks.causal() & masks.function(lambda b, h, q, kv: (q - kv) % 4 == 0)
     x = jax.device_put(
-        jnp.zeros((4, 64, _N, 16), jnp.float32), NamedSharding(_mesh(), P("b", None, "h"))
+        jnp.zeros((4, 64, _N, 16), jnp.float32),
+        NamedSharding(cpu_mesh(b=2, h=2), P("b", None, "h")),
     )
     loss = functools.partial(_loss, jaxflash.dot_product_attention, implementation="cuda")
     traced = jax.jit(jax.grad(lambda x: loss(mask, (x, x, x)))).trace(x)
@@ -1342,14 +1329,14 @@ def test_classes_are_split_by_heads():
     assert f"f32[2,16,{4 * _N // 2},16]" in text
 
 
-@_needs_kernels
+@needs_kernels
 @pytest.mark.parametrize(
     ("shape", "spec", "part"),
     [((4, 1, 64, 70), P("b"), "2,1,64,70"), ((4, _N, 64, 70), P("b", "h"), f"2,{_N // 2},64,70")],
 )
 def test_arrays_are_read_where_they_lie(shape, spec, part):
     """Each device reads its part of a mask array, and has its bits alone."""
-    mesh = _mesh()
+    mesh = cpu_mesh(b=2, h=2)
 
     def zeros(shape, dtype, spec):
         return jax.device_put(jnp.zeros(shape, dtype), NamedSharding(mesh, spec))
@@ -1483,11 +1470,11 @@ def test_shapes_of_numpy():
         )
 
 
-@_needs_kernels
+@needs_kernels
 @pytest.mark.parametrize("name", ["segments", "array", "segments and array"])
 def test_ranges_are_made_where_they_lie(name):
     """Each device makes those of its sequences, and nothing is gathered for that."""
-    mesh = _mesh()
+    mesh = cpu_mesh(b=2, h=2)
 
     def zeros(shape, dtype, spec):
         return jax.device_put(jnp.zeros(shape, dtype), NamedSharding(mesh, spec))
@@ -1514,14 +1501,14 @@ def test_ranges_are_made_where_they_lie(name):
     assert "all-gather" not in text
 
 
-@_needs_kernels
+@needs_kernels
 @pytest.mark.parametrize(
     ("lead", "spec"), [((4, 1), P("b")), ((1, 1), P()), ((1, _N), P(None, "h"))], ids=str
 )
 def test_visits_are_split(lead, spec):
     """Of long calls; an array of all sequences is of all on each device, too, and nothing is
     gathered."""
-    mesh, length = _mesh(), 2048
+    mesh, length = cpu_mesh(b=2, h=2), 2048
 
     def zeros(shape, dtype, spec):
         return jax.device_put(jnp.zeros(shape, dtype), NamedSharding(mesh, spec))
@@ -1545,7 +1532,7 @@ def test_visits_are_split(lead, spec):
     assert "all-gather" not in text
 
 
-@_needs_kernels
+@needs_kernels
 def test_vmap_of_summaries():
     """What is not mapped is the same for all."""
     intervals = _random_ranges((3,), (128, 70), True, False)
@@ -1560,7 +1547,7 @@ def test_vmap_of_summaries():
     assert "tensor<2x3x2x6xi32>" in call
 
 
-@_needs_kernels
+@needs_kernels
 def test_supported_without_arrays():
     shape = jax.ShapeDtypeStruct((2, 128, 4, 64), jnp.bfloat16)
     ids = jax.ShapeDtypeStruct((2, 128), jnp.int32)

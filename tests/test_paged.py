@@ -10,15 +10,13 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxflash
 from jaxflash import _ffi
+from marks import needs_kernels
+from meshes import cpu_mesh
 
 pytestmark = pytest.mark.usefixtures("accurate_products", "quick_compilation")
 
 # What an error may be, relative to the largest number of the result.
 _TOLERANCE = {"float16": 2e-3, "bfloat16": 1.6e-2, "float32": 2e-5}
-
-needs_kernels = pytest.mark.skipif(
-    not _ffi.extension.kernels, reason="the library was built without kernels"
-)
 
 
 def _cache(
@@ -457,11 +455,6 @@ def test_export_with_symbolic_sizes():
 # ---- Sharding ------------------------------------------------------------------------------------
 
 
-def _mesh(kind, **axes):
-    devices = np.array(jax.devices("cpu")[:8]).reshape(tuple(axes.values()))
-    return jax.sharding.Mesh(devices, tuple(axes), axis_types=(kind,) * len(axes))
-
-
 # Of query, pages, table and lengths.
 _SPLITS = {
     "batch": ((("b", "h"),), (), (("b", "h"),), (("b", "h"),)),
@@ -493,7 +486,7 @@ def _placed(mesh, split):
 @pytest.mark.parametrize("split", _SPLITS.values(), ids=_SPLITS)
 def test_sharded_is_unsharded(split, kind):
     with jax.default_device(jax.devices("cpu")[0]):
-        mesh = _mesh(kind, b=4, h=2)
+        mesh = cpu_mesh(kind, b=4, h=2)
         arrays, placed = _placed(mesh, split)
         sink = jnp.linspace(-1, 1, 8)
         attend = functools.partial(
@@ -516,7 +509,7 @@ def _compiled(attend, platform, *arguments):
 @pytest.mark.parametrize("path", ["xla", pytest.param("cuda", marks=needs_kernels)])
 @pytest.mark.parametrize("split", ["batch", "heads", "batch and heads"])
 def test_sharded_program_gathers_nothing(split, path):
-    _, placed = _placed(_mesh(AxisType.Auto, b=4, h=2), _SPLITS[split])
+    _, placed = _placed(cpu_mesh(AxisType.Auto, b=4, h=2), _SPLITS[split])
     attend = functools.partial(jaxflash.paged_attention, implementation=path)
     text = _compiled(attend, "cuda" if path == "cuda" else "cpu", *placed)
     assert (path == "cuda") == (_ffi.PAGED_TARGET in text)
@@ -527,7 +520,7 @@ def test_sharded_program_gathers_nothing(split, path):
 @needs_kernels
 @pytest.mark.parametrize("split", _SPLITS.values(), ids=_SPLITS)
 def test_explicit_mesh_of_the_kernels(split):
-    mesh = _mesh(AxisType.Explicit, b=4, h=2)
+    mesh = cpu_mesh(AxisType.Explicit, b=4, h=2)
     _, placed = _placed(mesh, split)
     attend = functools.partial(jaxflash.paged_attention, implementation="cuda")
     with jax.set_mesh(mesh):
@@ -537,7 +530,7 @@ def test_explicit_mesh_of_the_kernels(split):
 @needs_kernels
 def test_more_devices_than_key_heads():
     """Each takes some query heads of one key head; nothing is summed."""
-    mesh = _mesh(AxisType.Auto, h=8)
+    mesh = cpu_mesh(AxisType.Auto, h=8)
     split = ((None, None, "h"), (), (), ())
     _, placed = _placed(mesh, split)
     attend = functools.partial(jaxflash.paged_attention, implementation="cuda")
@@ -551,7 +544,7 @@ def test_more_devices_than_key_heads():
 def test_shard_map_over_pools():
     """Each device has its own sequences and its own pool."""
     with jax.default_device(jax.devices("cpu")[0]):
-        mesh = _mesh(AxisType.Auto, b=8)
+        mesh = cpu_mesh(AxisType.Auto, b=8)
         caches = [_cache((20, 33), queries=2, seed=seed) for seed in range(8)]
         arrays = [jnp.concatenate(x) for x in zip(*caches, strict=True)]
         parts = PartitionSpec("b")

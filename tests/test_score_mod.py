@@ -27,6 +27,7 @@ from jaxflash import (
     _spec,
     _support,
 )
+from marks import needs_kernels
 from meshes import cpu_mesh
 
 _B, _T, _S, _N, _K, _H = 2, 12, 20, 4, 2, 8
@@ -52,7 +53,6 @@ def _loss(attention, table, qkv, make=_relative, **options):
     return jnp.sum(jnp.sin(attention(*qkv, score_mod=make(table), **options)))
 
 
-_needs_kernels = pytest.mark.skipif(not _ffi.extension.kernels, reason="needs the kernels' library")
 _ATTENTIONS = (jaxflash.dot_product_attention, jaxflash.reference.dot_product_attention)
 
 
@@ -246,7 +246,7 @@ def test_loops_random_numbers_and_whole_arrays_take_the_blockwise_path():
     _assert_equal(gradients, _table(), _qkv())
 
 
-@_needs_kernels
+@needs_kernels
 def test_kernels_say_which_equation_they_do_not_take():
     q, k, v = _qkv()
     with pytest.raises(NotImplementedError, match=r"`random_\w+`.*in: .* = random_"):
@@ -336,7 +336,7 @@ def test_complex_captures(x64, whole):
             assert ("dtype float64" if x64 else "`complex`") in reason
 
 
-@_needs_kernels
+@needs_kernels
 def test_more_captures_than_kernels_take():
     arrays = [jnp.full(_N, float(i)) for i in range(9)]
 
@@ -496,7 +496,7 @@ def _custom_calls(text: str, target: str) -> list[str]:
     return [line for line in text.splitlines() if target in line]
 
 
-@_needs_kernels
+@needs_kernels
 def test_operands_of_the_custom_calls():
     arguments = _kernel_arguments()
     gradient = jax.grad(
@@ -512,7 +512,7 @@ def test_operands_of_the_custom_calls():
     assert f"tensor<4xi32>, tensor<8xi32>, {captures}" in backward
 
 
-@_needs_kernels
+@needs_kernels
 def test_operands_of_the_custom_call_under_vmap():
     q, k, v, bias, table, sink = _kernel_arguments()
     axes = (0, None, None, None, 0, None)
@@ -541,7 +541,7 @@ _NUMBERED: dict[str, tuple[dict, bool]] = {
 }
 
 
-@_needs_kernels
+@needs_kernels
 @pytest.mark.parametrize(("options", "numbered"), _NUMBERED.values(), ids=_NUMBERED)
 def test_numbers_go_to_programs_that_ask(options, numbered):
     """A kernel each would make the numbers of batch elements and heads."""
@@ -560,7 +560,7 @@ def test_numbers_go_to_programs_that_ask(options, numbered):
         assert ("tensor<4xi32>, tensor<8xi32>" in call) == numbered
 
 
-@_needs_kernels
+@needs_kernels
 @pytest.mark.parametrize(
     ("shape", "capture"),
     [
@@ -722,7 +722,7 @@ def test_masks_are_read_on_the_gpu(shape, pass_):
     _check_shown([np.asarray(x) for x in read.shown], mask, q_len, kv_len)
 
 
-@_needs_kernels
+@needs_kernels
 def test_shards_know_their_numbers():
     """Batch elements keep their numbers; captures are split as the heads that index them."""
     mesh = cpu_mesh(x=2, y=4)
@@ -739,7 +739,7 @@ def test_shards_know_their_numbers():
     assert "all-gather" not in text
 
 
-@_needs_kernels
+@needs_kernels
 def test_gradients_of_captures_are_results_of_the_custom_call():
     """The backward call gives them, summed over what broadcasts; sinks need nothing but out."""
     arguments = _kernel_arguments()
@@ -781,7 +781,7 @@ def _bias_gradient(shape, dtype=jnp.bfloat16, head_dim=128, **options):
     return jax.grad(loss), (jnp.zeros(shape, dtype), q)
 
 
-@_needs_kernels
+@needs_kernels
 def test_gradients_that_the_backward_kernel_stores():
     """Those of an element of the logits each, in the operands' dtype."""
 
@@ -820,7 +820,7 @@ def test_gradients_that_the_backward_kernel_stores():
         assert call.split("gradient_loads = dense<")[1].split("]")[0].endswith(", 0, 0, 0, 0")
 
 
-@_needs_kernels
+@needs_kernels
 @pytest.mark.parametrize("batch", [4, 1])
 def test_stored_gradients_under_vmap(batch):
     """What vmap adds is no part of a sum over the batch."""
@@ -832,7 +832,7 @@ def test_stored_gradients_under_vmap(batch):
     assert f"xui8>, tensor<2x{batch}x8x16x16xbf16>)" in call
 
 
-@_needs_kernels
+@needs_kernels
 def test_stored_gradients_in_shards():
     """A device has the matrices of its heads."""
     mesh = cpu_mesh(x=2, y=4)
@@ -849,7 +849,7 @@ def test_stored_gradients_in_shards():
     assert "all-reduce" not in text
 
 
-@_needs_kernels
+@needs_kernels
 def test_stored_sums_in_shards():
     """A device has the sum of its batch elements, which is then summed over the devices."""
     mesh = cpu_mesh(x=2, y=4)
@@ -863,7 +863,7 @@ def test_stored_sums_in_shards():
     assert "[1,2,16,16]" in total
 
 
-@_needs_kernels
+@needs_kernels
 def test_gradients_of_captures_are_summed_over_shards():
     mesh = cpu_mesh(x=2, y=4)
     specs = (P("x", None, "y"), P("x", None, "y"), P("x", None, "y"), P("x"), P(), P())
@@ -980,7 +980,7 @@ def test_captures_that_are_split_inside_shard_map(choose):
         np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5)
 
 
-@_needs_kernels
+@needs_kernels
 @pytest.mark.parametrize("option", ["score_mod", "logits_soft_cap"])
 def test_programs_inside_shard_map_run_on_the_kernels(option):
     options = {} if option == "score_mod" else {"score_mod": None, "logits_soft_cap": 3.0}
@@ -994,7 +994,7 @@ def test_programs_inside_shard_map_run_on_the_kernels(option):
     assert "jaxflash_backward" in text
 
 
-@_needs_kernels
+@needs_kernels
 @pytest.mark.parametrize("manual", [{"x"}, {"x", "y"}], ids=["part", "all"])
 def test_gradients_of_captures_of_the_custom_call_inside_shard_map(manual):
     """Where some mesh axes are automatic, no sum can name their devices: nothing is split there."""
@@ -1005,7 +1005,7 @@ def test_gradients_of_captures_of_the_custom_call_inside_shard_map(manual):
     assert f"f32[1,{_N},{_T},{_S}]" in backward
 
 
-@_needs_kernels
+@needs_kernels
 def test_gradients_of_captures_on_an_explicit_mesh():
     """Computed by the kernels, of the heads that a device has."""
     kinds = (jax.sharding.AxisType.Explicit,) * 2
@@ -1080,7 +1080,7 @@ _ELEMENTS = {
 }
 
 
-@_needs_kernels
+@needs_kernels
 @pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
 @pytest.mark.parametrize("element", _ELEMENTS.values(), ids=_ELEMENTS)
 def test_elements_of_an_array_of_several_devices(element, kind):

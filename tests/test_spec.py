@@ -11,6 +11,7 @@ import pytest
 
 import jaxflash
 from jaxflash import _ffi, _support
+from marks import needs_kernels
 
 T, S, N, K, H, VALUE = 6, 5, 4, 2, 8, 3
 pytestmark = pytest.mark.usefixtures("accurate_products")
@@ -291,12 +292,7 @@ def test_supported_without_arrays():
     assert any("float64" in reason for reason in jaxflash.supported(double, double, double))
 
 
-_needs_kernels = pytest.mark.skipif(
-    not _ffi.extension.kernels, reason="the library was built without kernels"
-)
-
-
-@_needs_kernels
+@needs_kernels
 def test_cuda_names_every_reason_at_once():
     refused = dict(
         query=_ones(*BATCH, T, N, 300), key=_ones(*BATCH, S, K, 300), **_REFUSED
@@ -313,7 +309,7 @@ def test_cuda_names_every_reason_at_once():
         assert word in str(caught.value)
 
 
-@_needs_kernels
+@needs_kernels
 @pytest.mark.parametrize(
     ("length", "options", "word"),
     [
@@ -341,7 +337,7 @@ def test_lengths_that_the_kernels_do_not_take(length, options, word):
         assert all(word in reason for reason in reasons)
 
 
-@_needs_kernels
+@needs_kernels
 def test_kernels_on_a_cpu_are_an_error_that_says_so():
     """As documentation promises, when the platform is known: eagerly, compiled, in a gradient and
     for an exported program; tracing alone, or lowering for CUDA, is no error."""
@@ -399,7 +395,7 @@ def test_slow_path_on_cuda_warns():
     assert _lowering_warnings("cuda", **_REFUSED, implementation="xla") == []
 
 
-@_needs_kernels
+@needs_kernels
 @pytest.mark.parametrize("name", ["bias", "alibi_slopes", "score_mod"])
 @pytest.mark.parametrize("implementation", [None, "cuda"])
 def test_gradients_of_captures_on_cuda(name, implementation):

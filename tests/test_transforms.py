@@ -10,28 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxflash
 from check import assert_same_bits, on_gpu
 from jaxflash import _api, _ffi, _kernel_program, _nvrtc, _ranges, _support, masks
 from jaxprs import calls_of, equations, products
+from marks import needs_kernels
 from meshes import cpu_mesh
 
 pytestmark = pytest.mark.usefixtures("accurate_products", "quick_compilation")
 B, T, S, N, K, H = 2, 24, 20, 4, 2, 16
-
-needs_kernels = pytest.mark.skipif(
-    not _ffi.extension.kernels, reason="the library was built without kernels"
-)
-
-
-@pytest.fixture(params=["xla", pytest.param("cuda", marks=pytest.mark.gpu)])
-def attend(request):
-    return functools.partial(
-        jaxflash.dot_product_attention, implementation=request.param, precision="highest"
-    )
-
 
 _dense = jaxflash.reference.dot_product_attention
 
@@ -1022,9 +1011,7 @@ _EXPLICIT = {
 
 
 def _explicit_mesh():
-    mesh = cpu_mesh(b=2, h=4)
-    axis_types = (jax.sharding.AxisType.Explicit,) * 2
-    return jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=axis_types)
+    return cpu_mesh(AxisType.Explicit, b=2, h=4)
 
 
 def _explicit_case():
