@@ -54,3 +54,8 @@ def calls_of(target: str, function, *arguments) -> int:
         equation.primitive.name == "ffi_call" and equation.params["target_name"] == target
         for equation in equations(function, *arguments)
     )
+
+
+def custom_calls(text: str, target: str) -> list[str]:
+    """Of a lowered program the lines that call the target."""
+    return [line for line in text.splitlines() if f"custom_call @{target}(" in line]

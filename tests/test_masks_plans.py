@@ -1,0 +1,273 @@
+"""jaxflash.masks.plan: what a plan serves for, when one is made, and by whom."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxflash
+from jaxflash import _api, _derivatives, _ffi, _ranges, masks
+from jaxprs import custom_calls, equations
+from marks import needs_kernels
+from meshes import cpu_mesh
+from small_calls import (
+    ATTENTIONS,
+    SHAPE,
+    B,
+    N,
+    S,
+    T,
+    assert_equal,
+    random_qkv,
+    sum_of_sines,
+    value_and_meaning,
+)
+
+pytestmark = pytest.mark.usefixtures("accurate_products", "quick_compilation")
+
+
+# ---- What they serve for -------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_plan_through_layers():
+    """Made once, for all layers of a scan, and kept when something more is hidden."""
+    mask, _ = value_and_meaning("head-windows")
+    plan = masks.plan(mask, SHAPE)
+    np.testing.assert_array_equal(masks.as_array(plan, SHAPE), masks.as_array(mask, SHAPE))
+
+    def layers(attention, plan, qkv):
+        q, k, v = qkv
+
+        def layer(x, _):
+            return x + attention(x, k, v, mask=plan & masks.window(5, None), is_causal=True), None
+
+        return jax.value_and_grad(
+            lambda q: jnp.sum(jnp.sin(jax.lax.scan(layer, q, None, length=2)[0]))
+        )(q)
+
+    assert_equal(layers, plan, random_qkv())
+
+    def evaluations(mask):
+        def pass_over_the_mask(equation):
+            shapes = [variable.aval.shape for variable in equation.invars]
+            return equation.primitive.name == "reduce_or" and len(shapes[0]) == 6
+
+        traced = equations(lambda mask: layers(ATTENTIONS[0], mask, random_qkv()), mask)
+        return sum(map(pass_over_the_mask, traced))
+
+    assert evaluations(plan) < evaluations(mask)
+
+
+@pytest.mark.parametrize("number", ["b", "h"])
+def test_plans_of_functions_that_index_one_element(number):
+    """An array that all share, as JAX clamps the index."""
+    ends = jnp.array([23], jnp.int32)
+    mask = masks.function(lambda b, h, q, kv: kv < ends[b if number == "b" else h])
+    plan = masks.plan(mask, SHAPE)
+    np.testing.assert_array_equal(masks.as_array(plan, SHAPE), masks.as_array(mask, SHAPE))
+    for value in (mask, plan):
+        assert_equal(lambda f: jax.grad(lambda qkv: sum_of_sines(f, value, qkv))(random_qkv()))  # noqa: B023
+
+
+@pytest.mark.parametrize("number", ["b", "h"])
+def test_plans_on_explicit_meshes(number):
+    """Of a function whose array is split."""
+    explicit = (jax.sharding.AxisType.Explicit,) * 2
+    mesh = jax.make_mesh((2, 2), ("b", "h"), explicit, devices=jax.devices("cpu")[:4])
+    count = B if number == "b" else N
+    ends = jnp.arange(1, count + 1, dtype=jnp.int32) * 9
+
+    def plan(ends):
+        def sees(b, h, q, kv, ends):
+            return kv < ends[b if number == "b" else h]
+
+        return masks.plan(masks.function(sees, ends) | masks.causal(), SHAPE)
+
+    split = jax.device_put(ends, NamedSharding(mesh, P(number)))
+    for make in (plan, jax.jit(plan)):
+        np.testing.assert_array_equal(
+            masks.as_array(make(split), SHAPE), masks.as_array(plan(ends), SHAPE)
+        )
+    ids = jnp.arange(B * T, dtype=jnp.int32).reshape(B, T) // 7
+    split = jax.device_put(ids, NamedSharding(mesh, P("b", "h")))
+    shape = (B, N, T, T)
+    for of_ids in (masks.segments, lambda ids: masks.causal() | masks.segments(ids)):
+        np.testing.assert_array_equal(
+            masks.as_array(masks.plan(of_ids(split), shape), shape),
+            masks.as_array(of_ids(ids), shape),
+        )
+
+
+def test_plans_in_combinations():
+    prefix, _ = value_and_meaning("prefix")
+    plan = masks.plan(prefix, SHAPE)
+    for mask, same in (
+        (~plan, ~prefix),
+        (plan | masks.window(0, 3), prefix | masks.window(0, 3)),
+        (plan & masks.plan(~prefix, SHAPE), prefix & ~prefix),
+        (masks.lengths(4, 7) & plan, masks.lengths(4, 7) & prefix),
+    ):
+        np.testing.assert_array_equal(
+            jaxflash.dot_product_attention(*random_qkv(), mask=mask),
+            jaxflash.dot_product_attention(*random_qkv(), mask=same),
+        )
+    nothing = masks.plan(masks.causal(), SHAPE)  # to find out
+    np.testing.assert_allclose(
+        jaxflash.dot_product_attention(*random_qkv(), mask=nothing),
+        jaxflash.dot_product_attention(*random_qkv(), is_causal=True),
+    )
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_plans_do_not_know_lengths_of_the_call():
+    """That move where a query stands: what was found without them is not used."""
+    mask = masks.causal("bottom_right") & masks.window(30, 2) | masks.window(0, 0)
+    shape = (B, N, 40, 60)
+    plan = masks.plan(mask, shape)
+    lengths = jnp.array([39, 9], jnp.int32), jnp.array([20, 55], jnp.int32)
+    options = dict(query_seq_lengths=lengths[0], key_value_seq_lengths=lengths[1])
+    qkv = random_qkv(q_len=40, kv_len=60)
+    assert_equal(lambda attention: attention(*qkv, mask=plan, **options))
+    assert_equal(lambda attention: attention(*qkv, mask=plan & masks.lengths(*lengths)))
+    planned = masks.plan(masks.lengths(*lengths) & mask, shape)
+    assert _api.described(*qkv, mask=plan)[1].rows_hull is not None
+    assert _api.described(*qkv, mask=planned)[1].rows_hull is not None
+    assert _api.described(*qkv, mask=plan, **options)[1].rows_hull is None
+    assert_equal(lambda attention: attention(*qkv, mask=planned))
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (B, N, T, S + 1),
+        (B, N, T - 1, S),
+        (B, 3, T, S),
+        # Of one batch element or head nothing tells whether it stands for others.
+        (1, N, T, S),
+        (B, 1, T, S),
+    ],
+)
+def test_plans_for_other_sizes(shape):
+    mask = masks.function(lambda b, h, q, kv: q + h + 5 * b > kv)
+    with pytest.raises(ValueError, match=r"masks\.plan: made for"):
+        jaxflash.dot_product_attention(*random_qkv(), mask=masks.plan(mask, shape))
+    with pytest.raises(ValueError, match=r"masks\.segments: query_ids"):
+        masks.plan(masks.segments(np.zeros(T + 2, np.int32), np.zeros(S, np.int32)), shape)
+
+
+# ---- How they are made ---------------------------------------------------------------------------
+
+
+def test_plans_are_compiled_once():
+    """Also where they are made outside of `jax.jit`, of masks that are equal and not the same."""
+
+    def make(n):
+        return masks.plan(
+            masks.causal()
+            | masks.function(lambda b, h, q, kv, n: kv < n[b], jnp.array([n], jnp.int32)),
+            (1, 2, 300, 300),
+        )
+
+    make(7)
+    before = _derivatives.planned._cache_size()
+    make(9)
+    assert _derivatives.planned._cache_size() == before
+
+
+def test_plans_of_constants_are_not_folded():
+    """An array that jit knows as a constant takes XLA minutes otherwise, while it compiles."""
+    jaxpr = jax.make_jaxpr(_ranges.in_blocks)(np.ones((1, 1, 128, 128), bool))
+    assert jaxpr.eqns[0].primitive.name == "optimization_barrier"
+
+
+@needs_kernels
+@pytest.mark.parametrize("implementation", ["cuda", None])
+def test_plans_are_made_by_a_kernel(implementation):
+    """One for both passes, which evaluates the function; elsewhere there is none."""
+    x = jnp.zeros((B, 200, N, 64), jnp.bfloat16)
+    lengths = jnp.array([30, 70], jnp.int32)
+
+    def gradient(x, lengths):
+        prefix = masks.function(lambda b, h, q, kv, n: (kv < n[b]) | (q >= kv), lengths)
+
+        def loss(x):
+            out = jaxflash.dot_product_attention(
+                x, x, x, mask=prefix, implementation=implementation
+            )
+            return jnp.sum(out.astype(jnp.float32))
+
+        return jax.grad(loss)(x)
+
+    traced = jax.jit(gradient).trace(x, lengths)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    (call,) = custom_calls(text, _ffi.PREDICATE_TARGET)
+    assert f"(tensor<{B}x1xi32>, tensor<1x1xi32>, tensor<1x1x{B}xi32>)" in call
+    hulls, inside = f"tensor<{B}x1x200x2xi32>", f"tensor<{B}x1x4x4xi32>"
+    assert f"({hulls}, {hulls}, {inside}, {inside}, tensor<" in call
+    for operation in ("reduce_window", "while", "sort", "gather", "optimization_barrier"):
+        assert f"stablehlo.{operation}" not in text
+    if implementation is None:
+        text = traced.lower(lowering_platforms=("cpu",)).as_text()
+        assert _ffi.PREDICATE_TARGET not in text
+
+
+def test_elements_are_evaluated_once():
+    """Where no kernel does that: all that a plan says is made of bits of eight rows."""
+    mask = masks.function(lambda b, h, q, kv: q * 7 % 5 > kv % 3)
+    text = jax.jit(lambda: masks.plan(mask, (1, 1, 200, 200))).lower().as_text()
+    (bits,) = re.findall(r"(%\w+) = stablehlo.reduce\(.*x4x8x8x200xui8>", text)
+    assert f"stablehlo.optimization_barrier {bits} :" in text
+
+
+@needs_kernels
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_plans_made_by_hand(platform):
+    mask, _ = value_and_meaning("prefix")
+    traced = jax.jit(lambda mask: masks.plan(mask, SHAPE)).trace(mask)
+    text = traced.lower(lowering_platforms=(platform,)).as_text()
+    assert len(custom_calls(text, _ffi.PREDICATE_TARGET)) == (platform == "cuda")
+
+
+@needs_kernels
+def test_vmap_of_plans():
+    """What the mask does not ask for is not mapped, and what it does is a leading axis."""
+    x = jnp.zeros((3, B, 70, N, 64), jnp.bfloat16)
+    limits = jnp.zeros((3, 5), jnp.int32)
+
+    def attend(x, limits):
+        mask = masks.function(lambda b, h, q, kv, n: (q >= kv) | (kv < n[0]), limits)
+        return jaxflash.dot_product_attention(x, x, x, mask=mask, implementation="cuda")
+
+    for axes, lead in (((0, None), "1x1"), ((0, 0), "3x1x1"), ((None, 0), "3x1x1")):
+        arguments = [a if axis == 0 else a[0] for a, axis in zip((x, limits), axes, strict=True)]
+        traced = jax.jit(jax.vmap(attend, axes)).trace(*arguments)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        (call,) = custom_calls(text, _ffi.PREDICATE_TARGET)
+        assert f"tensor<{lead}x70x2xi32>, tensor<{lead}x70x2xi32>" in call
+
+
+@needs_kernels
+def test_plans_are_made_where_they_lie():
+    """Each device makes those of its batch elements."""
+    mesh = cpu_mesh(b=2, h=2)
+
+    def placed(shape, dtype, spec):
+        return jax.device_put(jnp.zeros(shape, dtype), NamedSharding(mesh, spec))
+
+    x = placed((4, 70, N, 16), jnp.float32, P("b", None, "h"))
+    limits = placed((4, N), jnp.int32, P("b", "h"))
+
+    def attend(x, limits):
+        mask = masks.intervals(0, limits[..., None]) | masks.causal()
+        return jaxflash.dot_product_attention(x, x, x, mask=mask, implementation="cuda")
+
+    text = jax.jit(attend).trace(x, limits).lower(lowering_platforms=("cuda",)).compile().as_text()
+    (call,) = (x for x in text.splitlines() if f'"{_ffi.PREDICATE_TARGET}"' in x)
+    assert f"s32[2,{N},70,2]" in call
