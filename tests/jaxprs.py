@@ -1,4 +1,4 @@
-"""Looking into traced programs."""
+"""Looking into traced programs, and lowered and compiled ones."""
 
 from __future__ import annotations
 
@@ -57,5 +57,10 @@ def calls_of(target: str, function, *arguments) -> int:
 
 
 def custom_calls(text: str, target: str) -> list[str]:
-    """Of a lowered program the lines that call the target."""
+    """The lines of a lowered program that call the target."""
     return [line for line in text.splitlines() if f"custom_call @{target}(" in line]
+
+
+def compiled_custom_calls(text: str, target: str) -> list[str]:
+    """The lines of a compiled program that call the target."""
+    return [line for line in text.splitlines() if f'custom_call_target="{target}"' in line]

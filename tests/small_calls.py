@@ -47,6 +47,17 @@ def sum_of_sines(attention, mask, qkv, **options):
     return jnp.sum(jnp.sin(attention(*qkv, mask=mask, **options)))
 
 
+# ---- Score functions -----------------------------------------------------------------------------
+
+
+def random_table(seed=1):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal((N, T + S)), jnp.float32)
+
+
+def relative_positions(table):
+    return lambda score, b, h, q, kv: 2.0 * jnp.tanh(score) + table[h, q - kv + S - 1]
+
+
 # ---- Derivatives ---------------------------------------------------------------------------------
 
 

@@ -11,12 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxflash
-from jaxflash import _ffi, _kernels, _mask, _ranges, masks
-from jaxprs import custom_calls, equations
+import mask_values
+from jaxflash import _api, _dense_mask, _ffi, _kernels, _mask, _ranges, _scores, _spec, masks
+from jaxprs import compiled_custom_calls, custom_calls, equations
 from marks import needs_kernels
 from meshes import cpu_mesh
 from small_calls import B, N, sum_of_sines, value_and_meaning
@@ -120,6 +122,173 @@ def test_supported_without_arrays():
     assert any("9 arrays" in x for x in jaxflash.supported(shape, shape, shape, mask=many))
 
 
+# ---- Mask arrays ---------------------------------------------------------------------------------
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("shape", "capture"),
+    [
+        ((B, N, 16, 40), "tensor<2x4x1x16x4xui32>"),
+        ((1, 1, 16, 40), "tensor<1x1x16x4xui32>"),
+        ((B, 1, 1, 40), "tensor<2x1x4xui32>"),
+        ((1, 1, 16, 1), "tensor<1x16xi1>"),
+        ((1, 1, 1, 1), "tensor<1xi1>"),
+    ],
+)
+def test_masks_are_captures(shape, capture):
+    """Of the axes that they have, after the captures of the program and before the sink; of 128
+    keys four words."""
+    x = jnp.zeros((B, 16, N, 16), jnp.float32)
+    keys = jnp.zeros((B, 40, N, 16), jnp.float32)
+
+    def attend(x, mask, sink):
+        return jaxflash.dot_product_attention(
+            x, keys, keys, mask=mask, sink=sink, logits_soft_cap=3.0, implementation="cuda"
+        )
+
+    traced = jax.jit(attend).trace(x, jnp.ones(shape, bool), jnp.ones(N, jnp.float32))
+    (forward,) = custom_calls(
+        traced.lower(lowering_platforms=("cuda",)).as_text(), _ffi.FORWARD_TARGET
+    )
+    hulls = f"tensor<{B}x16x2xi32>, tensor<{B}x40x2xi32>"  # of every batch element
+    assert f"{capture}, tensor<1x4xf32>, {hulls}, " in forward
+
+
+_MASK_SHAPES = [
+    (2, 3, 70, 45), (1, 1, 64, 96), (2, 1, 1, 45), (1, 3, 70, 1), (1, 3, 21, 300), (1, 1, 320, 304),
+    (2, 2, 259, 700),
+]  # fmt: skip
+
+
+def _random_mask(shape):
+    """With parts that are visible and parts that are hidden as a whole."""
+    rng = np.random.default_rng(0)
+    mask = rng.random(shape) < 0.1
+    mask[..., 64:192, :128] = True
+    for low, high in ((5, 9), (192, 256)):  # rows, then keys, if there are as many
+        mask[0, :, low:high] = False
+        mask[-1, ..., 2 * low : 2 * high] = False
+    return mask
+
+
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+@pytest.mark.parametrize("shape", _MASK_SHAPES[:5])
+def test_masks_as_the_kernels_read_them(shape, pass_):
+    """Every bit of a word is that of its element."""
+    mask = _random_mask(shape)
+    q_len, kv_len = 70 if shape[2] == 1 else shape[2], 45 if shape[3] == 1 else shape[3]
+    own = _dense_mask.own_type(mask, pass_)
+    words = mask_values.packed(mask, pass_).reshape(shape[0], *own.shape)
+    packed = _dense_mask.packed_axis(mask, pass_)
+    assert own.dtype == words.dtype == (jnp.bool_ if packed is None else jnp.uint32)
+    predicate = _scores.dense_predicate(_dense_mask.axes(mask), own, packed)
+
+    def visible(words, h, q, kv):
+        distance = q - kv
+        (visible,) = jaxpr_as_fun(predicate.jaxpr)(
+            jnp.float32(2.0), jnp.int32(0), h, q, kv, distance, words
+        )
+        return visible
+
+    h, q, kv = jnp.meshgrid(*map(jnp.arange, (3, q_len, kv_len)), indexing="ij")
+    elements = jax.vmap(visible, (None, 0, 0, 0))
+    for batch in range(shape[0]):
+        shown = elements(words[batch], *(jnp.ravel(i).astype(jnp.int32) for i in (h, q, kv)))
+        expected = np.broadcast_to(mask[batch], h.shape)
+        np.testing.assert_array_equal(shown.reshape(h.shape), expected)
+
+
+def _blocks_of(mask, axis):
+    """Lists of the blocks of 64 along an axis of a mask (T, S), each with all of the other axis."""
+    return [np.take(mask, range(i, min(i + 64, mask.shape[axis])), axis)
+            for i in range(0, mask.shape[axis], 64)]  # fmt: skip
+
+
+def _check_shown(shown, mask, q_len, kv_len):
+    """Hulls hold what is visible, are no wider than blocks, and what lies inside is so."""
+    q_blocks, kv_blocks = (-(-n // 64) for n in (q_len, kv_len))
+    lead = mask.shape[:2]
+    assert [x.shape for x in shown] == [
+        (*lead, q_len, 2), (*lead, kv_len, 2), (*lead, q_blocks, 4), (*lead, kv_blocks, 4),
+        (*lead, q_blocks, -(-kv_blocks // 32), 2), (*lead, kv_blocks, -(-q_blocks // 32), 2),
+    ]  # fmt: skip
+    full = np.broadcast_to(mask, (*lead, q_len, kv_len))
+    for index in np.ndindex(lead):
+        sides = (full[index], *(x[index] for x in shown[::2])), (
+            full[index].T, *(x[index] for x in shown[1::2]),
+        )  # fmt: skip
+        for of_side, hulls, inside, visits in sides:
+            blocks = _blocks_of(of_side, 0)
+            for number, block in enumerate(blocks):
+                seen = [part.any() for part in _blocks_of(block, 1)]
+                whole = [part.all() for part in _blocks_of(block, 1)]
+                for words, expected in zip(visits[number].T, (seen, whole), strict=True):
+                    bits = [int(words[i // 32]) >> i % 32 & 1 for i in range(len(expected))]
+                    assert bits == expected
+                first = seen.index(True) if any(seen) else 0
+                last = len(seen) - seen[::-1].index(True) if any(seen) else 0
+                hull = [64 * first, min(64 * last, of_side.shape[1])]
+                for row, interval in zip(block, hulls[64 * number : 64 * number + 64], strict=True):
+                    np.testing.assert_array_equal(interval, hull if row.any() else [0, 0])
+                begin, end, gap_begin, gap_end = (int(x) for x in inside[number])
+                assert -(-(end - begin) // 64) == _longest(whole)
+                assert block[:, begin:end].all()
+                assert not block[:, gap_begin:gap_end].any()
+                if any(seen):
+                    hidden = [not x for x in seen[first:last]]
+                    assert max(gap_end - gap_begin, 0) == 64 * _longest(hidden)
+                else:
+                    assert gap_begin == 0
+                    assert gap_end >= of_side.shape[1]
+
+
+def _longest(flags):
+    """Of runs of true ones."""
+    best = run = 0
+    for flag in flags:
+        run = run + 1 if flag else 0
+        best = max(best, run)
+    return best
+
+
+@pytest.mark.parametrize("shape", _MASK_SHAPES)
+def test_what_masks_show(shape):
+    mask = _random_mask(shape)
+    q_len, kv_len = 70 if shape[2] == 1 else shape[2], 45 if shape[3] == 1 else shape[3]
+    spec, operands = _mask_operands(mask, q_len, kv_len)
+    (shown,) = _ranges.of_dense_mask(operands)
+    _check_shown([np.asarray(x) for x in shown], mask, q_len, kv_len)
+    ranges = _ranges.of_call(spec, operands, shown)
+    assert ranges is not None
+    seen = np.broadcast_to(mask.any(1), (shape[0], q_len, kv_len))
+    if max(q_len, kv_len) <= 96:
+        np.testing.assert_array_equal(ranges.keys_of_row, mask_values.hulls(seen))
+        np.testing.assert_array_equal(ranges.rows_of_key, mask_values.hulls(seen.mT))
+
+
+def _mask_operands(mask, q_len, kv_len):
+    q, k = (jnp.zeros((mask.shape[0], n, mask.shape[1], 8), jnp.float32) for n in (q_len, kv_len))
+    options = dict(_api.DEFAULTS)
+    del options["score_mod"]
+    return _spec.make(q, k, k, None, mask, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+@pytest.mark.parametrize("shape", _MASK_SHAPES)
+def test_masks_are_read_on_the_gpu(shape, pass_):
+    mask = _random_mask(shape)
+    q_len, kv_len = 70 if shape[2] == 1 else shape[2], 45 if shape[3] == 1 else shape[3]
+    read = jax.jit(lambda mask: _kernels.read_mask(mask, pass_, q_len, kv_len))(mask)
+    words = mask_values.packed(mask, pass_)
+    np.testing.assert_array_equal(read.elements, words.reshape(read.elements.shape))
+    sees, is_seen = mask.any(-1), mask.any((1, 2))
+    np.testing.assert_array_equal(read.sees, np.broadcast_to(sees, (*sees.shape[:-1], q_len)))
+    np.testing.assert_array_equal(read.is_seen, np.broadcast_to(is_seen, (len(mask), kv_len)))
+    _check_shown([np.asarray(x) for x in read.shown], mask, q_len, kv_len)
+
+
 # ---- Several devices -----------------------------------------------------------------------------
 
 
@@ -156,7 +325,7 @@ def test_arrays_are_read_where_they_lie(shape, spec, part):
         query, key, zeros(shape, jnp.bool_, spec)
     )
     text = traced.lower(lowering_platforms=("cuda",)).compile().as_text()
-    (call,) = (x for x in text.splitlines() if "custom-call(" in x and _ffi.DENSE_MASK_TARGET in x)
+    (call,) = compiled_custom_calls(text, _ffi.DENSE_MASK_TARGET)
     words = part.rsplit(",", 2)[0] + ",1,64,4"
     assert f"u32[{words}]" in call
     assert "all-gather" not in text
@@ -185,7 +354,7 @@ def test_ranges_are_made_where_they_lie(name):
     both = name == "segments and array"
     summary = _ffi.SEGMENT_RANGES_TARGET if name == "segments" else _ffi.RANGE_SUMMARY_TARGET
     for target in (summary, _ffi.SEGMENT_MATCHES_TARGET) if both else (summary,):
-        (call,) = (x for x in text.splitlines() if f'"{target}"' in x)
+        (call,) = compiled_custom_calls(text, target)
         assert "s32[2,64,2]" in call
         if target == summary:
             assert "s32[2,1,6]" in call
@@ -216,7 +385,7 @@ def test_visits_are_split(lead, spec):
     text = text.compile().as_text()
     visits = f"s32[{2 if lead[0] == 4 else 1},32,1,2]"
     for target in (_ffi.RANGE_SUMMARY_TARGET, _ffi.FORWARD_TARGET, _ffi.BACKWARD_TARGET):
-        calls = [x for x in text.splitlines() if f'"{target}"' in x]
+        calls = compiled_custom_calls(text, target)
         assert calls
         for call in calls:
             _, operands = call.split("operand_layout_constraints=")
@@ -277,7 +446,7 @@ def test_vmap_of_summaries():
         of_one = jax.vmap(lambda x: _kernels._summarised(intervals._replace(keys_of_row=x)))
         return jax.jit(of_one).trace(keys).lower(lowering_platforms=("cuda",)).as_text()
 
-    (call,) = (x for x in lowered(keys).splitlines() if f"@{_ffi.RANGE_SUMMARY_TARGET}" in x)
+    (call,) = custom_calls(lowered(keys), _ffi.RANGE_SUMMARY_TARGET)
     assert "tensor<2x3x128x2xi32>, tensor<2x3x70x2xi32>, tensor<2x3x128xi1>" in call
     assert "tensor<2x3x2x6xi32>" in call
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxflash
 from jaxflash import _api, _derivatives, _ffi, _ranges, masks
-from jaxprs import custom_calls, equations
+from jaxprs import compiled_custom_calls, custom_calls, equations
 from marks import needs_kernels
 from meshes import cpu_mesh
 from small_calls import (
@@ -269,5 +269,5 @@ def test_plans_are_made_where_they_lie():
         return jaxflash.dot_product_attention(x, x, x, mask=mask, implementation="cuda")
 
     text = jax.jit(attend).trace(x, limits).lower(lowering_platforms=("cuda",)).compile().as_text()
-    (call,) = (x for x in text.splitlines() if f'"{_ffi.PREDICATE_TARGET}"' in x)
+    (call,) = compiled_custom_calls(text, _ffi.PREDICATE_TARGET)
     assert f"s32[2,{N},70,2]" in call
