@@ -108,6 +108,25 @@ def _buckets(score, b, h, q, kv, table):
     return score + table[h, bucket]
 
 
+def _clipped_take(score, b, h, q, kv, table):
+    """Negative indices are clipped to 0, where indexing counts them from the end."""
+    return score + jnp.take(table, q - kv, mode="clip")
+
+
+def _times(score, b, h, q, kv, query_times, key_times):
+    """Their differences are small, they are larger than what float32 holds."""
+    return score - 0.01 * jnp.abs(query_times[q] // 4 - key_times[kv] // 4)
+
+
+def _times_as_floats(score, b, h, q, kv, query_times, key_times):
+    """The same of floats, which are rounded once they are scaled."""
+    return score - 0.7 * (query_times[q] - key_times[kv])
+
+
+def _squared_distance(score, b, h, q, kv):
+    return score - 1e-3 * (q - kv) ** 2 + 1e-5 * (q - kv) ** 3
+
+
 def _documents(score, b, h, q, kv, query_ids, key_ids):
     return jnp.where(query_ids[b, q] == key_ids[b, kv], score, -jnp.inf)
 
@@ -209,6 +228,13 @@ def _per_head_and_arrays(sizes, rng):
     }
 
 
+def _times_of(sizes, rng, first):
+    return {
+        "query_times": first + np.sort(_integers(rng, 0, 500, sizes.q_len)),
+        "key_times": first + np.sort(_integers(rng, 0, 500, sizes.kv_len)),
+    }
+
+
 def _ids(sizes, rng):
     return {
         "query_ids": np.sort(_integers(rng, 0, 4, sizes.batch, sizes.q_len)),
@@ -243,6 +269,13 @@ SCORE_MODS = {
         ),
         _row(_few_distances, lambda s, r: {"table": _normal(r, s.heads, 45, dtype="bfloat16")}),
         _row(_buckets, lambda s, r: {"table": _normal(r, s.heads, 10, dtype="float16")}),
+        _row(_clipped_take, lambda s, r: {"table": _normal(r, 9)}),
+        _row(_times, lambda s, r: _times_of(s, r, 1_700_000_000)),
+        _row(
+            _times_as_floats,
+            lambda s, r: {k: x.astype(np.float32) for k, x in _times_of(s, r, 131_072).items()},
+        ),
+        _row(_squared_distance),
         _row(_documents, _ids),
         _row(_documents_finite, _ids),
         _row(

@@ -241,7 +241,7 @@ def test_indices_of_ragged_tiles_are_safe(compiled, name):
 def test_loads_along_diagonals(compiled):
     """Whose elements share them, and whose indices are the distance but for what heads know."""
     _, programs = compiled
-    distances = {"distances", "distances-of-batch", "few-distances"}
+    distances = {"distances", "distances-of-batch", "few-distances", "clipped-take"}
     sources = {name: printed.source for name, (_, printed, _) in programs.items()}
     assert {x for x, text in sources.items() if "kHasDiagonals = true" in text} == distances
     sharing = {x for x, text in sources.items() if "kSharesDiagonals = true" in text}
@@ -553,7 +553,7 @@ extern "C" void accumulate_NUMBER(int64_t points, const jaxflash::Captures* capt
 #undef P
 """
 _SUMMED = {"distances": False, "distances-of-batch": False, "few-distances": False,
-           "relative-table": True, "buckets": True}  # fmt: skip
+           "relative-table": True, "buckets": True, "clipped-take": False}  # fmt: skip
 
 
 def test_sums_along_diagonals(tmp_path):
@@ -867,6 +867,16 @@ def test_differences_of_positions_are_not_converted_element_by_element():
     printed = cuda.print_program(program, distance_is_difference=False)
     assert _operations(printed) == ["x + x", "fabsf(x)", *expected[1:]]
     assert printed.exact_length == 2**24
+
+
+def test_sums_of_what_rows_and_columns_add_are_not_kept_together():
+    """Differences are: they may be small where both are large."""
+    a, b = (jnp.ones(64, jnp.float32) for _ in range(2))
+    printed, _ = _printed(lambda s, _, h, q, kv: s + (a[q] + b[kv]))
+    assert _operations(printed) == ["x + x", "fmaf(x, s, x)"]
+    printed, _ = _printed(lambda s, _, h, q, kv: s + (a[q] - b[kv]))
+    assert _operations(printed)[0] in ("x - x", "x + x", "fmaf(-1.f, x, x)")
+    assert len(_operations(printed)) == 3
 
 
 def test_dense_bias_is_one_load_and_one_fma():

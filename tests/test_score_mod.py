@@ -308,6 +308,46 @@ def test_complex_captures(x64, whole):
 
 
 @needs_kernels
+@pytest.mark.parametrize(
+    ("dtype", "size"), [("int8", 1000), ("uint8", 1000), ("int16", 40000), ("uint16", 70000)]
+)
+def test_indices_read_from_narrow_captures(dtype, size):
+    """Which hold all that is read, but not the end of the array that it is read with."""
+    numbers = jnp.asarray(np.random.default_rng(0).integers(0, 100, S), dtype)
+
+    def value_and_gradient(attention, qkv, table):
+        def loss(table):
+            return _loss(attention, table, qkv, lambda x: lambda s, b, h, q, kv: s + x[numbers[kv]])
+
+        return jax.value_and_grad(loss)(table)
+
+    assert_equal(value_and_gradient, random_qkv(), jnp.sin(jnp.arange(size, dtype=jnp.float32)))
+
+
+@pytest.fixture
+def arrays_as_literals():
+    jax.config.update("jax_use_simplified_jaxpr_constants", True)
+    yield
+    jax.config.update("jax_use_simplified_jaxpr_constants", False)
+
+
+@pytest.mark.usefixtures("arrays_as_literals")
+def test_arrays_that_are_literals_tell_programs_apart():
+    """What JAX shows of large ones is their ends."""
+
+    def gradient(attention, table):
+        def loss(qkv):
+            return jnp.sum(attention(*qkv, score_mod=lambda s, b, h, q, kv: s + table[50 * kv + q]))
+
+        return jax.grad(loss)(random_qkv())
+
+    table = jnp.sin(jnp.arange(3000, dtype=jnp.float32))
+    for array in (table, table.at[500:700].add(1.0)):
+        ours, theirs = (gradient(attention, array) for attention in ATTENTIONS)
+        for x, y in zip(ours, theirs, strict=True):
+            np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5)
+
+
 def test_more_captures_than_kernels_take():
     arrays = [jnp.full(N, float(i)) for i in range(9)]
 
@@ -424,6 +464,27 @@ def test_extreme_caps(cap):
 
         return jax.value_and_grad(loss)(qkv)
 
+    assert_equal(gradients, random_qkv())
+
+
+@pytest.mark.parametrize(
+    "factor", [jnp.log, jax.lax.rsqrt, lambda x: 1.0 / x], ids=["log", "rsqrt", "reciprocal"]
+)
+def test_gradients_are_finite_where_a_hidden_factor_is_not(factor):
+    """Of a function that is linear in the score: its derivative is the factor."""
+
+    def gradients(attention, qkv):
+        def loss(qkv):
+            def score_mod(score, b, h, q, kv):
+                return score * factor((q - kv + 1).astype(jnp.float32))
+
+            return jnp.sum(jnp.sin(attention(*qkv, score_mod=score_mod, is_causal=True)))
+
+        gradient = jax.grad(loss)
+        return gradient(qkv), jax.jvp(gradient, (qkv,), (qkv,))[1]
+
+    for x in jax.tree.leaves(jax.jit(gradients, static_argnums=0)(ATTENTIONS[0], random_qkv())):
+        assert np.isfinite(x).all()
     assert_equal(gradients, random_qkv())
 
 
