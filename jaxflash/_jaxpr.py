@@ -39,11 +39,11 @@ def is_literal(atom) -> TypeGuard[core.Literal]:
 
 def traced(function: Callable, types) -> core.ClosedJaxpr:
     types = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in types]
-    with _outside_of_explicit_meshes():
+    with outside_of_explicit_meshes():
         return jax.make_jaxpr(function)(*types)
 
 
-def _outside_of_explicit_meshes() -> contextlib.AbstractContextManager:
+def outside_of_explicit_meshes() -> contextlib.AbstractContextManager:
     """Where what a function makes is of the types of its arguments, which have no mesh, and where
     the branches and loops that it holds can be evaluated on any."""
     axis_types = get_abstract_mesh().axis_types

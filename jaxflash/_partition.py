@@ -110,13 +110,15 @@ def _on_explicit_mesh(kernel: Pass, mesh, operands) -> tuple:
     def call(*operands):
         return _summed(kernel, split, broadcasts, sharded(kernel)(*kernel.of_device(operands)))
 
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    # By default all but those that a `jax.vmap` maps, which JAX does not name.
+    axes = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    explicit = {name for name, kind in axes.items() if kind == AxisType.Explicit}
     mapped = jax.shard_map(
         call,
         mesh=mesh,
         in_specs=tuple(s.spec for s in operand_shardings),
         out_specs=tuple(s.spec for s in result_shardings),
-        axis_names={name for name, kind in kinds if kind == AxisType.Explicit},
+        axis_names=set() if len(explicit) == len(axes) else explicit,
         check_vma=False,
     )
     results = mapped(*map(reshard, operands, operand_shardings))

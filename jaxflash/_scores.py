@@ -210,7 +210,13 @@ def _reshaped(x, shape):
     shape = tuple(shape)
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(shape, x.dtype)
-    return x if x.shape == shape else x.reshape(shape)
+    if x.shape == shape:
+        return x
+    if isinstance(x, jax.core.Tracer):
+        return x.reshape(shape)
+    # The mesh of the other operands has no devices that an array of one could be computed with.
+    with _jaxpr.outside_of_explicit_meshes():
+        return x.reshape(shape)
 
 
 @dataclasses.dataclass(frozen=True)

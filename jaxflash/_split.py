@@ -62,7 +62,9 @@ def of(mesh, result, key, groups: tuple[int, int], automatic_devices: int | None
     for part in heads:
         names = tuple(name for name in names_of(part) if name not in taken)
         shards = math.prod(mesh.shape[name] for name in names)
-        if shards > 1 and kv_heads % shards == 0:
+        if shards == 1:
+            continue
+        if kv_heads % shards == 0:
             return Split(mesh, batch, names, ())
         # More devices than key heads: each takes some query heads of one key head. Not inside
         # shard_map, where a sum could not name the devices.
