@@ -571,3 +571,10 @@ def assert_same_bits(x, y, what: str = "") -> None:
         assert a.tobytes() == b.tobytes(), (
             f"not the same bits in {what}: {int((a != b).sum())} of {a.size} elements differ"
         )
+
+
+def assert_close(actual, expected) -> None:
+    """Trees of results in float32."""
+    for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert x.shape == y.shape
+        np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5)

@@ -10,6 +10,7 @@ import numpy as np
 
 import jaxflash
 import mask_values
+from check import assert_close
 from mask_values import MASK_VALUES
 from score_mods import Sizes
 
@@ -28,8 +29,7 @@ def random_qkv(seed=0, q_len=T, kv_len=S, dtype=np.float32):
 def assert_equal(transformed, *arguments):
     """A function of the attention to call, with ours and with the reference."""
     ours, theirs = (jax.jit(functools.partial(transformed, f))(*arguments) for f in ATTENTIONS)
-    for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5)
+    assert_close(ours, theirs)
 
 
 # ---- Masks ---------------------------------------------------------------------------------------
