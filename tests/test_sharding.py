@@ -228,6 +228,53 @@ def test_explicit_mesh_of_the_arguments(options):
     assert_close(run(jaxflash.dot_product_attention, placed), run(dense, qkv))
 
 
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize("options", _ON_A_MESH.values(), ids=_ON_A_MESH)
+def test_explicit_mesh_of_the_arguments_without_jit(options):
+    """Beside arrays of one device, which are not on the mesh."""
+    qkv = random_qkv(8)
+    placed = _sharded(qkv, _explicit_mesh(), *((("h", None, "b"),) * 3))
+    options = jax.tree.map(jnp.asarray, options) if "bias" in options else options
+    assert_close(jaxflash.dot_product_attention(*placed, **options), dense(*qkv, **options))
+
+
+def _gradients_on_an_explicit_mesh(path, qkv, *specs, mapped=False):
+    """On the kernels' path only whether the program compiles; theirs is of no use on CPUs."""
+    mesh = _explicit_mesh()
+    placed = _sharded(qkv, mesh, *specs)
+
+    def loss_of(attend):
+        if not mapped:
+            return uneven_loss(attend)
+        return uneven_loss(
+            lambda *qkv, **options: jax.vmap(functools.partial(attend, **options))(*qkv)
+        )
+
+    loss = loss_of(functools.partial(jaxflash.dot_product_attention, implementation=path))
+    with jax.set_mesh(mesh):
+        program = _compiled(loss, path, placed)
+        if path == "cuda":
+            return
+        actual = program(*placed)
+    assert_close(actual, jax.grad(loss_of(dense), (0, 1, 2))(*qkv))
+
+
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize("path", ["xla", pytest.param("cuda", marks=needs_kernels)])
+@pytest.mark.parametrize("specs", [(("b",),) * 3, (("b", None, "h"), ("b",), ("b",))])
+def test_one_key_head_on_an_explicit_mesh(path, specs):
+    query, key, value = random_qkv(8)
+    _gradients_on_an_explicit_mesh(path, (query, key[:, :, :1], value[:, :, :1]), *specs)
+
+
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize("path", ["xla", pytest.param("cuda", marks=needs_kernels)])
+def test_vmap_of_a_split_axis_on_an_explicit_mesh(path):
+    """Whose heads are split, too."""
+    specs = (("h", None, "b"),) * 3
+    _gradients_on_an_explicit_mesh(path, random_qkv(8), *specs, mapped=True)
+
+
 # How the operand is split that alone is on the mesh.
 _ALONE = {
     "query": ("b", None, "h"),
