@@ -186,13 +186,13 @@ def _calls(arguments: argparse.Namespace) -> list[_check.Call]:
             precision=arguments.precision,
             deterministic_backward=arguments.deterministic_backward,
         )
-        reasons = call.check()
         memory = _check.memory()
         if memory is not None and call.operand_bytes > memory:
             raise ValueError(
-                f"query, key, value and output would take {call.operand_bytes / 2**30:.1f} GiB, of "
+                f"the arrays of the call would take {call.operand_bytes / 2**30:.1f} GiB, of "
                 f"{memory / 2**30:.1f} GiB that there are"
             )
+        reasons = call.check()
         if arguments.implementation == "cuda":
             reasons = (*reasons, *_support.reasons_against_machine())
         if reasons and arguments.implementation == "cuda":
@@ -236,10 +236,16 @@ def _environment() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "machine": platform.platform(),
+        "variables": {n: v for n, v in sorted(os.environ.items()) if n.startswith(variables)},
+    }
+
+
+def _backend() -> dict[str, Any]:
+    """What JAX runs on; raises whatever JAX does where nothing can be run."""
+    return {
         "backend": jax.default_backend(),
         "devices": [device.device_kind for device in jax.devices()],
         "client": " ".join(jax.devices()[0].client.platform_version.split()),
-        "variables": {n: v for n, v in sorted(os.environ.items()) if n.startswith(variables)},
     }
 
 
@@ -417,8 +423,38 @@ def _plot(times: list[dict[str, Any]], device: str, file: Path) -> None:
 # ---- The run -------------------------------------------------------------------------------------
 
 
-def _run(arguments: argparse.Namespace, calls: list[_check.Call], out: _Plain) -> dict[str, Any]:
+def _without_backend(error: Exception, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The report where JAX has nothing to run on, and nothing more can be asked of it."""
     config, environment = _config.config(), _environment()
+    said = " ".join(str(error).split()) or type(error).__name__
+    platforms = environment["variables"].get("JAX_PLATFORMS")
+    problem = f"JAX does not start{f' with JAX_PLATFORMS={platforms}' if platforms else ''}: {said}"
+    if arguments.json != "-":
+        _print_installation(_Plain(), config, environment)
+        print(f"problem: {problem}")
+    return {
+        "config": dataclasses.asdict(config),
+        "environment": environment,
+        "problems": [problem],
+        "self_test": [],
+        "times": [],
+        "passed": False,
+    }
+
+
+def _print_installation(out: _Plain, config: _config.Config, environment: dict[str, Any]) -> None:
+    out.print(str(config))
+    out.print(f"  python    {environment['python']}, {environment['machine']}")
+    if "backend" in environment:
+        kinds = environment["devices"]
+        out.print(f"  backend   {environment['backend']}: {len(kinds)} x {kinds[0]}")
+    for name, value in environment["variables"].items():
+        out.print(f"  {name}={value}")
+    out.print()
+
+
+def _run(arguments: argparse.Namespace, calls: list[_check.Call], out: _Plain) -> dict[str, Any]:
+    config, environment = _config.config(), {**_environment(), **_backend()}
     passes = _check.PASSES if arguments.backward else _check.PASSES[:1]
     tests = _check.SELF_TEST if arguments.self_test else {}
     report: dict[str, Any] = {
@@ -430,13 +466,7 @@ def _run(arguments: argparse.Namespace, calls: list[_check.Call], out: _Plain) -
     }
     text = arguments.json != "-"
     if text:
-        out.print(str(config))
-        out.print(f"  python    {environment['python']}, {environment['machine']}")
-        kinds = environment["devices"]
-        out.print(f"  backend   {environment['backend']}: {len(kinds)} x {kinds[0]}")
-        for name, value in environment["variables"].items():
-            out.print(f"  {name}={value}")
-        out.print()
+        _print_installation(out, config, environment)
     with out.progress(len(tests) + 1 + len(calls) * len(passes)) as step:
         for name in tests:
             step(f"self-test: {name}")
@@ -479,23 +509,37 @@ def _written(parser: argparse.ArgumentParser, file: str | Path) -> Iterator[None
         parser.exit(1, f"{parser.prog}: error: cannot write {file}: {error.strerror}\n")
 
 
+def _write_json(
+    parser: argparse.ArgumentParser, arguments: argparse.Namespace, report: dict[str, Any]
+) -> None:
+    if arguments.json == "-":
+        print(_json(report))
+    elif arguments.json:
+        with _written(parser, arguments.json):
+            Path(arguments.json).write_text(_json(report) + "\n")
+
+
 def main() -> int:
     """Runs the command; the exit status is 1 if something is wrong with the results."""
     parser = _parser()
     arguments = parser.parse_args()
     try:
         _check_outputs(arguments)
+    except ValueError as error:
+        parser.error(str(error))
+    try:
+        _backend()
+    except Exception as error:  # an AssertionError, too
+        _write_json(parser, arguments, _without_backend(error, arguments))
+        return 1
+    try:
         calls = _calls(arguments)
     except ValueError as error:
         parser.error(str(error))
     pretty = importlib.util.find_spec("rich") is not None
     with jax.disable_jit(False):  # it measures compiled programs
         report = _run(arguments, calls, _Rich() if pretty else _Plain())
-    if arguments.json == "-":
-        print(_json(report))
-    elif arguments.json:
-        with _written(parser, arguments.json):
-            Path(arguments.json).write_text(_json(report) + "\n")
+    _write_json(parser, arguments, report)
     if arguments.plot:
         with _written(parser, arguments.plot):
             _plot(report["times"], report["environment"]["devices"][0], arguments.plot)

@@ -21,10 +21,24 @@ def array(name: str, x: Any) -> jax.Array:
         return typing.cast(jax.Array, x)
     if x is None:
         raise ValueError(f"{name} must be an array, got None")
+    _check_is_not_cut_off(name, x)
     try:
         return jnp.asarray(x)
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{name} must be an array, got {type(x).__name__}: {error}") from error
+
+
+def _check_is_not_cut_off(name: str, x: Any) -> None:
+    """JAX takes the lower 32 bits of NumPy's integers of 64, without a word: of ids, for example,
+    different ones would become the same."""
+    if not isinstance(x, np.ndarray | np.integer) or x.dtype not in (np.int64, np.uint64):
+        return
+    limits = np.iinfo(jax.dtypes.canonicalize_dtype(x.dtype))
+    if x.size > 0 and not (limits.min <= x.min() and x.max() <= limits.max):
+        raise ValueError(
+            f"{name} must lie in {limits.dtype} unless jax_enable_x64 is set, got {x.dtype} from "
+            f"{x.min()} to {x.max()}"
+        )
 
 
 def unwrapped(x: Any) -> Any:

@@ -90,9 +90,16 @@ class Call:
 
     @property
     def operand_bytes(self) -> int:
-        """Of query, key, value and output."""
-        shapes = (*self.qkv_shapes, self.out_shape)
-        return jnp.dtype(self.dtype).itemsize * sum(map(math.prod, shapes))
+        """Of query, key, value and output, a bias and a mask."""
+        shapes = [*self.qkv_shapes, self.out_shape]
+        if self.bias is not None:
+            shapes.append(self._shape_of_axes(self.bias))
+        of_mask = 0 if self.mask is None else math.prod(self._shape_of_axes(self.mask))
+        return jnp.dtype(self.dtype).itemsize * sum(map(math.prod, shapes)) + of_mask
+
+    def _shape_of_axes(self, axes: str) -> tuple[int, ...]:
+        sizes = {"B": self.batch, "N": self.q_heads, "T": self.q_len, "S": self.kv_len, "1": 1}
+        return tuple(sizes[letter] for letter in axes.rjust(4, "1"))
 
     @property
     def logits_bytes(self) -> int:
@@ -118,14 +125,13 @@ class Call:
     @functools.lru_cache(maxsize=1)  # noqa: B019  asked for several times, and may be large
     def arrays(self) -> dict[str, Any]:
         """The options that are arrays, by their names in the op."""
-        sizes = {"B": self.batch, "N": self.q_heads, "T": self.q_len, "S": self.kv_len, "1": 1}
         random = np.random.default_rng(0)
         arrays: dict[str, Any] = {}
         if self.bias is not None:
-            shape = [sizes[letter] for letter in self.bias.rjust(4, "1")]
+            shape = self._shape_of_axes(self.bias)
             arrays["bias"] = random.standard_normal(shape, np.float32).astype(self.dtype)
         if self.mask is not None:
-            shape = [sizes[letter] for letter in self.mask.rjust(4, "1")]
+            shape = self._shape_of_axes(self.mask)
             arrays["mask"] = random.random(shape, np.float32) < 0.5
         if self.query_lengths is not None:
             arrays["query_seq_lengths"] = np.array(self.query_lengths, np.int32)

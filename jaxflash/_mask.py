@@ -80,11 +80,12 @@ def _registered(*data: str):
 # ---- The values ----------------------------------------------------------------------------------
 
 # Their fields are checked by the functions that make them, not here: JAX puts all kinds of objects
-# into a pytree.
+# into a pytree. Masks without arrays are equal where they mean the same, so that they can be static
+# arguments; those with arrays only where they are the same object.
 
 
 @_registered()
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class Window(Mask):
     """Keys from ``left`` before to ``right`` after a query's position; None is no limit."""
 
@@ -141,19 +142,19 @@ class Function(Mask):
 
 
 @_registered("terms")
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class And(Mask):
     terms: tuple[Mask, ...]
 
 
 @_registered("terms")
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class Or(Mask):
     terms: tuple[Mask, ...]
 
 
 @_registered("of")
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class Not(Mask):
     of: Mask
 
@@ -288,6 +289,8 @@ def intervals(begin: ArrayLike, end: ArrayLike, of: Literal["query", "key"] = "q
         name = f"masks.intervals: {name}"
         if isinstance(x, int):  # of any size
             x = max(-INT32_MAX, min(x, INT32_MAX))
+        elif isinstance(x, np.ndarray | np.integer) and np.issubdtype(x.dtype, np.integer):
+            x = np.clip(x, -INT32_MAX, INT32_MAX).astype(np.int32)
         x = _arguments.array(name, x)
         if not jnp.issubdtype(x.dtype, jnp.integer):
             raise ValueError(f"{name} must have an integer dtype, got {x.dtype}")

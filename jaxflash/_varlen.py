@@ -13,6 +13,8 @@ from jaxflash import _derivatives, _ranges, _scores, _sharding, _spec
 from jaxflash._api import CausalAlignment, Implementation, PackedOptions, Window, choose_path
 from jaxflash._arguments import array, flag
 
+_FEW_BOUNDARIES = 2048  # which are compared with one another
+
 
 @overload
 def varlen_attention(
@@ -88,7 +90,9 @@ def varlen_attention(
       key: ``(key tokens, K, H)``, where ``K`` divides ``N``.
       value: ``(key tokens, K, h)``.
       cu_seqlens_q: int32 ``(n + 1,)``, ascending from 0: sequence ``i`` has the queries
-        ``cu_seqlens_q[i]`` up to, but excluding, ``cu_seqlens_q[i + 1]``. It may be empty.
+        ``cu_seqlens_q[i]`` up to, but excluding, ``cu_seqlens_q[i + 1]``. It may be empty. Entries
+        are clipped to the number of tokens; one that is less than those before counts as the
+        largest of them.
       cu_seqlens_kv: int32 ``(n + 1,)``, the same for keys and values. With ``alibi_slopes``, or a
         ``score_mod`` that reads at ``q - kv``, faster where it is the same object as
         ``cu_seqlens_q``.
@@ -135,8 +139,11 @@ def varlen_attention(
                 f"{name} must be packed, (tokens, heads, head_size), got shape {x.shape}"
             )
     is_shared = cu_seqlens_kv is cu_seqlens_q
-    cu_seqlens_q = _boundaries("cu_seqlens_q", cu_seqlens_q)
-    cu_seqlens_kv = cu_seqlens_q if is_shared else _boundaries("cu_seqlens_kv", cu_seqlens_kv)
+    cu_seqlens_q = _boundaries("cu_seqlens_q", cu_seqlens_q, query.shape[0])
+    if is_shared:
+        cu_seqlens_kv = cu_seqlens_q
+    else:
+        cu_seqlens_kv = _boundaries("cu_seqlens_kv", cu_seqlens_kv, key.shape[0])
     if cu_seqlens_q.shape != cu_seqlens_kv.shape:
         raise ValueError(
             "cu_seqlens_kv must have as many entries as cu_seqlens_q "
@@ -189,7 +196,8 @@ def varlen_attention(
     return (out, lse) if return_residual else out
 
 
-def _boundaries(name: str, cu_seqlens) -> jax.Array:
+def _boundaries(name: str, cu_seqlens, tokens: int) -> jax.Array:
+    """Ascending ones, between 0 and the number of tokens."""
     cu_seqlens = array(name, cu_seqlens)
     # A symbolic number (jax.export) is not compared.
     count = cu_seqlens.shape[0] if cu_seqlens.ndim == 1 else 0
@@ -198,7 +206,13 @@ def _boundaries(name: str, cu_seqlens) -> jax.Array:
             f"{name} must be int32 of shape (n + 1,) for n >= 1 sequences, "
             f"got {cu_seqlens.dtype} of shape {cu_seqlens.shape}"
         )
-    return cu_seqlens
+    cu_seqlens = jnp.clip(cu_seqlens, 0, tokens)
+    if isinstance(count, int) and count > _FEW_BOUNDARIES:
+        return jax.lax.cummax(cu_seqlens)
+    # In one kernel, where a scan is several.
+    shape = 2 * cu_seqlens.shape
+    i, j = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
+    return jnp.max(jnp.where(j <= i, jnp.broadcast_to(cu_seqlens, shape), 0), axis=1)
 
 
 def _sequence_of(cu_seqlens, tokens: int, outside: int):
@@ -208,7 +222,7 @@ def _sequence_of(cu_seqlens, tokens: int, outside: int):
         begun = _ranges.ranks(cu_seqlens, token, "right")
     else:
         # The steps of a search would follow from the number of sequences.
-        begins = jnp.zeros(tokens + 1, jnp.int32).at[jnp.clip(cu_seqlens, 0, tokens)].add(1)
+        begins = jnp.zeros(tokens + 1, jnp.int32).at[cu_seqlens].add(1)
         begun = jnp.cumsum(begins)[:tokens]
     sequence = begun - 1
     inside = (sequence >= 0) & (sequence < cu_seqlens.shape[0] - 1)

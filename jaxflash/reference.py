@@ -139,8 +139,11 @@ def varlen_attention(
     return_residual = arguments.pop("return_residual", False)
     score_mod = arguments.pop("score_mod", None)
     # NumPy arrays stay concrete inside `jax.jit`.
-    cu_seqlens_q, cu_seqlens_kv = np.asarray(cu_seqlens_q), np.asarray(cu_seqlens_kv)
-    padding = query.shape[0] - int(cu_seqlens_q[-1])
+    cu_seqlens_q, cu_seqlens_kv = (
+        np.maximum.accumulate(np.clip(np.asarray(edges), 0, x.shape[0]))
+        for edges, x in ((cu_seqlens_q, query), (cu_seqlens_kv, key))
+    )
+    padding = int(cu_seqlens_q[0]), query.shape[0] - int(cu_seqlens_q[-1])
     of_queries, of_keys = (
         [slice(int(begin), int(end)) for begin, end in itertools.pairwise(edges)]
         for edges in (cu_seqlens_q, cu_seqlens_kv)
@@ -156,8 +159,8 @@ def varlen_attention(
 
     results = list(map(one, itertools.count(), of_queries, of_keys))
     outs, lses = zip(*results, strict=True)
-    out = jnp.pad(jnp.concatenate(outs), ((0, padding), (0, 0), (0, 0)))
-    lse = jnp.pad(jnp.concatenate(lses), ((0, padding), (0, 0)), constant_values=-jnp.inf)
+    out = jnp.pad(jnp.concatenate(outs), (padding, (0, 0), (0, 0)))
+    lse = jnp.pad(jnp.concatenate(lses), (padding, (0, 0)), constant_values=-jnp.inf)
     return (out, lse) if return_residual else out
 
 

@@ -201,7 +201,9 @@ def test_json_has_no_nan_and_no_infinity(monkeypatch, capsys, tmp_path, number, 
         (["--kv-heads", "3"], "multiple of the number of key heads"),
         (["--head-size", "0"], "--head-size must be at least 1"),
         (["--heads", "9" * 20], "--heads must be at least 1 and below 2**31"),
-        (["--length", "2000000000", "--heads", "64"], "query, key, value and output would take"),
+        (["--length", "2000000000", "--heads", "64"], "the arrays of the call would take"),
+        (["--length", "4000000", "--bias", "TS"], "the arrays of the call would take"),
+        (["--length", "40000000", "--mask", "TS"], "the arrays of the call would take"),
         (["--window", "1", "2", "3"], "--window takes one side or two"),
         (["--kv-lengths", "1", "2"], "--kv-lengths takes 1 lengths"),
         (["--dropout", "1"], "dropout_rate must lie in [0, 1)"),
@@ -268,14 +270,34 @@ def test_error_on_a_slice_of_rows(monkeypatch):
     assert ours["error"] is None
 
 
+@pytest.mark.parametrize("file", [True, False])
+def test_report_of_a_jax_that_does_not_start(monkeypatch, capsys, tmp_path, file):
+    """When a report of a fault is needed most."""
+
+    def fails():
+        raise RuntimeError("no such backend")
+
+    monkeypatch.setattr(jax, "default_backend", fails)
+    path = tmp_path / "report.json"
+    assert _main(monkeypatch, "--json", *[str(path)] * file) == 1
+    text = capsys.readouterr().out
+    report = json.loads(path.read_text() if file else text)
+    assert len(report["problems"]) == 1
+    assert "no such backend" in report["problems"][0]
+    assert not report["passed"]
+    if file:
+        assert text.startswith(f"jaxflash {jaxflash.__version__}\n")
+        assert text.endswith(f"problem: {report['problems'][0]}\n")
+
+
 def test_gpu_that_jax_does_not_use(monkeypatch):
     config = dataclasses.replace(_config.config(), devices=(_config.Device("a GPU", (9, 0), 1),))
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
-    (problem,) = command._problems(config, command._environment())
+    (problem,) = command._problems(config, {**command._environment(), **command._backend()})
     assert "pip install 'jax[cuda13]'" in problem
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    (problem,) = command._problems(config, command._environment())
+    (problem,) = command._problems(config, {**command._environment(), **command._backend()})
     assert problem.endswith("JAX_PLATFORMS=cpu")
 
 

@@ -89,6 +89,38 @@ def test_values_in_64_bits():
             assert_equal(lambda attention, mask=mask: attention(*random_qkv(), mask=mask))
 
 
+def test_wide_integers_of_numpy_are_not_cut_off():
+    """JAX takes their lower 32 bits: other documents would have the same id."""
+    ids = np.array([7, 7 + 2**32] * (T // 2))
+    query, _, _ = random_qkv()
+    for name, call in {
+        "segment_ids": lambda: jaxflash.dot_product_attention(
+            query, query, query, segment_ids=np.tile(ids, (B, 1))
+        ),
+        "masks.segments: query_ids": lambda: masks.segments(ids),
+        "masks.lengths: query": lambda: masks.lengths(np.int64(2**32 + 3)),
+    }.items():
+        with jax.enable_x64(False), pytest.raises(ValueError, match=f"{name} must lie in int32"):
+            call()
+    for end in (np.int64(2**32), np.full(T, 2**32), np.uint64(2**63)):
+        assert np.asarray(masks.as_array(masks.intervals(0, end), SHAPE)).all()
+
+
+def test_equal_values_without_arrays():
+    """As static arguments and fields of modules, which are compared and hashed."""
+
+    def make():
+        return masks.causal() & ~masks.window(3, None) | masks.window(1, 2, "bottom_right")
+
+    assert make() == make()
+    assert hash(make()) == hash(make())
+    assert masks.window(3, 0) != masks.window(3, 1)
+    assert masks.causal() & masks.window(3, 0) != masks.causal() | masks.window(3, 0)
+    with_array = masks.causal() & masks.dense(np.ones(SHAPE, bool))
+    assert with_array == with_array
+    assert with_array != masks.causal() & masks.dense(np.ones(SHAPE, bool))
+
+
 def test_operators():
     a, b = masks.causal(), masks.lengths(key_value=7)
     array = np.random.default_rng(0).random((T, S)) < 0.5

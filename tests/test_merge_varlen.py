@@ -211,6 +211,32 @@ def test_varlen_is_each_sequence_alone(options):
     _close(run(packed), run(alone), **tolerance)
 
 
+@pytest.mark.parametrize("options", [{}, dict(causal_alignment="bottom_right", is_causal=True)])
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize(
+    "ends",
+    [(0, 30, 10, 41), (5, 2, 60, 41), (-9, 4, 4, 3), (0, 20, -(2**31), 2**31 - 1),
+     (-(2**30) - 5, 2**30 + 5, 2**30 + 6, 2**30 + 7)],
+    ids=["less", "first", "negative", "largest", "far apart"],
+)  # fmt: skip
+def test_boundaries_that_do_not_ascend(ends, shared, options):
+    """They are clipped, then none is less than those before: on all paths the same."""
+    qkv = _normal(41, N, H), _normal(41, K, H, seed=1), _normal(41, K, VALUE, seed=2)
+    ends = np.array(ends, np.int32)
+    meant = np.maximum.accumulate(np.clip(ends, 0, 41))
+
+    def value_and_gradient(attend, ends):
+        def loss(qkv):
+            of_keys = ends if shared else ends.copy()
+            return jnp.sum(jnp.sin(attend(*qkv, ends, of_keys, **options)))
+
+        return jax.value_and_grad(loss)(qkv)
+
+    expected = value_and_gradient(jaxflash.reference.varlen_attention, meant)
+    _close(value_and_gradient(jaxflash.varlen_attention, ends), expected)
+    _close(value_and_gradient(jaxflash.reference.varlen_attention, ends), expected)
+
+
 _SHORT = {
     "as long as the mean": (10, 9, 12, 10, 9),
     "some longer": (16, 0, 13, 16, 5),
