@@ -23,11 +23,14 @@ from jaxflash._passes import Pass
 
 # cuda/problem.h: kMaxBatchAxes.
 _MAX_BATCH_AXES = 8
+# Ops and what they keep alive are of one program and scale each. One that leaves its cache lives as
+# long as a traced, lowered or compiled program has it.
+_MAX_CACHED = 256
 
 # ---- vmap ----------------------------------------------------------------------------------------
 
 
-@functools.cache
+@functools.lru_cache(maxsize=_MAX_CACHED)
 def mapped(kernel: Pass) -> Callable:
     op = jax.custom_batching.custom_vmap(sharded(kernel))
 
@@ -49,7 +52,7 @@ def mapped(kernel: Pass) -> Callable:
     return op
 
 
-@functools.cache
+@functools.lru_cache(maxsize=_MAX_CACHED)
 def over_batch(call: BatchCall) -> Callable:
     @jax.custom_batching.custom_vmap
     def op(*operands):
@@ -157,7 +160,7 @@ def _automatic_devices(operands) -> int | None:
     )
 
 
-@functools.cache
+@functools.lru_cache(maxsize=_MAX_CACHED)
 def _partitioned(
     kernel: Pass, broadcasts, groups: tuple[int, int], automatic_devices: int | None
 ) -> Callable:
@@ -215,7 +218,7 @@ def _summed(kernel: Pass, split: _split.Split, broadcasts, results) -> tuple:
     )
 
 
-@functools.cache
+@functools.lru_cache(maxsize=_MAX_CACHED)
 def _partitioned_over_batch(
     call: BatchCall, broadcasts: tuple[tuple[bool, ...], ...], automatic_devices: int | None
 ) -> Callable:

@@ -2,9 +2,12 @@
 jnp, so that CPU devices run what GPUs would.
 """
 
+import dataclasses
 import functools
+import gc
 import math
 import re
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxflash
-from jaxflash import _ffi, _kernel_program, _partition, _passes, _scores
+from jaxflash import _api, _batch_calls, _ffi, _kernel_program, _partition, _passes, _scores
 from meshes import cpu_mesh
 
 pytestmark = pytest.mark.skipif(not _ffi.extension.kernels, reason="needs the kernels' library")
@@ -95,8 +98,14 @@ def in_jnp(monkeypatch):
     yield
     # What was made for calls of these tests.
     jax.clear_caches()
+    _forget()
+
+
+def _forget() -> None:
+    """As if so many other calls had been made that the caches hold no op of earlier ones."""
     _partition.mapped.cache_clear()
     _partition._partitioned.cache_clear()
+    gc.collect()
 
 
 def _table(s, b, h, q, kv, table):
@@ -236,3 +245,56 @@ def test_captures_on_explicit_meshes(option):
     (call,) = (x for x in text.splitlines() if f'"{_ffi.FORWARD_TARGET}"' in x)
     assert f"f32[{part}]" in call.split("operand_layout_constraints=")[1]
     assert not _gathered(text)
+
+
+@pytest.mark.usefixtures("in_jnp")
+def test_ops_outlive_their_caches():
+    """Between the steps of a call on eight devices."""
+    mesh = cpu_mesh(b=2, h=4)
+    rng = np.random.default_rng(0)
+    shapes = (_B, _T, _N, _H), (_B, _T, _K, _H), _OF_HEADS
+    arrays = [jnp.asarray(rng.standard_normal(x), jnp.float32) for x in shapes]
+    specs = P("b", None, "h"), P("b", None, "h"), P(None, "h")
+    placed = [
+        jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)
+    ]
+
+    def step(implementation, q, k, bias):
+        def loss(q, k, bias):
+            return jnp.sum(jnp.sin(_attend(implementation, "bias", q, k, k, bias)))
+
+        return jax.value_and_grad(loss, (0, 1, 2))(q, k, bias)
+
+    def compiled(function):
+        traced = function.trace(*placed)
+        _forget()
+        lowered = traced.lower(lowering_platforms=("cuda",))
+        _forget()
+        program = lowered.compile()
+        _forget()
+        return program
+
+    expected = jax.jit(functools.partial(step, "xla"))(*arrays)
+    function = jax.jit(functools.partial(step, "cuda"))
+    # Traced; the same again, from JAX's caches; traced by another function.
+    for program in map(compiled, (function, function, jax.jit(functools.partial(step, "cuda")))):
+        for x, y in zip(*map(jax.tree.leaves, (program(*placed), expected)), strict=True):
+            np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5)
+
+
+def test_caches_forget():
+    """Of ever other scales and lengths, whose programs they would keep alive."""
+    spec, _ = _api.described(*3 * (jnp.zeros((1, 8, 1, 8), jnp.float32),))
+    lengths, mask = _passes.Lengths(False, False), _passes.MaskKind()
+    made = []
+    for number in range(300):
+        kernel = _passes.Forward(dataclasses.replace(spec, scale=1.0 + number), lengths, None, mask)
+        _partition.mapped(kernel)
+        _partition._partitioned(kernel, ((False,),) * 3, (1, 1), None)
+        call = _batch_calls.ReadMask(8, 8 + number, packs_keys=True)
+        _partition.over_batch(call)
+        _partition._partitioned_over_batch(call, ((False,),), None)
+        made += map(weakref.ref, (kernel, call))
+    gc.collect()
+    assert made[0]() is None
+    assert made[1]() is None
