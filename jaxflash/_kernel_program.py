@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,7 @@ from jaxflash import _dense_mask, _dropout, _scores
 from jaxflash import _extension as extension
 from jaxflash._dense_mask import DenseMask, Pass
 from jaxflash._printer import CAPTURE_DTYPES, MAX_CAPTURES, NotPrintable
+from jaxflash._printer.request import Request
 from jaxflash._spec import AttentionSpec, Operands
 
 if TYPE_CHECKING:
@@ -158,7 +160,7 @@ def predicate(predicate: _scores.Program) -> KernelPredicate:
     """
     ranks = tuple(len(t.shape) for t in predicate.capture_types)
     _check_count(len(ranks))
-    printed = _printed(_identity(), (predicate,), distance_is_difference=True)
+    printed = _printed(Request(_identity(), (predicate,), distance_is_difference=True))
     if isinstance(printed, NotPrintable):
         raise printed
     return KernelPredicate(printed.source, ranks)
@@ -179,34 +181,32 @@ def _program(
     moving: tuple[int, ...] = (),
     wanted: tuple[int, ...] = (),
 ) -> KernelProgram:
-    program, predicates = _parts(spec, operands, pass_)
-    drops = spec.dropout_rate > 0.0
-    types = [t for x in (program, *predicates) for t in x.capture_types]
-    shapes = [t.shape for t in types]
+    request = _request(spec, operands, pass_, wanted)
+    shapes = [t.shape for t in request.capture_types]
     shapes_of_all = [*shapes, *(shapes[i] for i in moving)]
     if operands.sink is not None:
         shapes_of_all.append(operands.sink.shape)
-    ranks = (*map(len, shapes_of_all), *(1,) * drops)
+    ranks = (*map(len, shapes_of_all), *(1,) * request.drops)
     _check_count(len(ranks), more=", and tangents" if moving else "")
-    sink_dtype = None if operands.sink is None else operands.sink.dtype.name
-    if sink_dtype not in (None, *CAPTURE_DTYPES):
+    if request.sink_dtype not in (None, *CAPTURE_DTYPES):
         raise NotPrintable(
-            f"has a sink of dtype {sink_dtype}; allowed are {', '.join(CAPTURE_DTYPES)}"
+            f"has a sink of dtype {request.sink_dtype}; allowed are {', '.join(CAPTURE_DTYPES)}"
         )
-    of_neighbours = _paired(types, operands)
-    paired = of_neighbours if pass_ == "forward" else ()
+    paired = request.paired if pass_ == "forward" else ()
     paired += tuple(len(shapes) + j for j, i in enumerate(moving) if i in paired)
-    is_difference = not spec.bottom_right
-    starts = () if moving or not _divides_by_scale(spec) else of_neighbours
     mask = operands.mask
     words = pass_ == "forward" and mask is not None
     words = words and _dense_mask.packed_axis(mask, pass_) is not None
     printed = _printed(
-        program, predicates, is_difference, sink_dtype, drops, paired, starts, moving, words,
-        pass_ == "backward", wanted, _sizes(operands, wanted), _storable(operands, wanted),
-        pass_ == "backward" and _sums_batch(spec, operands),
-        pass_ == "backward" and _sums_diagonals(spec, operands),
-    )  # fmt: skip
+        dataclasses.replace(
+            request,
+            paired=paired,
+            starts=() if moving else request.starts,
+            moving=moving,
+            words=words,
+            keys_are_rows=pass_ == "backward",
+        )
+    )
     if isinstance(printed, NotPrintable):
         raise printed
     start = printed.start_capture
@@ -238,25 +238,14 @@ def gradients(
     """
     if spec.program is None:
         return None
-    program, predicates = _parts(spec, operands, "backward")
-    dropout = None
-    if spec.dropout_rate > 0.0:
-        captures = sum(len(x.capture_types) for x in (program, *predicates))
-        dropout = captures + (operands.sink is not None)
+    request = _request(spec, operands, "backward", tuple(wanted))
     lengths = (operands.query.shape[-3], operands.key.shape[-3])
-    is_difference = not spec.bottom_right
-    paired = _paired([t for x in (program, *predicates) for t in x.capture_types], operands)
-    starts = paired if _divides_by_scale(spec) else ()
-    printed = _printed_gradients(
-        program, predicates, tuple(wanted), lengths, is_difference, dropout, paired, starts,
-        _sizes(operands, wanted), _storable(operands, wanted), _sums_batch(spec, operands),
-        _sums_diagonals(spec, operands),
-    )  # fmt: skip
+    printed = _printed_gradients(dataclasses.replace(request, lengths=lengths))
     if isinstance(printed, NotPrintable):
         raise printed
     if not (printed.loads or printed.key_loads):
         return None
-    shapes = [t.shape for x in (program, *predicates) for t in x.capture_types]
+    shapes = [t.shape for t in request.capture_types]
     return KernelGradients(
         printed.source,
         printed.numbered,
@@ -265,6 +254,26 @@ def gradients(
         printed.key_loads,
         _head_axes(printed, shapes, operands),
     )
+
+
+def _request(
+    spec: AttentionSpec, operands: Operands, pass_: Pass, wanted: tuple[int, ...]
+) -> Request:
+    """What programs of a pass and gradients have in common."""
+    request = Request(
+        *_parts(spec, operands, pass_),
+        distance_is_difference=not spec.bottom_right,
+        sink_dtype=None if operands.sink is None else operands.sink.dtype.name,
+        drops=spec.dropout_rate > 0.0,
+        wanted=wanted,
+        sizes=_sizes(operands, wanted),
+        storable=_storable(operands, wanted),
+        sums_batch=bool(wanted) and _sums_batch(spec, operands),
+        sums_diagonals=bool(wanted) and _sums_diagonals(spec, operands),
+    )
+    of_neighbours = _paired(request.capture_types, operands)
+    starts = of_neighbours if _divides_by_scale(spec) else ()
+    return dataclasses.replace(request, paired=of_neighbours, starts=starts)
 
 
 def _head_axes(
@@ -441,79 +450,21 @@ def captures(
 
 
 @functools.lru_cache(maxsize=256)
-def _printed(
-    program: _scores.Program,
-    predicates: tuple[_scores.Program, ...],
-    distance_is_difference: bool,
-    sink_dtype: str | None = None,
-    drops: bool = False,
-    paired: tuple[int, ...] = (),
-    starts: tuple[int, ...] = (),
-    moving: tuple[int, ...] = (),
-    words: bool = False,
-    keys_are_rows: bool = False,
-    wanted: tuple[int, ...] = (),
-    sizes: tuple[tuple[str, Any], ...] = (),
-    storable: tuple[int, ...] = (),
-    sums_batch: bool = False,
-    sums_diagonals: bool = False,
-) -> Printed | NotPrintable:
+def _printed(request: Request) -> Printed | NotPrintable:
     from jaxflash._printer import cuda  # a tenth of the time of `import jaxflash`
 
     try:
-        return cuda.print_program(
-            program,
-            predicates,
-            distance_is_difference=distance_is_difference,
-            sink_dtype=sink_dtype,
-            drops=drops,
-            paired=paired,
-            starts=starts,
-            moving=moving,
-            words=words,
-            keys_are_rows=keys_are_rows,
-            wanted=wanted,
-            sizes=dict(sizes),
-            storable=storable,
-            sums_batch=sums_batch,
-            sums_diagonals=sums_diagonals,
-        )
+        return cuda.print_program(request)
     except NotPrintable as reason:
         return reason
 
 
 @functools.lru_cache(maxsize=256)
-def _printed_gradients(
-    program: _scores.Program,
-    predicates: tuple[_scores.Program, ...],
-    captures: tuple[int, ...],
-    lengths: tuple[Any, Any],
-    distance_is_difference: bool,
-    dropout: int | None,
-    paired: tuple[int, ...],
-    starts: tuple[int, ...],
-    sizes: tuple[tuple[str, Any], ...],
-    storable: tuple[int, ...],
-    sums_batch: bool,
-    sums_diagonals: bool,
-) -> PrintedGradients | NotPrintable:
+def _printed_gradients(request: Request) -> PrintedGradients | NotPrintable:
     from jaxflash._printer import cuda  # a tenth of the time of `import jaxflash`
 
     try:
-        return cuda.print_gradients(
-            program,
-            captures,
-            predicates,
-            lengths=lengths,
-            distance_is_difference=distance_is_difference,
-            dropout=dropout,
-            paired=paired,
-            starts=starts,
-            sizes=dict(sizes),
-            storable=storable,
-            sums_batch=sums_batch,
-            sums_diagonals=sums_diagonals,
-        )
+        return cuda.print_gradients(request)
     except NotPrintable as reason:
         return reason
 

@@ -20,6 +20,7 @@ import mask_values
 from jaxflash import _api, _dense_mask, _kernel_program, _printer, _scores, masks, reference
 from jaxflash._printer import cuda
 from jaxflash._printer.gradients import KeyLoad
+from jaxflash._printer.request import Request
 from mask_values import MASK_VALUES
 from score_mods import SCORE_MODS, Sizes
 
@@ -177,7 +178,7 @@ def _traced(function):
 
 def _printed(function, **options):
     program, captures = _traced(function)
-    return cuda.print_program(program, distance_is_difference=True, **options), captures
+    return cuda.print_program(Request(program, distance_is_difference=True, **options)), captures
 
 
 def _expected(function, indices, s):
@@ -278,7 +279,7 @@ def test_printed_masks(tmp_path):
     assert len(rows) > 15
     score = _kernel_program._identity()
     printed = [
-        cuda.print_program(score, (predicate,), distance_is_difference=True)
+        cuda.print_program(Request(score, (predicate,), distance_is_difference=True))
         for predicate, *_ in rows.values()
     ]
     library = _Compiled([x.source for x in printed], tmp_path)
@@ -387,7 +388,7 @@ def _gradients(functions, folder):
     for number, (function, capture) in enumerate(functions):
         program, captures = _traced(function)
         gradients = cuda.print_gradients(
-            program, (capture,), lengths=_LENGTHS, distance_is_difference=True
+            Request(program, wanted=(capture,), lengths=_LENGTHS, distance_is_difference=True)
         )
         printed.append((gradients.loads, capture, captures))
         if not gradients.loads:
@@ -471,7 +472,8 @@ def test_printed_loads_make_the_gradient(compiled_gradients, name, key):
 
 def _loads(function):
     program, _ = _traced(function)
-    return cuda.print_gradients(program, (0,), lengths=_LENGTHS, distance_is_difference=True)
+    request = Request(program, wanted=(0,), lengths=_LENGTHS, distance_is_difference=True)
+    return cuda.print_gradients(request)
 
 
 def test_blocks_own_what_rows_columns_and_heads_index():
@@ -523,7 +525,7 @@ def test_rounded_differences_are_not_summed_along_diagonals():
     for factor, shift, diagonal in ((1.0, 0.0, True), (1.0, 0.1, False), (0.1, 0.0, False)):
         program, _ = _traced(function(factor, shift))
         gradients = cuda.print_gradients(
-            program, (0,), lengths=_LENGTHS, distance_is_difference=False
+            Request(program, wanted=(0,), lengths=_LENGTHS, distance_is_difference=False)
         )
         (load,) = gradients.loads
         assert (load.scatter, load.diagonal) == (True, diagonal)
@@ -565,10 +567,10 @@ def test_sums_along_diagonals(tmp_path):
         arrays = jax.tree.map(jnp.asarray, row.arrays(_SIZES, np.random.default_rng(0)))
         program, captures = _traced(row.bind(arrays))
         floats = [i for i, x in enumerate(captures) if jnp.issubdtype(x.dtype, jnp.floating)]
-        options = dict(distance_is_difference=True, sums_diagonals=True)
-        printed = cuda.print_program(program, wanted=floats, **options)
+        options = dict(distance_is_difference=True, sums_diagonals=True, wanted=floats)
+        printed = cuda.print_program(Request(program, **options))
         summed = "kSumsDiagonals = true" in printed.source
-        gradients = cuda.print_gradients(program, floats, lengths=_LENGTHS, **options)
+        gradients = cuda.print_gradients(Request(program, lengths=_LENGTHS, **options))
         assert [x.summed for x in gradients.loads].count(True) == summed
         assert summed == (name in _SUMMED), name
         if summed:
@@ -614,13 +616,14 @@ def test_one_load_is_summed_along_diagonals():
         (lambda s, b, h, q, kv: 9.0 * jnp.tanh(s) + table[h, q - kv + 40], [False]),
     ):
         program, captures = _traced(function)
-        gradients = cuda.print_gradients(
+        request = Request(
             program,
-            range(len(captures)),
+            wanted=range(len(captures)),
             lengths=_LENGTHS,
             distance_is_difference=True,
             sums_diagonals=True,
         )
+        gradients = cuda.print_gradients(request)
         assert [x.summed for x in gradients.loads] == summed
 
 
@@ -644,9 +647,8 @@ def test_gradients_under_a_mask():
     bias = jnp.ones((_SIZES.heads, _SIZES.q_len, _SIZES.kv_len), jnp.float32)
     program, _ = _traced(lambda s, b, h, q, kv: jnp.tanh(s) + bias[h, q, kv])
     mask = _scores.dense_predicate((1, 2), jax.ShapeDtypeStruct(_LENGTHS, jnp.bool_), packed=None)
-    printed = cuda.print_gradients(
-        program, (0,), (mask,), lengths=_LENGTHS, distance_is_difference=True, dropout=3
-    )
+    options = dict(lengths=_LENGTHS, distance_is_difference=True, sink_dtype="float32", drops=True)
+    printed = cuda.print_gradients(Request(program, (mask,), wanted=(0,), **options))
     (load,) = printed.loads
     assert (load.capture, load.query_axis, load.key_axis, load.scatter) == (0, 1, 2, False)
     assert re.search(r"float partial\(.*\n *return 1\.0f;", printed.source)
@@ -659,7 +661,7 @@ def test_gradients_of_a_dense_bias_are_as_narrow_as_it():
         bias = jnp.zeros(shape, jnp.bfloat16)
         program, _ = _traced(lambda s, b, h, q, kv, x=bias: s + x[h, q, kv].astype(jnp.float32))
         (load,) = cuda.print_gradients(
-            program, (0,), lengths=shape[1:], distance_is_difference=True
+            Request(program, wanted=(0,), lengths=shape[1:], distance_is_difference=True)
         ).loads
         assert load.narrow == narrow
 
@@ -687,11 +689,11 @@ def test_sums_over_queries():
     ):
         program, _ = _traced(function)
         wanted = range(len(program.capture_types))
-        options = dict(sizes=sizes, distance_is_difference=True)
-        gradients = cuda.print_gradients(program, wanted, lengths=_LENGTHS, **options)
+        options = dict(wanted=wanted, sizes=tuple(sizes.items()), distance_is_difference=True)
+        gradients = cuda.print_gradients(Request(program, lengths=_LENGTHS, **options))
         assert [(x.sum, x.axes) for x in gradients.key_loads] == sums
         assert len(gradients.loads) == (0 if sums else len(wanted))
-        printed = cuda.print_program(program, wanted=wanted, **options)
+        printed = cuda.print_program(Request(program, **options))
         assert f"kKeySums = {gradients.key_sums};" in printed.source
         assert gradients.source.count("kKeySum = true;") == gradients.key_sums
 
@@ -731,9 +733,10 @@ def test_gradients_that_are_those_of_the_score():
         (of_batch, lambda s, b, h, q, kv: s + own[h, kv, q], None),
     ):
         program, _ = _traced(function)
-        options = dict(sizes=sizes, storable=(0,), distance_is_difference=True)
-        printed = cuda.print_program(program, wanted=(0,), **options)
-        loads = cuda.print_gradients(program, (0,), lengths=_LENGTHS, **options).loads
+        options = dict(sizes=tuple(sizes.items()), storable=(0,), distance_is_difference=True)
+        request = Request(program, wanted=(0,), lengths=_LENGTHS, **options)
+        printed = cuda.print_program(request)
+        loads = cuda.print_gradients(request).loads
         stores = "true" if matrix is not None else "false"
         assert f"kStoresGradient = {stores};" in printed.source
         assert [x.stored for x in loads].count(True) == (matrix is not None)
@@ -744,7 +747,7 @@ def test_gradients_that_are_those_of_the_score():
             assert re.search(matrix, printed.source)
         # Only where it is wanted, and can be.
         for fewer in (dict(storable=()), dict(wanted=())):
-            source = cuda.print_program(program, **(options | dict(wanted=(0,)) | fewer)).source
+            source = cuda.print_program(dataclasses.replace(request, **fewer)).source
             assert "kStoresGradient = false;" in source
 
 
@@ -765,9 +768,10 @@ def test_gradients_that_are_sums_over_the_batch():
         (sizes, lambda s, b, h, q, kv: s * own[h, q, kv], False, False),
     ):
         program, _ = _traced(function)
-        options = dict(sizes=counts, storable=(0,), sums_batch=True, distance_is_difference=True)
-        source = cuda.print_program(program, wanted=(0,), **options).source
-        (load,) = cuda.print_gradients(program, (0,), lengths=_LENGTHS, **options).loads
+        options = dict(sizes=tuple(counts.items()), storable=(0,), sums_batch=True)
+        options |= dict(wanted=(0,), lengths=_LENGTHS, distance_is_difference=True)
+        source = cuda.print_program(Request(program, **options)).source
+        (load,) = cuda.print_gradients(Request(program, **options)).loads
         assert (load.stored, load.sums_batch) == (stored, sums)
         assert f"kSumsBatch = {str(sums).lower()};" in source
         assert f"kStoresGradient = {str(stored).lower()};" in source
@@ -847,7 +851,7 @@ def test_alibi_is_one_fma_and_the_distance():
 
     program, _ = _scores.trace(alibi, (), jnp.float32)
     for is_difference in (True, False):
-        printed = cuda.print_program(program, distance_is_difference=is_difference)
+        printed = cuda.print_program(Request(program, distance_is_difference=is_difference))
         assert printed.unit_slope
         assert printed.exact_length is None
         assert _operations(printed) == ["fabsf(distance)", "x * x", "fmaf(x, s, x)"]
@@ -864,7 +868,7 @@ def test_differences_of_positions_are_not_converted_element_by_element():
 
     # With an alignment at the bottom right, the distance is another one.
     program, _ = _traced(function)
-    printed = cuda.print_program(program, distance_is_difference=False)
+    printed = cuda.print_program(Request(program, distance_is_difference=False))
     assert _operations(printed) == ["x + x", "fabsf(x)", *expected[1:]]
     assert printed.exact_length == 2**24
 
@@ -975,7 +979,7 @@ def test_dropout_is_the_last_capture():
     program, _ = _traced(lambda s, b, h, q, kv: s + jnp.asarray(_SLOPES)[h])
     for sink_dtype, number in ((None, 1), ("float32", 2)):
         printed = cuda.print_program(
-            program, distance_is_difference=True, sink_dtype=sink_dtype, drops=True
+            Request(program, distance_is_difference=True, sink_dtype=sink_dtype, drops=True)
         )
         assert "kDrops = true" in printed.source
         (result,) = _body(printed, "dropout")
@@ -985,7 +989,8 @@ def test_dropout_is_the_last_capture():
 
 def test_sink_is_a_capture_of_its_own():
     program, _ = _traced(lambda s, b, h, q, kv: s + jnp.asarray(_SLOPES)[h])
-    printed = cuda.print_program(program, distance_is_difference=True, sink_dtype="bfloat16")
+    request = Request(program, distance_is_difference=True, sink_dtype="bfloat16")
+    printed = cuda.print_program(request)
     assert "kHasSink = true" in printed.source
     assert "kAdds = true" in printed.source
     assert printed.unit_slope
@@ -995,7 +1000,8 @@ def test_sink_is_a_capture_of_its_own():
 
     # A program that is a sink alone.
     program, _ = _traced(lambda s, b, h, q, kv: s)
-    printed = cuda.print_program(program, distance_is_difference=True, sink_dtype="float32")
+    request = Request(program, distance_is_difference=True, sink_dtype="float32")
+    printed = cuda.print_program(request)
     assert "kAdds = false" in printed.source
     assert _body(printed, "addend") == ["return 0.0f;"]
 

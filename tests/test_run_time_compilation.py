@@ -32,6 +32,7 @@ from jaxflash import (
     masks,
 )
 from jaxflash._printer import cuda
+from jaxflash._printer.request import Request
 from mask_values import MASK_VALUES
 from score_mods import Sizes
 
@@ -1010,7 +1011,7 @@ def _capture_gradient(
     with jax.numpy_dtype_promotion("standard"):
         program, _ = _scores.trace(function, (jax.ShapeDtypeStruct(shape, dtype),), "float32")
     return cuda.print_gradients(
-        program, (0,), lengths=lengths, distance_is_difference=True, **options
+        Request(program, wanted=(0,), lengths=lengths, distance_is_difference=True, **options)
     )
 
 
@@ -1043,7 +1044,7 @@ def _compiled_gradient(
 def test_gradients_of_captures(load, math, head_dim, architecture, options):
     dropout = options.get("dropout")
     compiled = _compiled_gradient(
-        _capture_gradient(load, "float32", dropout=dropout),
+        _capture_gradient(load, "float32", drops=dropout is not None),
         "sm80",
         f"{_S80}CaptureGradientChoice<jaxflash::Math::{math}, {head_dim}>::Large",
         options.get("mask", "BandMask"),
@@ -1087,7 +1088,7 @@ def test_gradients_of_captures_on_hopper(load, math, head_dim, keys, options):
         load,
         "bfloat16" if paired else "float32",
         options.get("lengths", (64, 64)),
-        dropout=options.get("dropout"),
+        drops="dropout" in options,
         paired=paired,
         starts=options.get("starts", paired),
     )
@@ -1118,9 +1119,9 @@ def test_which_load_products_start_from():
     for of, expected in ((function, ["true"]), (both_ways, ["false", "true"])):
         with jax.numpy_dtype_promotion("standard"):
             program, _ = _scores.trace(of, (table,), "float32")
-        printed = cuda.print_gradients(
-            program, (0,), lengths=(64, 64), distance_is_difference=True, paired=(0,), starts=(0,)
-        )
+        options = dict(lengths=(64, 64), paired=(0,), starts=(0,))
+        request = Request(program, wanted=(0,), distance_is_difference=True, **options)
+        printed = cuda.print_gradients(request)
         assert "kStarts = true" in printed.source
         assert sorted(re.findall(r"kOfStart = (\w+);", printed.source)) == expected
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
 from jaxflash._printer import MAX_KEY_SUMS
 from jaxflash._printer.builder import LOG2_E, Builder
@@ -22,6 +22,7 @@ from jaxflash._printer.gradients import (
 from jaxflash._printer.graph import Graph
 from jaxflash._printer.heads import head_axes
 from jaxflash._printer.node import ROW, Node, depends_on_difference
+from jaxflash._printer.request import Request
 from jaxflash._printer.starts import Start, start_of
 from jaxflash._printer.writer import Roots, Words, Writer
 from jaxflash._scores import Program
@@ -53,85 +54,54 @@ class Printed:
     head_axes: Mapping[int, int | None] | None
 
 
-def print_program(
-    program: Program,
-    predicates: Sequence[Program] = (),
-    *,
-    distance_is_difference: bool,
-    sink_dtype: str | None = None,
-    drops: bool = False,
-    paired: Collection[int] = (),
-    starts: Collection[int] = (),
-    moving: Sequence[int] = (),
-    words: bool = False,
-    keys_are_rows: bool = False,
-    wanted: Sequence[int] = (),
-    sizes: Mapping[str, Any] | None = None,
-    storable: Collection[int] = (),
-    sums_batch: bool = False,
-    sums_diagonals: bool = False,
-) -> Printed:
+def print_program(request: Request) -> Printed:
     """The struct `jaxflash::Program` for a score program.
-
-    Args:
-        program: of float32 scores.
-        predicates: of bools, which all have to show an element. Their captures follow those of the
-            program.
-        distance_is_difference: whether `distance` is q - kv in this call.
-        sink_dtype: of the sink's logits (heads), the capture after those; or None.
-        drops: whether the last capture is `_dropout.kernel_parameters`.
-        paired: captures whose last axis has an even number of elements, one for each key, in a pass
-            whose threads have neighbouring keys of a row.
-        starts: captures of such rows that are all loaded before the products, if these can start
-            from what the logit adds to them, over the scale: that is neither 0 nor so small that
-            quotients overflow.
-        moving: captures of the program whose tangents are the captures after those of the
-            predicates.
-        words: whether the first predicate is a `_scores.dense_predicate` of words of keys.
-        keys_are_rows: whether threads have many queries of few keys, as in the backward pass.
-        wanted: captures of the program whose gradients are wanted, in the backward pass.
-        sizes: as for `print_gradients`.
-        storable: likewise.
-        sums_batch: likewise.
-        sums_diagonals: likewise.
 
     Raises:
         NotPrintable: the text says why, naming the equation.
     """
-    graph = Graph(distance_is_difference)
+    program, predicates = request.program, request.predicates
+    graph = Graph(request.distance_is_difference)
     logit, slope = Builder(graph).build(program)
     slope = graph.shown(slope, logit)
     sink = None
     visible, captures = _visible(graph, predicates, len(program.capture_types))
-    in_words = _words(graph, predicates, len(program.capture_types)) if words else None
+    in_words = _words(graph, predicates, len(program.capture_types)) if request.words else None
     tangent = graph.constant(0.0)
-    for capture in moving:
+    for capture in request.moving:
         dtype = str(program.capture_types[capture].dtype)
         for index, partial in Builder(graph).build_partials(program, capture)[1].items():
             moved = graph.multiply(graph.shown(partial, logit), graph.load(captures, dtype, index))
             tangent = graph.add(tangent, moved)
         captures += 1
-    if sink_dtype is not None:
+    if request.sink_dtype is not None:
         head = graph.input("h", "int32", 0)
-        sink = graph.load(captures, sink_dtype, (head,))
+        sink = graph.load(captures, request.sink_dtype, (head,))
         captures += 1
         sink = graph.scaled(sink, LOG2_E)
-    addend, start = _added(graph, logit, slope, starts, keys_are_rows)
+    addend, start = _added(graph, logit, slope, request)
     started = None
-    if addend is None and starts:
-        start, started = _started(graph, logit, slope, starts, keys_are_rows)
+    if addend is None and request.starts:
+        start, started = _started(graph, logit, slope, request)
     logit = graph.scaled(logit, LOG2_E)
-    capture_tangent = tangent if moving else None
-    sums, _ = _key_sums(graph, program, wanted, sizes)
-    weights = tuple(x.weight for x in sums)
-    stored = _stored(graph, program, wanted, sizes, storable, sums_batch)
-    along = _diagonal_sum(graph, program, wanted) if sums_diagonals else None
+    sums, _ = _key_sums(graph, request)
     roots = Roots(
-        logit, slope, addend, visible, in_words, sink, capture_tangent, start, started, weights,
-        stored, along, paired=paired,
-    )  # fmt: skip
+        logit,
+        slope,
+        addend,
+        visible,
+        in_words,
+        sink,
+        tangent if request.moving else None,
+        start,
+        started,
+        tuple(x.weight for x in sums),
+        _stored(graph, request),
+        _diagonal_sum(graph, request),
+        paired=request.paired,
+    )
     writer = Writer(graph, roots)
-    dropout = captures if drops else None
+    dropout = captures if request.drops else None
     return Printed(
         writer.struct(dropout),
         numbered=writer.asks_for_numbers(dropout),
@@ -139,7 +109,7 @@ def print_program(
         exact_length=1 << 24 if graph.subtracts_positions else None,
         start_capture=start.neighbours.value[0] if start and start.follows_queries else None,
         key_terms=_key_terms(start),
-        head_axes=None if drops else head_axes(roots),
+        head_axes=None if request.drops else head_axes(roots),
     )
 
 
@@ -171,50 +141,20 @@ class PrintedGradients:
     head_axes: Mapping[int, int | None] | None
 
 
-def print_gradients(
-    program: Program,
-    captures: Sequence[int],
-    predicates: Sequence[Program] = (),
-    *,
-    lengths: tuple,
-    distance_is_difference: bool,
-    dropout: int | None = None,
-    paired: Collection[int] = (),
-    starts: Collection[int] = (),
-    sizes: Mapping[str, Any] | None = None,
-    storable: Collection[int] = (),
-    sums_batch: bool = False,
-    sums_diagonals: bool = False,
-) -> PrintedGradients:
-    """The struct `jaxflash::Program` with a struct for each load of some captures.
-
-    Args:
-        program: of float32 scores.
-        captures: numbers of captures of the program, of floats.
-        predicates: as for `print_program`.
-        lengths: of queries and of keys.
-        distance_is_difference: as for `print_program`.
-        dropout: the number of `_dropout.kernel_parameters` among the captures, or None.
-        paired: as for `print_program`.
-        starts: as for `print_program`.
-        sizes: how many numbers "b", "h" and "kv" there are, without those that a capture's gradient
-            must not be indexed by; None: no sums over the queries.
-        storable: captures whose last axes are those of queries and keys, and whose gradients have
-            the form in which the backward kernel has that of the score. They have an element of
-            their own for each batch element, or are asked for it by "b".
-        sums_batch: whether it can also have the sum of all batch elements.
-        sums_diagonals: whether backward kernels may add sums along diagonals to a gradient.
+def print_gradients(request: Request) -> PrintedGradients:
+    """The struct `jaxflash::Program` with a struct for each load of the captures `wanted`.
 
     Raises:
         NotPrintable: the text says why, naming the equation.
     """
-    graph = Graph(distance_is_difference)
+    program = request.program
+    graph = Graph(request.distance_is_difference)
     loads: list[LoadRoots] = []
     logit, slope = Builder(graph).build(program)
-    sums, key_loads = _key_sums(graph, program, captures, sizes)
+    sums, key_loads = _key_sums(graph, request)
     summed = {x.capture for x in key_loads}
-    stored = _stored(graph, program, captures, sizes, storable, sums_batch)
-    for capture in (i for i in captures if i not in summed):
+    stored = _stored(graph, request)
+    for capture in (i for i in request.wanted if i not in summed):
         array = program.capture_types[capture]
         partials = _partials(graph, program, capture)
         loads += [
@@ -223,19 +163,19 @@ def print_gradients(
                 array,
                 index,
                 partial,
-                lengths,
+                request.lengths,
                 alone=len(partials) == 1,
                 stored=stored if stored and stored.capture == capture else None,
             )
             for index, partial in partials.items()
         ]
-    along = _diagonal_sum(graph, program, captures) if sums_diagonals else None
+    along = _diagonal_sum(graph, request)
     if along is not None:
         (at,) = (i for i, x in enumerate(loads) if x.load.capture == along.capture)
         load = dataclasses.replace(loads[at].load, summed=True)
         loads[at] = dataclasses.replace(loads[at], load=load)
-    visible, _ = _visible(graph, predicates, len(program.capture_types))
-    addend, start = _added(graph, logit, slope, starts)
+    visible, captures = _visible(graph, request.predicates, len(program.capture_types))
+    addend, start = _added(graph, logit, slope, request)
     roots = Roots(
         graph.scaled(logit, LOG2_E),
         slope,
@@ -243,9 +183,11 @@ def print_gradients(
         visible,
         start=start,
         loads=(*loads, *(LoadRoots.of_key_sum(x) for x in sums)),
-        paired=paired,
+        paired=request.paired,
     )
     writer = Writer(graph, roots)
+    # The sink, which gradients do not ask for, is the capture before it.
+    dropout = captures + (request.sink_dtype is not None) if request.drops else None
     return PrintedGradients(
         writer.struct(dropout),
         writer.asks_for_numbers(dropout),
@@ -263,18 +205,18 @@ def _partials(graph: Graph, program: Program, capture: int) -> dict[tuple[Node, 
     return {i: x for i, x in shown.items() if x is not graph.constant(0.0)}
 
 
-def _key_sums(
-    graph: Graph, program: Program, captures: Sequence[int], sizes: Mapping[str, Any] | None
-) -> tuple[list[KeySum], list[KeyLoad]]:
-    """The sums over the queries that the backward kernel computes for gradients of some captures,
-    and the loads that they serve: all those of a capture, or none."""
+def _key_sums(graph: Graph, request: Request) -> tuple[list[KeySum], list[KeyLoad]]:
+    """The sums over the queries that the backward kernel computes for the gradients that are
+    wanted, and the loads that they serve: all those of a capture, or none."""
     sums: dict[Node, KeySum] = {}
     loads: list[KeyLoad] = []
-    if sizes is None or not captures:
+    program = request.program
+    if request.sizes is None or not request.wanted:
         return [], []
+    sizes = dict(request.sizes)
     logit, slope = Builder(graph).build(program)
     slope = graph.shown(slope, logit)
-    for capture in captures:
+    for capture in request.wanted:
         shape = program.capture_types[capture].shape
         partials = _partials(graph, program, capture)
         axes = [a for index in partials if (a := key_axes(index, shape, sizes)) is not None]
@@ -290,20 +232,15 @@ def _key_sums(
     return list(sums.values()), loads
 
 
-def _stored(
-    graph: Graph,
-    program: Program,
-    captures: Sequence[int],
-    sizes: Mapping[str, Any] | None,
-    storable: Collection[int],
-    sums_batch: bool,
-) -> StoredLoad | None:
-    """The first of some captures whose gradient is that of the score; None without one."""
-    if sizes is None or not storable:
+def _stored(graph: Graph, request: Request) -> StoredLoad | None:
+    """The first capture whose gradient is wanted and that of the score; None without one."""
+    program = request.program
+    if request.sizes is None or not request.storable:
         return None
+    sizes = dict(request.sizes)
     logit, slope = Builder(graph).build(program)
     slope = graph.shown(slope, logit)
-    for capture in (i for i in captures if i in storable):
+    for capture in (i for i in request.wanted if i in request.storable):
         shape = program.capture_types[capture].shape
         partials = _partials(graph, program, capture)
         if len(partials) != 1:
@@ -311,21 +248,22 @@ def _stored(
         ((index, partial),) = partials.items()
         of_one = {name: count for name, count in sizes.items() if name != "b"}
         for sums, counts in ((False, sizes), (True, of_one)):
-            if sums and not sums_batch:
+            if sums and not request.sums_batch:
                 continue
             if is_stored(graph, index, shape, partial, slope, counts):
                 return StoredLoad(capture, index, sums)
     return None
 
 
-def _diagonal_sum(graph: Graph, program: Program, captures: Sequence[int]) -> DiagonalSum | None:
-    """What the backward kernel sums along diagonals: for the first of some captures whose only load
-    has one value there, and a factor of d score that the head knows."""
-    if not captures:
+def _diagonal_sum(graph: Graph, request: Request) -> DiagonalSum | None:
+    """What the backward kernel sums along diagonals: for the first capture whose gradient is wanted
+    and whose only load has one value there, and a factor of d score that the head knows."""
+    program = request.program
+    if not (request.wanted and request.sums_diagonals):
         return None
     logit, slope = Builder(graph).build(program)
     slope = graph.shown(slope, logit)
-    for capture in captures:
+    for capture in request.wanted:
         partials = _partials(graph, program, capture)
         if len(partials) != 1:
             continue
@@ -342,21 +280,21 @@ def _diagonal_sum(graph: Graph, program: Program, captures: Sequence[int]) -> Di
 
 
 def _added(
-    graph: Graph, logit: Node, slope: Node, starts: Collection[int], keys_are_rows: bool = False
+    graph: Graph, logit: Node, slope: Node, request: Request
 ) -> tuple[Node | None, Start | None]:
     """(what a logit adds to the score, in log 2, what products start from), or None for each."""
     if slope is not graph.constant(1.0):
         return None, None
     addend = graph.without_score(graph.scaled(logit, LOG2_E))
-    added = graph.without_score(logit) if starts and addend is not None else None
+    added = graph.without_score(logit) if request.starts and addend is not None else None
     if added is None:
         return addend, None
     # A thread that has two keys loads what is theirs once.
-    return addend, start_of(graph, added, starts, of_rows=keys_are_rows)
+    return addend, start_of(graph, added, request.starts, of_rows=request.keys_are_rows)
 
 
 def _started(
-    graph: Graph, logit: Node, slope: Node, starts: Collection[int], keys_are_rows: bool
+    graph: Graph, logit: Node, slope: Node, request: Request
 ) -> tuple[Start | None, tuple[Node, Node] | None]:
     """(what products start from, logit in log 2 and slope of those that did), where what is added
     to the score goes through something else; or None for both."""
@@ -364,7 +302,7 @@ def _started(
     if found is None:
         return None, None
     added, (logit, slope) = found
-    start = start_of(graph, added, starts, of_rows=keys_are_rows)
+    start = start_of(graph, added, request.starts, of_rows=request.keys_are_rows)
     return start, None if start is None else (graph.scaled(logit, LOG2_E), slope)
 
 
