@@ -23,8 +23,8 @@ from jaxflash._ffi import (
     result_type,
 )
 from jaxflash._kernel_program import KernelPredicate
+from jaxflash._sizes import is_one
 from jaxflash._spec import AttentionSpec
-from jaxflash._tile import is_one
 
 # cuda/problem.h: bytes of MaskBlock.
 _MASK_BLOCK_BYTES = 24

@@ -16,12 +16,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxflash import _dropout
+from jaxflash._loops import Block, Blocks, blocks, cut, filled, loop, loop_over, put
 from jaxflash._pages import Pages
+from jaxflash._sizes import is_one
 from jaxflash._spec import AttentionSpec, Operands, compute_dtype
-from jaxflash._tile import Block, Blocks, Tiles, Visits, blocks, captures_of, cut, is_one, put
+from jaxflash._tile import Tiles, captures_of
 
 
 def forward(spec: AttentionSpec, operands: Operands):
@@ -566,20 +567,6 @@ def _(primals, tangents):
     return relative(*primals), t_logits - t_bound
 
 
-def loop_over(visits: Visits, body, state):
-    begin, end, numbers = visits
-    if numbers is None:
-        return loop(begin, end, body, state)
-    return loop(begin, end, lambda i, state: body(numbers[i], state), state)
-
-
-def loop(begin, end, body, state):
-    if isinstance(begin, int) and isinstance(end, int) and end - begin == 1:
-        return body(begin, state)
-    begin, end = (jnp.asarray(x, jnp.int32) for x in (begin, end))
-    return jax.lax.fori_loop(begin, end, body, state)
-
-
 def grouped(x, kv_heads: int):
     """(*B, T, N, h) to (*B, K, G, T, h)."""
     *batch, length, heads, dim = x.shape
@@ -625,20 +612,3 @@ def _shaped_as(like, x):
     """`x` in the shape of `like`, split as it is on an explicit mesh."""
     sharding = jax.typeof(like).sharding
     return jax.lax.reshape(x, like.shape, out_sharding=None if sharding.mesh.empty else sharding)
-
-
-def filled(value, like, shape, dtype):
-    """An array of one value for a loop to update with what comes from `like`: sharded like it in
-    the axes that it shares, and varying over the same mesh axes.
-    """
-    of_like = jax.typeof(like)
-    parts = [
-        part if size == like_size else None
-        for size, like_size, part in zip(shape, of_like.shape, of_like.sharding.spec, strict=False)
-    ]
-    sharding = None
-    if any(part is not None for part in parts):
-        sharding = NamedSharding(of_like.sharding.mesh, PartitionSpec(*parts))
-    x = jax.lax.full(shape, value, dtype, sharding=sharding)
-    axes = of_like.manual_axis_type.varying
-    return jax.lax.pcast(x, tuple(axes), to="varying") if axes else x

@@ -36,6 +36,7 @@ from jaxflash import (
     _tile_sum,
 )
 from jaxflash._distance import in_classes
+from jaxflash._loops import filled
 from jaxflash._mask import Sizes
 from jaxflash._spec import PLANNED, AttentionSpec, Operands, compute_dtype
 
@@ -468,7 +469,7 @@ class _Forward(_OfCall):
         if dout is not None:
             key = operands["key"]
             shape = (*key.shape[:-1], dout.shape[-1])
-            operands["value"] = _blockwise.filled(0, key, shape, key.dtype)
+            operands["value"] = filled(0, key, shape, key.dtype)
             saved = [*operands.values(), *_primitive.bind(self, *operands.values())]
             gradient = _Gradient(self.spec, self.path, self.given, ("value",))
             (results[self.given.index("value")],) = _primitive.bind(gradient, *saved, dout)

@@ -13,8 +13,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxflash import _extension as extension
 from jaxflash import _nvrtc, _split
+from jaxflash._sizes import is_one
 from jaxflash._spec import AttentionSpec
-from jaxflash._tile import is_one
 
 # The names are part of exported programs: a changed contract gets a new number.
 FORWARD_TARGET = "jaxflash_forward_v8"

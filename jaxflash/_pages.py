@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxflash._loops import Block, Blocks, blocks
 from jaxflash._spec import Operands, PagedOperands
-from jaxflash._tile import Block, Blocks, blocks
 
 
 class Pages(NamedTuple):

@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxflash import _blockwise, _short
+from jaxflash._loops import Block, Blocks, blocks, cut, filled, loop, put
 from jaxflash._spec import AttentionSpec, Operands, compute_dtype
-from jaxflash._tile import Block, Blocks, blocks, cut, put
 
 # Logits of a part's tile, for each core; where those of all elements together are no more than
 # _AT_ONCE, there are no parts. Two cores of a server CPU, float32, ms of forward and gradients in
@@ -192,7 +192,7 @@ def _in_turn(parts: Blocks, like, of_part: Callable[[Block], tuple[Any, Any]]) -
     """Of two pytrees of each part: the first ones along their first axes, the others added up."""
 
     def empty(shape, x):
-        return _blockwise.filled(0, like, shape, x.dtype)
+        return filled(0, like, shape, x.dtype)
 
     of_number = parts.traced_once(of_part)
 
@@ -205,4 +205,4 @@ def _in_turn(parts: Blocks, like, of_part: Callable[[Block], tuple[Any, Any]]) -
     results, sums = jax.eval_shape(lambda: of_number(0))
     results = jax.tree.map(lambda x: empty((parts.length, *x.shape[1:]), x), results)
     sums = jax.tree.map(lambda x: empty(x.shape, x), sums)
-    return _blockwise.loop(0, parts.count, body, (results, sums))
+    return loop(0, parts.count, body, (results, sums))

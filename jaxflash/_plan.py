@@ -18,13 +18,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxflash import _jaxpr, _ranges
-from jaxflash._blockwise import filled, loop
 from jaxflash._dense_mask import DenseMask
+from jaxflash._loops import Block, blocks, cut, filled, loop, put
 from jaxflash._mask import Sizes
 from jaxflash._ranges import BLOCK, Shown
 from jaxflash._scores import ARGUMENTS, Program
+from jaxflash._sizes import is_one
 from jaxflash._spec import PLANNED, AttentionSpec, Operands
-from jaxflash._tile import Block, Tiles, blocks, cut, is_one, put
+from jaxflash._tile import Tiles
 
 # Elements that are evaluated at a time, or twice as many where these are all.
 _BLOCK_ELEMENTS = 1 << 26

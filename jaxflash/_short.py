@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxflash import _blockwise, _ranges
+from jaxflash._loops import blocks, filled, loop
 from jaxflash._spec import AttentionSpec, Operands
-from jaxflash._tile import blocks, largest
+from jaxflash._tile import largest
 
 
 def forward(spec: AttentionSpec, operands: Operands):
@@ -95,7 +96,7 @@ def _by_length(spec: AttentionSpec, packed: Callable, batched: Callable, operand
     packed = jax.jit(packed, inline=True)  # traced once, for the types and to run
     branches = [*(functools.partial(batched, lengths) for lengths in sizes), packed]
     results = jax.tree.map(
-        lambda x: _blockwise.filled(0, operands.query, x.shape, x.dtype),
+        lambda x: filled(0, operands.query, x.shape, x.dtype),
         jax.eval_shape(packed, operands, *rest),
     )
     for i, branch in enumerate(branches):
@@ -107,7 +108,7 @@ def _by_length(spec: AttentionSpec, packed: Callable, batched: Callable, operand
 
         # Loops of one step or none: XLA for CPUs (jax 0.11) runs what a conditional contains on one
         # core.
-        results = _blockwise.loop(0, number == i, run, results)
+        results = loop(0, number == i, run, results)
     return results
 
 
@@ -167,10 +168,10 @@ def _of_groups(operands: Operands, lengths: tuple[int, int], of_group: Callable)
 
     like = operands.query
     results = jax.tree.map(
-        lambda x: _blockwise.filled(0, like, (count, *x.shape[1:]), x.dtype),
+        lambda x: filled(0, like, (count, *x.shape[1:]), x.dtype),
         jax.eval_shape(lambda: of_number(0)),
     )
-    return _blockwise.loop(0, groups.count, body, results)
+    return loop(0, groups.count, body, results)
 
 
 def _sides(operands: Operands, lengths: tuple[int, int]) -> tuple[_Side, _Side]:

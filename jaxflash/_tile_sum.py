@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxflash import _blockwise, _dropout
+from jaxflash._loops import cut, filled, loop, loop_over, put
 from jaxflash._primitive import Op, bind
 from jaxflash._spec import AttentionSpec, Operands, compute_dtype
-from jaxflash._tile import Tile, Tiles, captures_of, cut, put
+from jaxflash._tile import Tile, Tiles, captures_of
 
 
 def tangent(spec: AttentionSpec, operands: Operands, out, lse, tangents: dict[str, Any]):
@@ -265,7 +266,7 @@ class _TileSum(Op):
         def zeros(i, accumulated: bool):
             like, shape, result_dtype = types[i]
             summed_dtype = compute_dtype(dtype, result_dtype) if accumulated else result_dtype
-            return _blockwise.filled(0, like, shape, summed_dtype)
+            return filled(0, like, shape, summed_dtype)
 
         if 0 in q.shape or 0 in k.shape:
             return [zeros(i, False) for i in range(len(types))]
@@ -311,16 +312,16 @@ class _TileSum(Op):
             def of_block(i):
                 like, shape, _ = types[i]
                 shape = (*shape[:-2], column_block.size, shape[-1])
-                return _blockwise.filled(0, like, shape, dtype)
+                return filled(0, like, shape, dtype)
 
             of_columns = [kind in _COLUMNS for kind in function.outs]
             sums = [of_block(i) if of_columns[i] else total for i, total in enumerate(totals)]
-            sums = _blockwise.loop_over(tiles.rows_seeing(column_block), query_block, sums)
+            sums = loop_over(tiles.rows_seeing(column_block), query_block, sums)
             return [
                 put(total, column_block, -2, x) if is_column else x
                 for is_column, total, x in zip(of_columns, totals, sums, strict=True)
             ]
 
         totals = [zeros(i, kind not in _COLUMNS) for i, kind in enumerate(function.outs)]
-        totals = _blockwise.loop(0, columns.count, key_block, totals)
+        totals = loop(0, columns.count, key_block, totals)
         return [x.astype(of[-1]) for x, of in zip(totals, types, strict=True)]

@@ -20,7 +20,6 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jaxflash import _dropout, _mask, _spec, masks
-from jaxflash._blockwise import relative
 
 if TYPE_CHECKING:
     from jaxflash._api import CausalAlignment, Implementation, Window
@@ -275,7 +274,7 @@ def attention(
         sink = _align(operands.sink.astype(dtype), logits.ndim - 2)[..., None, None]
         maximum = jnp.maximum(maximum, jax.lax.stop_gradient(sink))
     maximum = jnp.where(maximum == -jnp.inf, 0.0, maximum)
-    exponentials = jnp.exp(relative(logits, maximum))
+    exponentials = jnp.exp(_below(maximum, logits))
     total = jnp.sum(exponentials, axis=-1, keepdims=True)
     # XLA's maximum for CPUs loses a NaN, and a row of NaN is none without a key.
     no_key &= total == 0.0
@@ -290,6 +289,23 @@ def attention(
         probabilities = jnp.where(keep, probabilities * _dropout.kept_scale(spec.dropout_rate), 0.0)
     out = jnp.where(row_sees, _product("...nts,...snh->...tnh", probabilities, v), 0.0)
     return out.astype(operands.query.dtype), jnp.swapaxes(lse[..., 0], -1, -2)
+
+
+@jax.custom_jvp
+def _below(maximum, logits):
+    """logits - maximum, at most 0.
+
+    XLA for CPUs may subtract from a product before it rounds it, as it did in the maximum, but not
+    from the choice of two numbers. That choice is rounding: derivatives are those of the logits,
+    and the maximum has none.
+    """
+    return jnp.where(logits > maximum, maximum, logits) - maximum
+
+
+@_below.defjvp
+def _(primals, tangents):
+    _, t_logits = tangents
+    return _below(*primals), t_logits
 
 
 def _product(expression: str, a, b):

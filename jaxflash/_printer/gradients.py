@@ -7,8 +7,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import jax
-
 from jaxflash._printer import CAPTURE_DTYPES
 from jaxflash._printer.graph import Graph
 from jaxflash._printer.node import (
@@ -19,6 +17,7 @@ from jaxflash._printer.node import (
     is_finite,
     linear,
 )
+from jaxflash._sizes import at_most
 
 # Elements of the gradient that blocks own side by side, each of which looks for its heads.
 _MAX_SLICES = 1 << 16
@@ -103,19 +102,19 @@ class LoadRoots:
             if i.op == "input" and i.value in ("q", "kv"):
                 which = ("q", "kv").index(i.value)
                 # Where clamping brings several rows to one element, they do not own it.
-                if axes[which] < 0 and _at_most(lengths[which], array.shape[axis]):
+                if axes[which] < 0 and at_most(lengths[which], array.shape[axis]):
                     axes[which] = axis
                     continue
             elsewhere = elsewhere or i.deps != 0
         slices = math.prod(n for axis, n in enumerate(array.shape) if axis not in axes)
-        scatter = elsewhere or not _at_most(slices, _MAX_SLICES)
+        scatter = elsewhere or not at_most(slices, _MAX_SLICES)
         query_axis, key_axis = (-1, -1) if scatter else axes
         diagonal = scatter and all(map(depends_on_difference, index))
         dtype = str(array.dtype)
         # Each element is stored once, by one of many blocks.
         once = query_axis >= 0 and key_axis >= 0 and alone and dtype != "float32"
         is_stored = stored is not None
-        narrow = is_stored or (once and _at_most(_MIN_NARROW, math.prod(array.shape)))
+        narrow = is_stored or (once and at_most(_MIN_NARROW, math.prod(array.shape)))
         load = Load(
             capture, query_axis, key_axis, scatter, diagonal, narrow, is_stored,
             sums_batch=is_stored and stored.sums_batch,
@@ -234,7 +233,7 @@ def key_axes(
             return None
         if name is None and not (i.op == "constant" and i.value == 0):
             return None
-        if not (_at_most(count, extent) and _at_most(extent, count)):
+        if not (at_most(count, extent) and at_most(extent, count)):
             return None
         axes.append(name)
     return tuple(axes)
@@ -255,11 +254,3 @@ def key_weight(graph: Graph, partial: Node, slope: Node) -> Node | None:
             return None
         weight = graph.constant(factors.pop())
     return None if weight.deps & SCORE or not is_finite(weight) else weight
-
-
-def _at_most(size: Any, limit: Any) -> bool:
-    """Whether one is no larger than the other, for sure where they are symbolic."""
-    try:
-        return bool(size <= limit)
-    except jax.errors.InconclusiveDimensionOperation:
-        return False
