@@ -51,20 +51,6 @@ class Fallback(tuple):
         _support.warn_of_slow_path(self)
 
 
-class _GradientFallback(tuple):
-    """Likewise, for gradients of captures beside kernels."""
-
-    def warn(self) -> None:
-        _support.warn_of_slow_gradients(self)
-
-
-class _TangentFallback(tuple):
-    """Likewise, for tangents."""
-
-    def warn(self) -> None:
-        _support.warn_of_slow_tangents(self)
-
-
 # "auto": the kernels on CUDA, the blockwise path elsewhere, decided when the platform is known.
 Path = Literal["cuda", "xla", "auto"] | Fallback
 
@@ -173,8 +159,9 @@ def _backward(
         # What the kernels lack: a pass of its own.
         lacking = {f"captures[{i}]": reasons for i, reasons in captures.items() if reasons}
         if lacking:
-            reasons = _GradientFallback(dict.fromkeys(x for of in lacking.values() for x in of))
-            announced = _platform.announced(operands, reasons.warn)
+            reasons = tuple(dict.fromkeys(x for of in lacking.values() for x in of))
+            warn = functools.partial(_support.warn_of_slow_gradients, reasons)
+            announced = _platform.announced(operands, warn)
             names = frozenset(lacking)
             rest = _blockwise.backward(spec, announced, out, lse, dout, dlse, names)
             gradients.update(rest.named())
@@ -226,7 +213,8 @@ def _tangent(
             terms.append(_kernels.tangent(spec, program, operands, out, lse, arrays, of_captures))
         # What the kernels lack: a pass of its own.
         if lacking:
-            announced = _platform.announced(operands, _TangentFallback(why).warn)
+            warn = functools.partial(_support.warn_of_slow_tangents, tuple(why))
+            announced = _platform.announced(operands, warn)
             terms.append(in_classes(_blockwise.tangent, spec, announced, out, lse, lacking))
         t_out, t_lse = zip(*terms, strict=True)
         return functools.reduce(jnp.add, t_out), functools.reduce(jnp.add, t_lse)
