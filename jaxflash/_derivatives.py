@@ -29,7 +29,7 @@ from jaxflash import (
     _plan,
     _platform,
     _primitive,
-    _scores,
+    _program,
     _sharding,
     _short,
     _support,
@@ -483,7 +483,7 @@ def _with_every_derivative(spec: AttentionSpec, path: Path, operands: Operands):
 
 def _tangent_rule(spec: AttentionSpec, path: Path, primals, tangents):
     if spec.program is not None:
-        _scores.check_rules(spec.program)
+        _program.check_rules(spec.program)
     (operands,), (tangents,) = primals, tangents
     results: Any = _with_every_derivative(spec, path, operands)
     out, lse = (checkpoint_name(x, CHECKPOINT_NAME) for x in results)
@@ -517,7 +517,7 @@ class _Wanted(tuple):
 
 def _forward_rule(spec: AttentionSpec, path: Path, primals: Operands):
     if spec.program is not None:
-        _scores.check_rules(spec.program)
+        _program.check_rules(spec.program)
     given = primals.named()
     wanted = _Wanted(name for name, x in given.items() if x.perturbed)
     operands = primals.replacing({name: x.value for name, x in given.items()})

@@ -7,17 +7,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxflash._jaxpr import is_literal
-
-if TYPE_CHECKING:
-    from jaxflash._scores import Program
-    from jaxflash._spec import AttentionSpec, Operands
+from jaxflash._program import Program
+from jaxflash._spec import AttentionSpec, Operands
 
 
 class Band(NamedTuple):

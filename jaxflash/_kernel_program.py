@@ -15,6 +15,7 @@ from jaxflash import _extension as extension
 from jaxflash._dense_mask import DenseMask, Pass
 from jaxflash._printer import CAPTURE_DTYPES, MAX_CAPTURES, NotPrintable
 from jaxflash._printer.request import Request
+from jaxflash._program import Program, trace
 from jaxflash._spec import AttentionSpec, Operands
 
 if TYPE_CHECKING:
@@ -152,7 +153,7 @@ def tangents(spec: AttentionSpec, operands: Operands, moving: Sequence[int]) -> 
     return _program(spec, operands, "forward", tuple(moving))
 
 
-def predicate(predicate: _scores.Program) -> KernelPredicate:
+def predicate(predicate: Program) -> KernelPredicate:
     """A predicate alone.
 
     Raises:
@@ -391,7 +392,7 @@ def gradient_of_sum(load: KeyLoad, x, capture):
 
 def _parts(
     spec: AttentionSpec, operands: Operands, pass_: Pass
-) -> tuple[_scores.Program, tuple[_scores.Program, ...]]:
+) -> tuple[Program, tuple[Program, ...]]:
     """The score program, and the predicates of masks."""
     predicates = []
     if operands.mask is not None:
@@ -470,6 +471,6 @@ def _printed_gradients(request: Request) -> PrintedGradients | NotPrintable:
 
 
 @functools.cache
-def _identity() -> _scores.Program:
+def _identity() -> Program:
     """Of a call with a sink, dropout or a mask alone."""
-    return _scores.trace(lambda score, *_: score, (), jnp.float32)[0]
+    return trace(lambda score, *_: score, (), jnp.float32)[0]

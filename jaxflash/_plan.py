@@ -21,8 +21,8 @@ from jaxflash import _jaxpr, _ranges
 from jaxflash._dense_mask import DenseMask
 from jaxflash._loops import Block, blocks, cut, filled, loop, put
 from jaxflash._mask import Sizes
+from jaxflash._program import ARGUMENTS, Program
 from jaxflash._ranges import BLOCK, Shown
-from jaxflash._scores import ARGUMENTS, Program
 from jaxflash._sizes import is_one
 from jaxflash._spec import PLANNED, AttentionSpec, Operands
 from jaxflash._tile import Tiles

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.core
@@ -29,9 +29,7 @@ from jaxflash._arguments import (
     with_one_dtype,
 )
 from jaxflash._mask import ALIGNMENTS, LOGITS, Alignment, Mask, Sizes
-
-if TYPE_CHECKING:
-    from jaxflash import _scores
+from jaxflash._program import Program
 
 Implementation = Literal["cuda", "xla"]
 CausalAlignment = Alignment
@@ -71,8 +69,8 @@ class AttentionSpec:
     dropout_rate: float
     highest_precision: bool
     deterministic_backward: bool
-    program: _scores.Program | None = None
-    predicate: _scores.Program | None = None
+    program: Program | None = None
+    predicate: Program | None = None
     dilation: int = 1
 
 

@@ -22,7 +22,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxflash import _jaxpr
 from jaxflash._jaxpr import is_literal
-from jaxflash._scores import ARGUMENTS, Program, View, constant
+from jaxflash._program import ARGUMENTS, Program, View, constant
 from jaxflash._spec import compute_dtype
 from jaxflash._split import padded
 

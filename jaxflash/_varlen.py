@@ -69,7 +69,7 @@ def varlen_attention(
     logits_soft_cap: float | None = None,
     sink: ArrayLike | None = None,
     alibi_slopes: ArrayLike | None = None,
-    score_mod: _scores.ScoreMod | None = None,
+    score_mod: _spec.ScoreMod | None = None,
     dropout_rate: float = 0.0,
     dropout_rng: jax.Array | None = None,
     precision: jax.lax.PrecisionLike = None,

@@ -145,28 +145,48 @@ def test_import_needs_no_gpu():
     run_python("import os; os.environ['CUDA_VISIBLE_DEVICES'] = ''; import jaxflash")
 
 
-def test_imports_go_one_way():
-    """Also those within functions, but not those of types alone."""
+def _imports() -> dict[str, set[str]]:
+    """Of each module, those within functions and for types alone too; the package itself, of which
+    all are part, aside."""
     package = pathlib.Path(jaxflash.__file__).parent
     files = {
-        ".".join(path.relative_to(package.parent).with_suffix("").parts): path
+        ".".join(path.relative_to(package).with_suffix("").parts).removesuffix(".__init__"): path
         for path in package.rglob("*.py")
     }
+    del files["__init__"]
     imports = {}
     for module, path in files.items():
-        tree = ast.parse(path.read_text())
-        conditional = [x for x in ast.walk(tree) if isinstance(x, ast.If)]
-        of_types = [x for x in conditional if ast.unparse(x.test) == "TYPE_CHECKING"]
-        ignored = {id(x) for block in of_types for x in ast.walk(block)}
-        imports[module] = {
-            name
-            for x in ast.walk(tree)
-            if isinstance(x, ast.ImportFrom) and x.module and id(x) not in ignored
+        found = [x for x in ast.walk(ast.parse(path.read_text())) if isinstance(x, ast.ImportFrom)]
+        names = {
+            name.removeprefix("jaxflash.")
+            for x in found
             for name in (x.module, *(f"{x.module}.{alias.name}" for alias in x.names))
-            if name in files and name != module
         }
-    assert imports["jaxflash.masks"]
+        imports[module] = (names & files.keys()) - {module}
+    return imports
+
+
+def test_imports_go_one_way():
+    imports = _imports()
+    assert imports["masks"]
+    assert imports["_printer.cuda"]
     graphlib.TopologicalSorter(imports).prepare()  # raises an error that names a cycle
+
+
+def test_paths_are_apart():
+    """Custom calls need nothing of the blockwise path, and the definition, against which both are
+    tested, has nothing of either."""
+    imports = _imports()
+
+    def below(module: str) -> set[str]:
+        return imports[module].union(*map(below, imports[module]))
+
+    blockwise = {"_blockwise", "_tile", "_tile_scores", "_tile_sum", "_loops"}
+    calls = {"_ffi", "_passes", "_batch_calls", "_partition"}
+    assert imports.keys() >= blockwise | calls
+    for module in calls:
+        assert not below(module) & blockwise, module
+    assert not imports["reference"] & (blockwise | calls | {"_kernels", "_program", "_scores"})
 
 
 def test_import_time():

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxflash
-from jaxflash import _api, _batch_calls, _ffi, _kernel_program, _partition, _passes, _scores
+from jaxflash import _api, _batch_calls, _ffi, _kernel_program, _partition, _passes, _program
 from meshes import cpu_mesh
 
 pytestmark = pytest.mark.skipif(not _ffi.extension.kernels, reason="needs the kernels' library")
@@ -46,7 +46,7 @@ def _attention(kernel, numbers, qkv, captures):
     scores = jnp.einsum("btnh,bsnh->bnts", query, key) * kernel.spec.scale
     *batch, q_len, kv_len = scores.shape
     jaxpr = (kernel.spec.program or _kernel_program._identity()).jaxpr
-    used = len(jaxpr.in_avals) - len(_scores.ARGUMENTS)
+    used = len(jaxpr.in_avals) - len(_program.ARGUMENTS)
 
     def logit(batch_captures, score, b, h, q, kv):
         arguments = score, b, h, q, kv, q - kv, *batch_captures

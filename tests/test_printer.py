@@ -17,7 +17,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mask_values
-from jaxflash import _api, _dense_mask, _kernel_program, _printer, _scores, masks, reference
+from jaxflash import (
+    _api,
+    _dense_mask,
+    _kernel_program,
+    _printer,
+    _program,
+    _scores,
+    masks,
+    reference,
+)
 from jaxflash._printer import cuda
 from jaxflash._printer.gradients import KeyLoad
 from jaxflash._printer.request import Request
@@ -173,7 +182,7 @@ def _points(rng, beyond: int = 0):
 
 
 def _traced(function):
-    return _scores.trace(lambda s, b, h, q, kv, _: function(s, b, h, q, kv), (), jnp.float32)
+    return _program.trace(lambda s, b, h, q, kv, _: function(s, b, h, q, kv), (), jnp.float32)
 
 
 def _printed(function, **options):
@@ -849,7 +858,7 @@ def test_alibi_is_one_fma_and_the_distance():
     def alibi(s, b, h, q, kv, distance):
         return s - jnp.asarray(_SLOPES)[h] * jnp.abs(distance).astype(jnp.float32)
 
-    program, _ = _scores.trace(alibi, (), jnp.float32)
+    program, _ = _program.trace(alibi, (), jnp.float32)
     for is_difference in (True, False):
         printed = cuda.print_program(Request(program, distance_is_difference=is_difference))
         assert printed.unit_slope

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from cases import AttentionCase
 from check import check_attention
-from jaxflash import _distance, _scores
+from jaxflash import _distance
+from jaxflash._program import trace_predicate
 
 # Around the edges of tiles, and nothing at all.
 _LENGTHS = st.sampled_from([0, 1, 2, 15, 16, 17, 31, 33, 48, 63, 64, 65, 80])
@@ -183,7 +184,7 @@ def test_masks_that_are_bands(condition, lengths):
         names = {name: getattr(module, name) for name in ("int32", "abs", "minimum", "maximum")}
         return eval(condition, {}, {**names, "q": q, "kv": kv})
 
-    predicate, _ = _scores.trace_predicate(lambda b, h, q, kv: jnp.asarray(visible(jnp, q, kv)), ())
+    predicate, _ = trace_predicate(lambda b, h, q, kv: jnp.asarray(visible(jnp, q, kv)), ())
     band = _distance.band_of(predicate, *lengths)
     if band is None:
         return

@@ -28,11 +28,11 @@ from jaxflash import (
     _ffi,
     _kernel_program,
     _nvrtc,
-    _scores,
     masks,
 )
 from jaxflash._printer import cuda
 from jaxflash._printer.request import Request
+from jaxflash._program import trace
 from mask_values import MASK_VALUES
 from score_mods import Sizes
 
@@ -1009,7 +1009,7 @@ def _capture_gradient(
     if load == "bias":
         shape = (shape[0], *lengths)
     with jax.numpy_dtype_promotion("standard"):
-        program, _ = _scores.trace(function, (jax.ShapeDtypeStruct(shape, dtype),), "float32")
+        program, _ = trace(function, (jax.ShapeDtypeStruct(shape, dtype),), "float32")
     return cuda.print_gradients(
         Request(program, wanted=(0,), lengths=lengths, distance_is_difference=True, **options)
     )
@@ -1118,7 +1118,7 @@ def test_which_load_products_start_from():
 
     for of, expected in ((function, ["true"]), (both_ways, ["false", "true"])):
         with jax.numpy_dtype_promotion("standard"):
-            program, _ = _scores.trace(of, (table,), "float32")
+            program, _ = trace(of, (table,), "float32")
         options = dict(lengths=(64, 64), paired=(0,), starts=(0,))
         request = Request(program, wanted=(0,), distance_is_difference=True, **options)
         printed = cuda.print_gradients(request)

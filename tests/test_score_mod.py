@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxflash
-from jaxflash import _derivatives, _ffi, _scores
+from jaxflash import _derivatives, _ffi, _program
 from marks import needs_kernels
 from small_calls import (
     ATTENTIONS,
@@ -385,7 +385,7 @@ def test_custom_derivatives_tell_programs_apart():
             return jnp.abs(x)
 
         function.defjvp(lambda x, t: (jnp.abs(x[0]), slope * t[0]))
-        return _scores.trace(lambda s, *_: function(s), (), jnp.float32)[0]
+        return _program.trace(lambda s, *_: function(s), (), jnp.float32)[0]
 
     assert program(1.0) == program(1.0)
     assert program(1.0) != program(2.0)

@@ -14,7 +14,7 @@ from jaxflash._printer import CAPTURE_DTYPES, MAX_CAPTURE_RANK, MAX_DEPTH, NotPr
 from jaxflash._printer.formats import COMPUTED, INTEGER_FORMATS, WITH_SUFFIX
 from jaxflash._printer.graph import COMPARE, Graph
 from jaxflash._printer.node import COLUMN, DISTANCE, FLOATS, ROW, SCORE, Node, wraps
-from jaxflash._scores import Program, Result, View
+from jaxflash._program import Program, Result, View
 
 if TYPE_CHECKING:
     from jax.extend import core

@@ -25,7 +25,7 @@ from jaxflash._printer.node import ROW, Node, depends_on_difference
 from jaxflash._printer.request import Request
 from jaxflash._printer.starts import Start, start_of
 from jaxflash._printer.writer import Roots, Words, Writer
-from jaxflash._scores import Program
+from jaxflash._program import Program
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from jaxflash._scores import Program
+from jaxflash._program import Program
 
 
 @dataclasses.dataclass(frozen=True)
