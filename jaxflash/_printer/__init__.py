@@ -2,9 +2,9 @@
 
 The value of the program and its derivative become one graph of scalar expressions (`builder`,
 `graph`), log2(e) of the result among their coefficients; the graph becomes instructions, each in
-the earliest place that knows what it depends on (`lowering`), and these become text (`writer`).
-Here is what can be printed, in `request` what is asked for; `cuda` prints, imported with the first
-call that has a program.
+the earliest place that knows what it depends on (`lowering`), and these become text (`writer`), for
+each part of the struct (`sections`). Here is what can be printed, in `request` what is asked for;
+`cuda` prints, imported with the first call that has a program.
 """
 
 from __future__ import annotations

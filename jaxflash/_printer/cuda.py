@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 from jaxflash._printer import MAX_KEY_SUMS
 from jaxflash._printer.builder import LOG2_E, Builder
@@ -23,8 +23,24 @@ from jaxflash._printer.graph import Graph
 from jaxflash._printer.heads import head_axes
 from jaxflash._printer.node import ROW, Node, depends_on_difference
 from jaxflash._printer.request import Request
+from jaxflash._printer.sections import (
+    CaptureTangent,
+    Diagonals,
+    Dropout,
+    KeyWeights,
+    Loads,
+    Logits,
+    Section,
+    Sink,
+    Started,
+    Starts,
+    StoredGradient,
+    SumAlongDiagonals,
+    Visible,
+    Words,
+    struct,
+)
 from jaxflash._printer.starts import Start, start_of
-from jaxflash._printer.writer import Roots, Words, Writer
 from jaxflash._program import Program
 
 
@@ -64,9 +80,8 @@ def print_program(request: Request) -> Printed:
     graph = Graph(request.distance_is_difference)
     logit, slope = Builder(graph).build(program)
     slope = graph.shown(slope, logit)
-    sink = None
     visible, captures = _visible(graph, predicates, len(program.capture_types))
-    in_words = _words(graph, predicates, len(program.capture_types)) if request.words else None
+    words = _words(graph, predicates, len(program.capture_types)) if request.words else None
     tangent = graph.constant(0.0)
     for capture in request.moving:
         dtype = str(program.capture_types[capture].dtype)
@@ -74,6 +89,7 @@ def print_program(request: Request) -> Printed:
             moved = graph.multiply(graph.shown(partial, logit), graph.load(captures, dtype, index))
             tangent = graph.add(tangent, moved)
         captures += 1
+    sink = None
     if request.sink_dtype is not None:
         head = graph.input("h", "int32", 0)
         sink = graph.load(captures, request.sink_dtype, (head,))
@@ -83,33 +99,31 @@ def print_program(request: Request) -> Printed:
     started = None
     if addend is None and request.starts:
         start, started = _started(graph, logit, slope, request)
-    logit = graph.scaled(logit, LOG2_E)
+    logits = _logits(graph, logit, slope, addend)
     sums, _ = _key_sums(graph, request)
-    roots = Roots(
-        logit,
-        slope,
-        addend,
-        visible,
-        in_words,
-        sink,
-        tangent if request.moving else None,
-        start,
-        started,
-        tuple(x.weight for x in sums),
-        _stored(graph, request),
-        _diagonal_sum(graph, request),
-        paired=request.paired,
+    sections = _given(
+        logits,
+        _of(Visible, visible),
+        _of(Sink, sink),
+        CaptureTangent(tangent, logits.logit) if request.moving else None,
+        _of(Starts, start),
+        Started(*started, logits) if started else None,
+        words,
+        KeyWeights(tuple(x.weight for x in sums)) if sums else None,
+        _of(StoredGradient, _stored(graph, request)),
+        Diagonals(logits),
+        _of(SumAlongDiagonals, _diagonal_sum(graph, request)),
+        Dropout(captures) if request.drops else None,
     )
-    writer = Writer(graph, roots)
-    dropout = captures if request.drops else None
+    source, numbered = struct(graph, sections, request.paired)
     return Printed(
-        writer.struct(dropout),
-        numbered=writer.asks_for_numbers(dropout),
+        source,
+        numbered,
         unit_slope=addend is not None,
         exact_length=1 << 24 if graph.subtracts_positions else None,
         start_capture=start.neighbours.value[0] if start and start.follows_queries else None,
         key_terms=_key_terms(start),
-        head_axes=None if request.drops else head_axes(roots),
+        head_axes=head_axes(sections),
     )
 
 
@@ -176,26 +190,41 @@ def print_gradients(request: Request) -> PrintedGradients:
         loads[at] = dataclasses.replace(loads[at], load=load)
     visible, captures = _visible(graph, request.predicates, len(program.capture_types))
     addend, start = _added(graph, logit, slope, request)
-    roots = Roots(
-        graph.scaled(logit, LOG2_E),
-        slope,
-        addend,
-        visible,
-        start=start,
-        loads=(*loads, *(LoadRoots.of_key_sum(x) for x in sums)),
-        paired=request.paired,
+    logits = _logits(graph, logit, slope, addend)
+    all_loads = (*loads, *map(LoadRoots.of_key_sum, sums))
+    # Gradients do not ask for the sink.
+    dropout = captures + (request.sink_dtype is not None)
+    sections = _given(
+        logits,
+        _of(Visible, visible),
+        _of(Starts, start),
+        Diagonals(logits),
+        Dropout(dropout) if request.drops else None,
+        Loads(all_loads, logits.logit, start),
     )
-    writer = Writer(graph, roots)
-    # The sink, which gradients do not ask for, is the capture before it.
-    dropout = captures + (request.sink_dtype is not None) if request.drops else None
+    source, numbered = struct(graph, sections, request.paired)
     return PrintedGradients(
-        writer.struct(dropout),
-        writer.asks_for_numbers(dropout),
+        source,
+        numbered,
         tuple(x.load for x in loads),
         len(sums),
         tuple(key_loads),
-        head_axes(roots) if dropout is None else None,
+        head_axes(sections),
     )
+
+
+def _logits(graph: Graph, logit: Node, slope: Node, addend: Node | None) -> Logits:
+    adds = addend is not graph.constant(0.0)
+    return Logits(graph.scaled(logit, LOG2_E), slope, addend, adds)
+
+
+def _of(kind: Callable[[Any], Section], x: Any) -> Section | None:
+    return None if x is None else kind(x)
+
+
+def _given(*sections: Section | None) -> list[Section]:
+    """Those that there are."""
+    return [x for x in sections if x is not None]
 
 
 def _partials(graph: Graph, program: Program, capture: int) -> dict[tuple[Node, ...], Node]:

@@ -3,22 +3,24 @@ heads needs no others."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from jaxflash._printer.node import Node
-from jaxflash._printer.writer import Roots
+from jaxflash._printer.sections import Section
 
 
-def head_axes(roots: Roots) -> Mapping[int, int | None] | None:
+def head_axes(sections: Sequence[Section]) -> Mapping[int, int | None] | None:
     """Of each capture that is loaded the axis whose index is the head, None for one without.
 
     Returns:
         None where the head is more than such an index, or the loads of a capture differ.
     """
+    if any(x.asks_for_numbers for x in sections):
+        return None
     axes: dict[int, int | None] = {}
     seen: set[Node] = set()
-    left = list(_nodes(roots))
-    loads = list(_indices(roots))
+    left = [node for x in sections for node in x.nodes()]
+    loads = [load for x in sections for load in x.indices()]
     while left or loads:
         while left:
             x = left.pop()
@@ -42,27 +44,3 @@ def head_axes(roots: Roots) -> Mapping[int, int | None] | None:
 
 def _is_head(x: Node) -> bool:
     return (x.op, x.value) == ("input", "h")
-
-
-def _nodes(roots: Roots) -> Iterator[Node]:
-    """What the struct computes."""
-    start, words, diagonal = roots.start, roots.words, roots.diagonal_sum
-    for x in (
-        roots.logit, roots.slope, roots.addend, roots.visible, roots.sink, roots.capture_tangent,
-        *(() if start is None else (start.neighbours, start.value, start.added)),
-        *(roots.started or ()), *roots.key_weights,
-        *(() if words is None else (words.load, words.bit, words.beside)),
-        *(() if diagonal is None else (diagonal.weight,)), *(x.partial for x in roots.loads),
-    ):  # fmt: skip
-        if x is not None:
-            yield x
-
-
-def _indices(roots: Roots) -> Iterator[tuple[int, Sequence[Node]]]:
-    """Where it adds to gradients of captures."""
-    for x in (roots.stored, roots.diagonal_sum):
-        if x is not None:
-            yield x.capture, x.index
-    for x in roots.loads:
-        if not x.load.is_key_sum:
-            yield x.load.capture, x.index

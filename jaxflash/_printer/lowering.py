@@ -43,7 +43,7 @@ class Lowering:
     """
 
     def __init__(self, graph: Graph, paired: Collection[int]):
-        self._graph = graph
+        self.graph = graph
         self._paired = paired
         self._instructions: dict[Node, Node] = {}
         self.diagonals: dict[Node, DiagonalLoad] = {}  # by their instruction
@@ -60,12 +60,12 @@ class Lowering:
             elif x.op == "load":
                 result = self._lowered_load(x)
             elif x.op == "wrap":
-                result = self._graph.node(
+                result = self.graph.node(
                     "wrap", (self.lowered(x.args[0]), self.extent(*x.value)), "int32"
                 )
             else:
                 args = tuple(map(self.lowered, x.args))
-                result = self._graph.node(x.op, args, x.dtype, x.value)
+                result = self.graph.node(x.op, args, x.dtype, x.value)
             self._instructions[x] = result
         return self._instructions[x]
 
@@ -75,7 +75,7 @@ class Lowering:
         for coefficient, term in zip(coefficients, x.args, strict=True):
             place = "score" if term.deps & SCORE else place_of(term)
             groups.setdefault(place, []).append((coefficient, term))
-        total = None if constant == 0.0 else self._graph.constant(constant)
+        total = None if constant == 0.0 else self.graph.constant(constant)
         for place in (*PLACES, "score"):
             part = None
             if place == "column" and total is not None and place_of(total) == "row":
@@ -84,18 +84,18 @@ class Lowering:
             for coefficient, term in groups.get(place, ()):
                 total = self._plus_term(total, coefficient, term)
             if part is not None:
-                total = part if total is None else self._graph.atom("add", part, total)
+                total = part if total is None else self.graph.atom("add", part, total)
         assert total is not None
         return total
 
     def _plus_term(self, total: Node | None, coefficient: float, term: Node) -> Node:
         """total + coefficient * term; the factors known earlier are multiplied first."""
-        atom = self._graph.atom
+        atom = self.graph.atom
         groups: dict[str, list[Node]] = {}
         for factor in term.args if term.op == "product" else (term,):
             place = "score" if factor.deps & SCORE else place_of(factor)
             groups.setdefault(place, []).append(self.lowered(factor))
-        early = None if coefficient == 1.0 else self._graph.constant(coefficient)
+        early = None if coefficient == 1.0 else self.graph.constant(coefficient)
         *before, last = (groups[place] for place in (*PLACES, "score") if place in groups)
         for factor in (factor for group in before for factor in group):
             early = self._scaled_by(early, factor)
@@ -111,28 +111,28 @@ class Lowering:
             return atom("fma", self._scaled_by(early, x), rest[0], total)
         if early is None:
             return atom("add", total, x)
-        if early is self._graph.constant(-1.0):
+        if early is self.graph.constant(-1.0):
             return atom("sub", total, x)
         return atom("fma", early, x, total)
 
     def _scaled_by(self, factor: Node | None, x: Node) -> Node:
         if factor is None:
             return x
-        if factor is self._graph.constant(-1.0):
-            return self._graph.atom("neg", x)
-        return self._graph.atom("times", factor, x)
+        if factor is self.graph.constant(-1.0):
+            return self.graph.atom("neg", x)
+        return self.graph.atom("times", factor, x)
 
     def extent(self, capture: int, axis: int) -> Node:
-        return self._graph.node("extent", (), "int32", (capture, axis))
+        return self.graph.node("extent", (), "int32", (capture, axis))
 
     def offset(self, capture: int, index: tuple[Node, ...], owned: Collection[int] = ()) -> Node:
         """Of an element by the first axes of a capture, without what the owned axes add."""
-        node = self._graph.node
+        node = self.graph.node
         offsets = self._offsets(capture, index, owned, {})
         total = None
         for offset in (offsets[place] for place in PLACES if place in offsets):
             total = offset if total is None else node("add_offset", (total, offset), "int64_t")
-        return self._graph.constant(0, "int32") if total is None else total
+        return self.graph.constant(0, "int32") if total is None else total
 
     def _offsets(
         self,
@@ -143,7 +143,7 @@ class Lowering:
     ) -> dict[str, Node]:
         """What the indices of each place add to an offset; `clamps`: how that of the last axis is
         clamped in some places, to 32 bits."""
-        node = self._graph.node
+        node = self.graph.node
         offsets: dict[str, Node] = {}
         stride = None
         for axis in reversed(range(len(index))):
@@ -168,11 +168,11 @@ class Lowering:
         paired = is_of_neighbours(x, self._paired)
         address, index = self.address(x, paired)
         if paired:
-            return self._graph.node("load_of_pair", (address, index, x.args[-1]), x.dtype)
-        result = self._graph.node("load_capture", (address, index), x.dtype, x.value[1])
+            return self.graph.node("load_of_pair", (address, index, x.args[-1]), x.dtype)
+        result = self.graph.node("load_capture", (address, index), x.dtype, x.value[1])
         if x.args and not any(i.deps for i in x.args[:-1]):
             last = x.args[-1].args[0] if x.args[-1].op == "wrap" else x.args[-1]
-            found = along_diagonals(self._graph, last)
+            found = along_diagonals(self.graph, last)
             if found is not None:
                 offset, extent = self.lowered(found[1]), self.extent(x.value[0], len(x.args) - 1)
                 self.diagonals[result] = DiagonalLoad(found[0], offset, address, extent)
@@ -181,7 +181,7 @@ class Lowering:
     def address(self, x: Node, paired: bool) -> tuple[Node, Node]:
         """(address, index) of a load. What the head knows is added to the address there, then what
         the row knows; the index is what is left, of pairs if `paired`."""
-        node = self._graph.node
+        node = self.graph.node
         capture, dtype = x.value
         stored = CAPTURE_DTYPES[dtype]
         pointer = f"const {stored}*"
@@ -193,7 +193,7 @@ class Lowering:
         early = [offsets[place] for place in ("head", "row") if place in offsets]
         late = [offsets[place] for place in ("column", "element") if place in offsets]
         if not late:
-            late = [early.pop() if early else self._graph.constant(0, "int32")]
+            late = [early.pop() if early else self.graph.constant(0, "int32")]
         for offset in early:
             address = node("shift", (address, offset), pointer)
         index = late[0]
