@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxflash import _dense_mask, _distance, _predicate
+from jaxflash import _dense_mask, _distance, _jaxpr, _predicate
 from jaxflash._arguments import computed, is_abstract
 from jaxflash._predicate import smaller
 from jaxflash._program import Program, trace, trace_predicate
