@@ -506,6 +506,37 @@ def test_predicates_are_checked(number, shape):
         call(*shapes)
 
 
+# Of intervals of (2, 70) rows and (2, 130) keys.
+_SUMMARY_SHAPES = ((2, 70, 2), (2, 130, 2), (2, 2, 6), (2, 3, 6), (2, 8))
+_SUMMARY_BYTES = 2 * ((2 + 3) * 8 + 2 * 8)
+
+
+@pytest.mark.parametrize(
+    ("number", "shape"),
+    [
+        (0, (2, 70, 1)), (0, (2, 70, 4)), (0, (2, 70)), (0, (70, 2)), (0, (3, 70, 2)),
+        (1, (2, 130, 1)), (1, (2, 130, 4)), (1, (1, 130, 2)), (2, (2, 1, 6)), (2, (2, 2, 4)),
+        (3, (2, 2, 6)), (4, (2, 4)),
+    ],
+)  # fmt: skip
+def test_summaries_are_checked(number, shape):
+    options = dict.fromkeys(("has_solid", "has_inside", "has_visits"), np.bool_(False))
+
+    def call(*shapes, workspace=_SUMMARY_BYTES):
+        results = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes[2:]]
+        results.append(jax.ShapeDtypeStruct((workspace,), jnp.uint8))
+        run = functools.partial(jax.ffi.ffi_call(_ffi.RANGE_SUMMARY_TARGET, results), **options)
+        return jax.block_until_ready(jax.jit(run)(*(np.zeros(s, np.int32) for s in shapes[:2])))
+
+    call(*_SUMMARY_SHAPES)
+    with pytest.raises(Exception, match=r"(?s)jaxflash.*workspace"):
+        call(*_SUMMARY_SHAPES, workspace=_SUMMARY_BYTES - 1)
+    shapes = [*_SUMMARY_SHAPES]
+    shapes[number] = shape
+    with pytest.raises(Exception, match=r"(?s)jaxflash.*(intervals|axes)"):
+        call(*shapes)
+
+
 def _backward_call(arrays, results, workspace=1 << 24, has_dlse=False):
     """The custom call itself: q, k, v, out, dout, lse and maybe dlse to dq, dk, dv."""
     results = [*results, jax.ShapeDtypeStruct((workspace,), jnp.uint8)]

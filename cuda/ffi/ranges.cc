@@ -118,8 +118,8 @@ ffi::Error range_summary(CUstream_st* stream, bool has_solid, bool has_inside, b
   const int64_t of_keys = blocks_of(static_cast<int32_t>(keys));
   const Lead lead(row_dims, 2);
   if (optional.size() != size_t{2} * has_solid + size_t{2} * has_inside + has_visits ||
-      !lead.has_shape(key_dims, {keys, 2})) {
-    return invalid("intervals of rows and keys have the same leading axes");
+      !lead.has_shape(row_dims, {rows, 2}) || !lead.has_shape(key_dims, {keys, 2})) {
+    return invalid("intervals of rows and keys are pairs of the same leading axes");
   }
   RangeSummaryParams params = {};
   params.count = lead.count();
