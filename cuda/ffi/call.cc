@@ -8,12 +8,14 @@ int32_t clamp_side(int64_t side) {
   return static_cast<int32_t>(std::min<int64_t>(side, kUnlimited));
 }
 
+namespace {
+
 std::optional<MaskKind> mask_of(int64_t kind) {
   if (kind < 0 || kind > static_cast<int64_t>(MaskKind::kProgramSegments)) return std::nullopt;
   return static_cast<MaskKind>(kind);
 }
 
-std::optional<CallSizes> sizes_of(SizeNumbers numbers) {
+std::optional<CallSizes> sizes_of(ffi::Span<const int64_t> numbers) {
   CallSizes sizes = {};
   if (numbers.size() == 0) return sizes;
   if (numbers.size() != 7) return std::nullopt;
@@ -30,26 +32,68 @@ std::optional<CallSizes> sizes_of(SizeNumbers numbers) {
   return sizes;
 }
 
-std::optional<std::vector<CaptureLoad>> loads_of(const ProgramAttributes& program,
-                                                 const GradientAttributes& gradients) {
+}  // namespace
+
+ffi::Error describe_program(Pass pass, const PassAttributes& attributes,
+                            const KernelOptions& options, ProgramDescription* description) {
+  const std::optional<Math> math = math_of(attributes.dtype, attributes.problem.highest_precision);
+  if (!math) return invalid("unknown dtype of a score program");
+  const auto ranks = attributes.capture_ranks;
+  if (ranks.size() > kMaxCaptures) return invalid("a score program may capture at most 8 arrays");
+  for (const int64_t rank : ranks) {
+    if (rank < 0 || rank > kMaxCaptureRank) return invalid("captured arrays have at most 6 axes");
+  }
+  const std::optional<MaskKind> mask = mask_of(attributes.problem.mask);
+  if (!mask) return invalid("unknown kind of mask");
+  if (options.shared_units < (options.paged ? 1 : 0) || options.shared_units > 2) {
+    return invalid("blocks share the keys of one unit or two");
+  }
+  const std::optional<CallSizes> sizes = sizes_of(options.sizes);
+  if (!sizes) return invalid("unknown sizes of a call");
+  if (options.start_capture < (pass == Pass::kForward ? kKeyTerms : -1) ||
+      options.start_capture >= static_cast<int64_t>(ranks.size())) {
+    return invalid("products cannot start from an array that is not captured");
+  }
+  const bool limits_left = attributes.problem.left < kUnlimited;
+  const bool limits_right = attributes.problem.right < kUnlimited;
+  description->pass = pass;
+  description->unit_slope = attributes.unit_slope;
+  description->math = *math;
+  description->head_dim = static_cast<int32_t>(attributes.head_dim);
+  description->value_dim = static_cast<int32_t>(attributes.value_dim);
+  description->scale = attributes.problem.scale;
+  description->mask = *mask;
+  description->walks = attributes.problem.walks;
+  description->one_sided = limits_left != limits_right;
+  description->deterministic = options.deterministic;
+  description->paged = options.paged;
+  description->shared_units = static_cast<int32_t>(options.shared_units);
+  description->sizes = *sizes;
+  description->start_capture = static_cast<int32_t>(options.start_capture);
+  return ffi::Error::Success();
+}
+
+std::optional<std::vector<CaptureLoad>> loads_of(const BackwardAttributes& attributes) {
   constexpr size_t kNumbers = 8;
-  const auto numbers = gradients.loads;
+  const auto numbers = attributes.gradient_loads;
   if (numbers.size() % kNumbers != 0) return std::nullopt;
-  const int64_t key_sums = gradients.key_sums;
+  const int64_t key_sums = attributes.key_sums;
   if (key_sums < 0 || key_sums > kMaxKeySums) return std::nullopt;
-  if ((numbers.size() == 0 && key_sums == 0) != gradients.source.empty()) return std::nullopt;
+  if ((numbers.size() == 0 && key_sums == 0) != attributes.gradient_program.empty()) {
+    return std::nullopt;
+  }
   std::vector<CaptureLoad> loads;
   bool taken[kMaxCaptures] = {};
   bool any_stored = false, any_summed = false;
   for (size_t i = 0; i < numbers.size(); i += kNumbers) {
     const int64_t capture = numbers[i], query_axis = numbers[i + 1], key_axis = numbers[i + 2];
-    if (capture < 0 || capture >= static_cast<int64_t>(program.capture_ranks.size()) ||
+    if (capture < 0 || capture >= static_cast<int64_t>(attributes.capture_ranks.size()) ||
         capture >= kMaxCaptures) {
       return std::nullopt;
     }
     if (taken[capture] && loads.back().capture != capture) return std::nullopt;
     taken[capture] = true;
-    const int64_t rank = program.capture_ranks[capture];
+    const int64_t rank = attributes.capture_ranks[capture];
     if (query_axis < -1 || query_axis >= rank || key_axis < -1 || key_axis >= rank ||
         (query_axis >= 0 && query_axis == key_axis)) {
       return std::nullopt;
@@ -90,7 +134,7 @@ void set_sizes(int64_t q_len, int64_t kv_len, int64_t q_heads, int64_t kv_heads,
 namespace {
 
 // Of keys and values in these shapes, wherever they lie.
-ffi::Error describe_shapes(const Attributes& attributes, ffi::AnyBuffer q, Shape k_shape,
+ffi::Error describe_shapes(const ProblemAttributes& attributes, ffi::AnyBuffer q, Shape k_shape,
                            Shape v_shape, Shape out, ffi::RemainingArgs optional,
                            Problem* problem) {
   const Shape q_shape{q.dimensions()};
@@ -148,7 +192,7 @@ ffi::Error describe_shapes(const Attributes& attributes, ffi::AnyBuffer q, Shape
 
 }  // namespace
 
-ffi::Error describe(const Attributes& attributes, ffi::AnyBuffer q, ffi::AnyBuffer k,
+ffi::Error describe(const ProblemAttributes& attributes, ffi::AnyBuffer q, ffi::AnyBuffer k,
                     ffi::AnyBuffer v, Shape out, ffi::RemainingArgs optional, Problem* problem) {
   if (k.element_type() != q.element_type() || v.element_type() != q.element_type()) {
     return invalid("q, k and v must share one dtype");
@@ -156,9 +200,10 @@ ffi::Error describe(const Attributes& attributes, ffi::AnyBuffer q, ffi::AnyBuff
   return describe_shapes(attributes, q, {k.dimensions()}, {v.dimensions()}, out, optional, problem);
 }
 
-ffi::Error describe_paged(const Attributes& attributes, ffi::AnyBuffer q, ffi::AnyBuffer key_pages,
-                          ffi::AnyBuffer value_pages, ffi::Buffer<ffi::S32> table, Shape out,
-                          ffi::RemainingArgs optional, Problem* problem, Pages* pages) {
+ffi::Error describe_paged(const ProblemAttributes& attributes, ffi::AnyBuffer q,
+                          ffi::AnyBuffer key_pages, ffi::AnyBuffer value_pages,
+                          ffi::Buffer<ffi::S32> table, Shape out, ffi::RemainingArgs optional,
+                          Problem* problem, Pages* pages) {
   const auto key_dims = key_pages.dimensions(), value_dims = value_pages.dimensions();
   const auto table_dims = table.dimensions();
   const size_t rank = out.dims.size();
@@ -257,14 +302,14 @@ ffi::Error take_ranges(RangeArrays present, int64_t batch, ffi::RemainingArgs op
 
 }  // namespace
 
-ffi::Error ProgramOperands::take(const ProgramAttributes& program, RangeArrays ranges, Shape full,
+ffi::Error ProgramOperands::take(const PassAttributes& attributes, RangeArrays ranges, Shape full,
                                  ffi::RemainingArgs optional, size_t first, Problem* problem) {
-  if (program.source.empty()) {
+  if (attributes.program.empty()) {
     if (ranges.count() > 0) return invalid("ranges need a score program");
     return ffi::Error::Success();
   }
-  if (program.head_dim != problem->head_dim || program.value_dim != problem->value_dim ||
-      math_of(program.dtype, problem->math == Math::kFloat32) != problem->math) {
+  if (attributes.head_dim != problem->head_dim || attributes.value_dim != problem->value_dim ||
+      math_of(attributes.dtype, problem->math == Math::kFloat32) != problem->math) {
     return invalid("the score program was compiled for other head sizes or another dtype");
   }
   // Kernels number batch elements and heads in 32 bits.
@@ -273,7 +318,7 @@ ffi::Error ProgramOperands::take(const ProgramAttributes& program, RangeArrays r
   }
   const size_t batch_rank = full.batch_rank();
   // A program that does not ask for numbers may come without them.
-  const size_t captured = program.capture_ranks.size() + ranges.count();
+  const size_t captured = attributes.capture_ranks.size() + ranges.count();
   if (optional.size() == first + 2 + captured) {
     auto numbers = optional.get<ffi::Buffer<ffi::S32>>(first);
     auto heads = optional.get<ffi::Buffer<ffi::S32>>(first + 1);
@@ -291,7 +336,7 @@ ffi::Error ProgramOperands::take(const ProgramAttributes& program, RangeArrays r
   } else if (optional.size() != first + captured) {
     return invalid("the number of captured arrays is not that of capture_ranks");
   }
-  if (ffi::Error error = take_captures(program.capture_ranks, full, optional, first);
+  if (ffi::Error error = take_captures(attributes.capture_ranks, full, optional, first);
       error.failure()) {
     return error;
   }
@@ -373,17 +418,16 @@ static std::optional<int32_t> batch_sum(ffi::Span<const int64_t> dims, Shape ful
   return static_cast<int32_t>(sum);
 }
 
-ffi::Error CaptureGradientResults::take(const ProgramAttributes& program,
-                                        const GradientAttributes& gradients,
+ffi::Error CaptureGradientResults::take(const BackwardAttributes& attributes,
                                         const ProgramOperands& operands, const Problem& problem,
                                         Shape full, ffi::RemainingRets results) {
-  const std::optional<std::vector<CaptureLoad>> loads = loads_of(program, gradients);
+  const std::optional<std::vector<CaptureLoad>> loads = loads_of(attributes);
   if (!loads) return invalid("unknown loads of captured arrays");
-  if (!loads->empty() && program.source.empty()) {
+  if (!loads->empty() && attributes.program.empty()) {
     return invalid("gradients of captured arrays need a score program");
   }
   const size_t batch_rank = full.batch_rank();
-  for (int64_t i = 0; i < gradients.key_sums; ++i) {
+  for (int64_t i = 0; i < attributes.key_sums; ++i) {
     auto buffer = results.get<ffi::AnyBuffer>(i);
     if (!buffer.has_value()) return invalid("a sum over the queries has no result");
     const ffi::AnyBuffer sum = **buffer;

@@ -5,59 +5,32 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
-#include <string_view>
 #include <vector>
 
 #include "ffi/arrays.h"
+#include "ffi/attributes.h"
 
 namespace jaxflash {
 
-// What both passes are told, as one dictionary attribute.
-struct Attributes {
-  float scale;
-  int64_t left;   // kUnlimited and above: no limit
-  int64_t right;  // likewise
-  bool bottom_right;
-  bool highest_precision;
-  bool has_q_lengths;  // the optional operands follow in this order
-  bool has_kv_lengths;
-  int64_t mask;  // MaskKind
-  bool walks;    // see ProgramDescription: there are Ranges::row_visits
+// What kernels depend on beside the program and the problem, as far as a pass has it; see
+// ProgramDescription.
+struct KernelOptions {
+  bool deterministic = false;
+  bool paged = false;
+  int64_t shared_units = 0;
+  ffi::Span<const int64_t> sizes = {};
+  int64_t start_capture = -1;
 };
 
-// What both passes are told of the score program, attributes of their own.
-struct ProgramAttributes {
-  std::string_view source;  // empty: a plain call, and the others are not looked at
-  bool unit_slope;
-  int64_t head_dim;
-  int64_t value_dim;
-  std::string_view dtype;
-  ffi::Span<const int64_t> capture_ranks;  // axes of each captured array beside the batch axes
-};
+// Checks what kernels are compiled for, and fills in all but the texts and the loads.
+ffi::Error describe_program(Pass pass, const PassAttributes& attributes,
+                            const KernelOptions& options, ProgramDescription* description);
 
-// What the backward pass is told of gradients of captures, attributes of their own.
-struct GradientAttributes {
-  std::string_view source;  // the program with a struct for each load and each key sum
-  // Eight numbers for each load: capture, query axis, key axis, whether it scatters, is narrow, is
-  // stored, is summed, sums the batch, see CaptureLoad. Loads of one capture are neighbours; at
-  // most one is stored.
-  ffi::Span<const int64_t> loads;
-  int64_t key_sums;  // how many sums over the queries are wanted, see BackwardParams
-};
-
-// The loads, key sums last; nothing if the attribute tells of ones that cannot be.
-std::optional<std::vector<CaptureLoad>> loads_of(const ProgramAttributes& program,
-                                                 const GradientAttributes& gradients);
-
-// Batch, query length, key length, query heads, kv heads, whether starts are shared, and packed
-// sequences: CallSizes. Or nothing: they vary.
-using SizeNumbers = ffi::Span<const int64_t>;
-std::optional<CallSizes> sizes_of(SizeNumbers numbers);
+// The loads, key sums last; nothing if the attributes tell of ones that cannot be.
+std::optional<std::vector<CaptureLoad>> loads_of(const BackwardAttributes& attributes);
 
 // The smallest and the largest mean what lies beyond them.
 int32_t clamp_side(int64_t side);
-
-std::optional<MaskKind> mask_of(int64_t kind);
 
 // Which arrays of Ranges a call has.
 struct RangeArrays {
@@ -66,7 +39,7 @@ struct RangeArrays {
 
   RangeArrays() : mask(MaskKind::kBand), visits(false) {}
   // Whose mask is one.
-  explicit RangeArrays(const Attributes& attributes)
+  explicit RangeArrays(const ProblemAttributes& attributes)
       : mask(static_cast<MaskKind>(attributes.mask)),
         visits(is_of_program(mask) && attributes.walks) {}
   size_t count() const {
@@ -78,13 +51,14 @@ void set_sizes(int64_t q_len, int64_t kv_len, int64_t q_heads, int64_t kv_heads,
                int64_t value_dim, Problem* problem);
 
 // Checks q, k, v against the output, whose batch axes are of full extent, and fills the problem.
-ffi::Error describe(const Attributes& attributes, ffi::AnyBuffer q, ffi::AnyBuffer k,
+ffi::Error describe(const ProblemAttributes& attributes, ffi::AnyBuffer q, ffi::AnyBuffer k,
                     ffi::AnyBuffer v, Shape out, ffi::RemainingArgs optional, Problem* problem);
 
 // The same where keys and values lie in pages; fills `pages` too.
-ffi::Error describe_paged(const Attributes& attributes, ffi::AnyBuffer q, ffi::AnyBuffer key_pages,
-                          ffi::AnyBuffer value_pages, ffi::Buffer<ffi::S32> table, Shape out,
-                          ffi::RemainingArgs optional, Problem* problem, Pages* pages);
+ffi::Error describe_paged(const ProblemAttributes& attributes, ffi::AnyBuffer q,
+                          ffi::AnyBuffer key_pages, ffi::AnyBuffer value_pages,
+                          ffi::Buffer<ffi::S32> table, Shape out, ffi::RemainingArgs optional,
+                          Problem* problem, Pages* pages);
 
 // A pool of pages as one array (keys of all pages, heads, dim).
 Tensor pool_tensor(ffi::AnyBuffer pages);
@@ -94,7 +68,7 @@ Tensor pool_tensor(ffi::AnyBuffer pages);
 class ProgramOperands {
  public:
   // Reads the shapes, and fills in the ranges that follow.
-  ffi::Error take(const ProgramAttributes& program, RangeArrays ranges, Shape full,
+  ffi::Error take(const PassAttributes& attributes, RangeArrays ranges, Shape full,
                   ffi::RemainingArgs optional, size_t first, Problem* problem);
 
   // Captured arrays alone, of these ranks beside the batch axes.
@@ -118,9 +92,8 @@ class ProgramOperands {
 // they are summed over, 1.
 class CaptureGradientResults {
  public:
-  ffi::Error take(const ProgramAttributes& program, const GradientAttributes& gradients,
-                  const ProgramOperands& operands, const Problem& problem, Shape full,
-                  ffi::RemainingRets results);
+  ffi::Error take(const BackwardAttributes& attributes, const ProgramOperands& operands,
+                  const Problem& problem, Shape full, ffi::RemainingRets results);
 
   bool wanted() const { return !results_.empty() || !key_sums_.empty(); }
 
@@ -143,10 +116,3 @@ class CaptureGradientResults {
 };
 
 }  // namespace jaxflash
-
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
-    jaxflash::Attributes, xla::ffi::StructMember<float>("scale"),
-    xla::ffi::StructMember<int64_t>("left"), xla::ffi::StructMember<int64_t>("right"),
-    xla::ffi::StructMember<bool>("bottom_right"), xla::ffi::StructMember<bool>("highest_precision"),
-    xla::ffi::StructMember<bool>("has_q_lengths"), xla::ffi::StructMember<bool>("has_kv_lengths"),
-    xla::ffi::StructMember<int64_t>("mask"), xla::ffi::StructMember<bool>("walks"));

@@ -28,67 +28,24 @@ struct ProgramState {
 };
 ffi::TypeId ProgramState::id = {};
 
-// What kernels depend on besides, see ProgramDescription.
-struct Access {
-  bool deterministic = false;
-  bool paged = false;
-  int64_t shared_units = 0;
-  SizeNumbers sizes = {};
-  int64_t start_capture = -1;
-};
-
 // While XLA compiles.
-ffi::ErrorOr<std::unique_ptr<ProgramState>> instantiate(Pass pass, const Attributes& attributes,
-                                                        const ProgramAttributes& program,
-                                                        const GradientAttributes& gradients,
-                                                        Access access = {}) {
+ffi::ErrorOr<std::unique_ptr<ProgramState>> instantiate(Pass pass, const PassAttributes& attributes,
+                                                        const KernelOptions& options,
+                                                        const std::vector<CaptureLoad>& loads = {},
+                                                        std::string_view gradient_program = {}) {
   auto state = std::make_unique<ProgramState>();
-  if (program.source.empty()) return state;
-  const std::optional<Math> math = math_of(program.dtype, attributes.highest_precision);
-  if (!math) return ffi::Unexpected(invalid("unknown dtype of a score program"));
-  if (program.capture_ranks.size() > kMaxCaptures) {
-    return ffi::Unexpected(invalid("a score program may capture at most 8 arrays"));
-  }
-  for (const int64_t rank : program.capture_ranks) {
-    if (rank < 0 || rank > kMaxCaptureRank) {
-      return ffi::Unexpected(invalid("captured arrays have at most 6 axes"));
-    }
-  }
-  const std::string source(program.source);
+  if (attributes.program.empty()) return state;
   ProgramDescription description = {};
-  description.pass = pass;
+  if (ffi::Error error = describe_program(pass, attributes, options, &description);
+      error.failure()) {
+    return ffi::Unexpected(error);
+  }
+  const std::string source(attributes.program), gradient_source(gradient_program);
   description.source = source.c_str();
-  description.unit_slope = program.unit_slope;
-  description.math = *math;
-  description.head_dim = static_cast<int32_t>(program.head_dim);
-  description.value_dim = static_cast<int32_t>(program.value_dim);
-  description.scale = attributes.scale;
-  const std::optional<MaskKind> mask = mask_of(attributes.mask);
-  if (!mask) return ffi::Unexpected(invalid("unknown kind of mask"));
-  description.mask = *mask;
-  description.walks = attributes.walks;
-  description.one_sided = (attributes.left >= kUnlimited) != (attributes.right >= kUnlimited);
-  description.deterministic = access.deterministic;
-  description.paged = access.paged;
-  if (access.shared_units < (access.paged ? 1 : 0) || access.shared_units > 2) {
-    return ffi::Unexpected(invalid("blocks share the keys of one unit or two"));
-  }
-  description.shared_units = static_cast<int32_t>(access.shared_units);
-  const std::optional<CallSizes> sizes = sizes_of(access.sizes);
-  if (!sizes) return ffi::Unexpected(invalid("unknown sizes of a call"));
-  description.sizes = *sizes;
-  if (access.start_capture < (pass == Pass::kForward ? kKeyTerms : -1) ||
-      access.start_capture >= static_cast<int64_t>(program.capture_ranks.size())) {
-    return ffi::Unexpected(invalid("products cannot start from an array that is not captured"));
-  }
-  description.start_capture = static_cast<int32_t>(access.start_capture);
-  const std::string gradient_source(gradients.source);
-  const std::optional<std::vector<CaptureLoad>> loads = loads_of(program, gradients);
-  if (!loads) return ffi::Unexpected(invalid("unknown loads of captured arrays"));
-  if (!loads->empty()) {
+  if (!loads.empty()) {
     description.gradient_source = gradient_source.c_str();
-    description.gradient_loads = loads->data();
-    description.num_gradient_loads = static_cast<int32_t>(loads->size());
+    description.gradient_loads = loads.data();
+    description.num_gradient_loads = static_cast<int32_t>(loads.size());
   }
   const Status status = jaxflash_create_program(&description, &state->kernels);
   if (!status.ok()) return ffi::Unexpected(to_error(status));
@@ -101,30 +58,40 @@ ffi::Error initialize(ProgramState* state) {
   return to_error(jaxflash_load_program(state->kernels));
 }
 
-ffi::ErrorOr<std::unique_ptr<ProgramState>> instantiate_forward(
-    Attributes attributes, std::string_view source, bool unit_slope, int64_t head_dim,
-    int64_t value_dim, std::string_view dtype, ffi::Span<const int64_t> capture_ranks,
-    int64_t shared_units, SizeNumbers sizes, int64_t start_capture) {
-  return instantiate(Pass::kForward, attributes,
-                     {source, unit_slope, head_dim, value_dim, dtype, capture_ranks}, {},
-                     {false, false, shared_units, sizes, start_capture});
+KernelOptions options_of(const ForwardAttributes& attributes, bool paged) {
+  KernelOptions options;
+  options.paged = paged;
+  options.shared_units = attributes.shared_units;
+  options.sizes = attributes.sizes;
+  options.start_capture = attributes.start_capture;
+  return options;
 }
 
-ffi::ErrorOr<std::unique_ptr<ProgramState>> instantiate_backward(
-    Attributes attributes, std::string_view source, bool unit_slope, int64_t head_dim,
-    int64_t value_dim, std::string_view dtype, ffi::Span<const int64_t> capture_ranks,
-    int64_t start_capture, bool /*has_dlse*/, bool deterministic, std::string_view gradient_source,
-    ffi::Span<const int64_t> gradient_loads, int64_t key_sums) {
-  return instantiate(
-      Pass::kBackward, attributes, {source, unit_slope, head_dim, value_dim, dtype, capture_ranks},
-      {gradient_source, gradient_loads, key_sums}, {deterministic, false, 0, {}, start_capture});
+ffi::ErrorOr<std::unique_ptr<ProgramState>> instantiate_forward(ForwardAttributes attributes) {
+  return instantiate(Pass::kForward, attributes, options_of(attributes, false));
 }
 
-ffi::ErrorOr<std::unique_ptr<ProgramState>> instantiate_tangent(
-    Attributes attributes, std::string_view source, bool unit_slope, int64_t head_dim,
-    int64_t value_dim, std::string_view dtype, ffi::Span<const int64_t> capture_ranks) {
-  return instantiate(Pass::kTangent, attributes,
-                     {source, unit_slope, head_dim, value_dim, dtype, capture_ranks}, {});
+ffi::ErrorOr<std::unique_ptr<ProgramState>> instantiate_paged(ForwardAttributes attributes) {
+  if (attributes.program.empty()) {
+    return ffi::Unexpected(invalid("calls with pages have a score program"));
+  }
+  if (attributes.problem.mask != static_cast<int64_t>(MaskKind::kBand)) {
+    return ffi::Unexpected(invalid("calls with pages have no ranges"));
+  }
+  return instantiate(Pass::kForward, attributes, options_of(attributes, true));
+}
+
+ffi::ErrorOr<std::unique_ptr<ProgramState>> instantiate_backward(BackwardAttributes attributes) {
+  const std::optional<std::vector<CaptureLoad>> loads = loads_of(attributes);
+  if (!loads) return ffi::Unexpected(invalid("unknown loads of captured arrays"));
+  KernelOptions options;
+  options.deterministic = attributes.deterministic;
+  options.start_capture = attributes.start_capture;
+  return instantiate(Pass::kBackward, attributes, options, *loads, attributes.gradient_program);
+}
+
+ffi::ErrorOr<std::unique_ptr<ProgramState>> instantiate_tangent(PassAttributes attributes) {
+  return instantiate(Pass::kTangent, attributes, {});
 }
 
 // The rest of a call whose operands have been checked: its batch axes, merged across the operands
@@ -143,23 +110,25 @@ ffi::ErrorOr<BatchAxes> merge_batch_axes(const ProgramState& state, const Progra
   return axes;
 }
 
+// How many arrays of lengths come first among the optional operands.
+size_t lengths_of(const PassAttributes& attributes) {
+  return attributes.problem.has_q_lengths + attributes.problem.has_kv_lengths;
+}
+
 size_t workspace_bytes(const ForwardParams& params, int64_t shared_units) {
   return params.program == nullptr ? jaxflash_forward_workspace_bytes(&params.problem)
                                    : jaxflash_program_workspace_bytes(
                                          &params.problem, static_cast<int32_t>(shared_units));
 }
 
-ffi::Error forward(CUstream_st* stream, ProgramState* state, Attributes attributes,
-                   std::string_view source, bool unit_slope, int64_t head_dim, int64_t value_dim,
-                   std::string_view dtype, ffi::Span<const int64_t> capture_ranks,
-                   int64_t shared_units, SizeNumbers /*sizes*/, int64_t /*start_capture*/,
+ffi::Error forward(CUstream_st* stream, ProgramState* state, ForwardAttributes attributes,
                    ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
                    ffi::RemainingArgs optional, ffi::Result<ffi::AnyBuffer> out,
                    ffi::Result<ffi::Buffer<ffi::F32>> lse,
                    ffi::Result<ffi::Buffer<ffi::U8>> workspace) {
   const Shape full{out->dimensions()};
   ForwardParams params = {};
-  if (ffi::Error error = describe(attributes, q, k, v, full, optional, &params.problem);
+  if (ffi::Error error = describe(attributes.problem, q, k, v, full, optional, &params.problem);
       error.failure()) {
     return error;
   }
@@ -168,10 +137,9 @@ ffi::Error forward(CUstream_st* stream, ProgramState* state, Attributes attribut
   }
   const Shape q_shape{q.dimensions()}, k_shape{k.dimensions()}, v_shape{v.dimensions()};
   ProgramOperands program;
-  const RangeArrays ranges(attributes);
-  if (ffi::Error error = program.take(
-          {source, unit_slope, head_dim, value_dim, dtype, capture_ranks}, ranges, full, optional,
-          attributes.has_q_lengths + attributes.has_kv_lengths, &params.problem);
+  const RangeArrays ranges(attributes.problem);
+  if (ffi::Error error =
+          program.take(attributes, ranges, full, optional, lengths_of(attributes), &params.problem);
       error.failure()) {
     return error;
   }
@@ -183,36 +151,20 @@ ffi::Error forward(CUstream_st* stream, ProgramState* state, Attributes attribut
   params.out = axes->tensor(out->untyped_data(), full);
   params.lse = lse->typed_data();
   params.workspace = workspace->untyped_data();
-  if (workspace->size_bytes() < workspace_bytes(params, shared_units)) {
+  if (workspace->size_bytes() < workspace_bytes(params, attributes.shared_units)) {
     return invalid("the forward workspace is too small");
   }
   return to_error(jaxflash_forward(&params, stream));
 }
 
-ffi::ErrorOr<std::unique_ptr<ProgramState>> instantiate_paged(
-    Attributes attributes, std::string_view source, bool unit_slope, int64_t head_dim,
-    int64_t value_dim, std::string_view dtype, ffi::Span<const int64_t> capture_ranks,
-    int64_t shared_units, SizeNumbers sizes, int64_t start_capture) {
-  if (source.empty()) return ffi::Unexpected(invalid("calls with pages have a score program"));
-  if (attributes.mask != static_cast<int64_t>(MaskKind::kBand)) {
-    return ffi::Unexpected(invalid("calls with pages have no ranges"));
-  }
-  return instantiate(Pass::kForward, attributes,
-                     {source, unit_slope, head_dim, value_dim, dtype, capture_ranks}, {},
-                     {false, true, shared_units, sizes, start_capture});
-}
-
-ffi::Error paged(CUstream_st* stream, ProgramState* state, Attributes attributes,
-                 std::string_view source, bool unit_slope, int64_t head_dim, int64_t value_dim,
-                 std::string_view dtype, ffi::Span<const int64_t> capture_ranks,
-                 int64_t shared_units, SizeNumbers /*sizes*/, int64_t /*start_capture*/,
+ffi::Error paged(CUstream_st* stream, ProgramState* state, ForwardAttributes attributes,
                  ffi::AnyBuffer q, ffi::AnyBuffer key_pages, ffi::AnyBuffer value_pages,
                  ffi::Buffer<ffi::S32> table, ffi::RemainingArgs optional,
                  ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::Buffer<ffi::F32>> lse,
                  ffi::Result<ffi::Buffer<ffi::U8>> workspace) {
   const Shape full{out->dimensions()};
   ForwardParams params = {};
-  if (ffi::Error error = describe_paged(attributes, q, key_pages, value_pages, table, full,
+  if (ffi::Error error = describe_paged(attributes.problem, q, key_pages, value_pages, table, full,
                                         optional, &params.problem, &params.pages);
       error.failure()) {
     return error;
@@ -222,9 +174,8 @@ ffi::Error paged(CUstream_st* stream, ProgramState* state, Attributes attributes
   }
   const Shape q_shape{q.dimensions()};
   ProgramOperands program;
-  if (ffi::Error error =
-          program.take({source, unit_slope, head_dim, value_dim, dtype, capture_ranks},
-                       RangeArrays{}, full, optional, attributes.has_kv_lengths, &params.problem);
+  if (ffi::Error error = program.take(attributes, RangeArrays{}, full, optional,
+                                      lengths_of(attributes), &params.problem);
       error.failure()) {
     return error;
   }
@@ -236,22 +187,18 @@ ffi::Error paged(CUstream_st* stream, ProgramState* state, Attributes attributes
   params.out = axes->tensor(out->untyped_data(), full);
   params.lse = lse->typed_data();
   params.workspace = workspace->untyped_data();
-  if (workspace->size_bytes() < workspace_bytes(params, shared_units)) {
+  if (workspace->size_bytes() < workspace_bytes(params, attributes.shared_units)) {
     return invalid("the workspace of a call with pages is too small");
   }
   return to_error(jaxflash_forward(&params, stream));
 }
 
-ffi::Error backward(CUstream_st* stream, ProgramState* state, Attributes attributes,
-                    std::string_view source, bool unit_slope, int64_t head_dim, int64_t value_dim,
-                    std::string_view dtype, ffi::Span<const int64_t> capture_ranks,
-                    int64_t /*start_capture*/, bool has_dlse, bool deterministic,
-                    std::string_view gradient_source, ffi::Span<const int64_t> gradient_loads,
-                    int64_t key_sums, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
-                    ffi::AnyBuffer out, ffi::AnyBuffer dout, ffi::Buffer<ffi::F32> lse,
-                    ffi::RemainingArgs optional, ffi::Result<ffi::AnyBuffer> dq,
-                    ffi::Result<ffi::AnyBuffer> dk, ffi::Result<ffi::AnyBuffer> dv,
-                    ffi::Result<ffi::Buffer<ffi::U8>> workspace, ffi::RemainingRets more) {
+ffi::Error backward(CUstream_st* stream, ProgramState* state, BackwardAttributes attributes,
+                    ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::AnyBuffer out,
+                    ffi::AnyBuffer dout, ffi::Buffer<ffi::F32> lse, ffi::RemainingArgs optional,
+                    ffi::Result<ffi::AnyBuffer> dq, ffi::Result<ffi::AnyBuffer> dk,
+                    ffi::Result<ffi::AnyBuffer> dv, ffi::Result<ffi::Buffer<ffi::U8>> workspace,
+                    ffi::RemainingRets more) {
   // Values of the value's head size, but full batch extents, which the query gradient has.
   const Shape out_shape{out.dimensions()}, dout_shape{dout.dimensions()};
   const Shape dq_shape{dq->dimensions()}, dk_shape{dk->dimensions()}, dv_shape{dv->dimensions()};
@@ -261,7 +208,7 @@ ffi::Error backward(CUstream_st* stream, ProgramState* state, Attributes attribu
   if (full_dims.empty() || v_shape.dims.size() == 0) return invalid("arrays must have rank >= 3");
   full_dims.back() = v_shape.dims[v_shape.dims.size() - 1];
   const Shape full{ffi::Span<const int64_t>(full_dims.data(), full_dims.size())};
-  if (ffi::Error error = describe(attributes, q, k, v, full, optional, &params.problem);
+  if (ffi::Error error = describe(attributes.problem, q, k, v, full, optional, &params.problem);
       error.failure()) {
     return error;
   }
@@ -281,20 +228,16 @@ ffi::Error backward(CUstream_st* stream, ProgramState* state, Attributes attribu
   if (!is_per_row(lse.dimensions(), full)) {
     return invalid("lse must have the shape of dq without its last axis");
   }
-  const size_t lengths = attributes.has_q_lengths + attributes.has_kv_lengths;
-  const ProgramAttributes program_attributes = {source,    unit_slope, head_dim,
-                                                value_dim, dtype,      capture_ranks};
+  const size_t lengths = lengths_of(attributes);
   ProgramOperands program;
-  const RangeArrays ranges(attributes);
-  if (ffi::Error error = program.take(program_attributes, ranges, full, optional,
-                                      lengths + has_dlse, &params.problem);
+  const RangeArrays ranges(attributes.problem);
+  if (ffi::Error error = program.take(attributes, ranges, full, optional,
+                                      lengths + attributes.has_dlse, &params.problem);
       error.failure()) {
     return error;
   }
   CaptureGradientResults gradients;
-  if (ffi::Error error =
-          gradients.take(program_attributes, {gradient_source, gradient_loads, key_sums}, program,
-                         params.problem, full, more);
+  if (ffi::Error error = gradients.take(attributes, program, params.problem, full, more);
       error.failure()) {
     return error;
   }
@@ -308,7 +251,7 @@ ffi::Error backward(CUstream_st* stream, ProgramState* state, Attributes attribu
   params.out = axes->tensor(out.untyped_data(), out_shape);
   params.dout = axes->tensor(dout.untyped_data(), dout_shape);
   params.lse = lse.typed_data();
-  if (has_dlse) {
+  if (attributes.has_dlse) {
     auto dlse = optional.get<ffi::Buffer<ffi::F32>>(lengths);
     if (!dlse.has_value() || !is_per_row(dlse->dimensions(), full)) {
       return invalid("dlse must be float32 of the shape of lse");
@@ -319,7 +262,7 @@ ffi::Error backward(CUstream_st* stream, ProgramState* state, Attributes attribu
   params.dk = axes->tensor(dk->untyped_data(), dk_shape);
   params.dv = axes->tensor(dv->untyped_data(), dv_shape);
   params.workspace = workspace->untyped_data();
-  params.deterministic = deterministic;
+  params.deterministic = attributes.deterministic;
   CaptureGradientArray arrays[kMaxCaptures] = {};
   gradients.describe(full.batch_rank(), *axes, arrays);
   gradients.describe(arrays, &params);
@@ -336,16 +279,14 @@ ffi::Error backward(CUstream_st* stream, ProgramState* state, Attributes attribu
   return to_error(status);
 }
 
-ffi::Error tangent(CUstream_st* stream, ProgramState* state, Attributes attributes,
-                   std::string_view source, bool unit_slope, int64_t head_dim, int64_t value_dim,
-                   std::string_view dtype, ffi::Span<const int64_t> capture_ranks, ffi::AnyBuffer q,
-                   ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::AnyBuffer tq, ffi::AnyBuffer tk,
-                   ffi::AnyBuffer tv, ffi::AnyBuffer out, ffi::Buffer<ffi::F32> lse,
-                   ffi::RemainingArgs optional, ffi::Result<ffi::AnyBuffer> tout,
-                   ffi::Result<ffi::Buffer<ffi::F32>> tlse) {
+ffi::Error tangent(CUstream_st* stream, ProgramState* state, PassAttributes attributes,
+                   ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::AnyBuffer tq,
+                   ffi::AnyBuffer tk, ffi::AnyBuffer tv, ffi::AnyBuffer out,
+                   ffi::Buffer<ffi::F32> lse, ffi::RemainingArgs optional,
+                   ffi::Result<ffi::AnyBuffer> tout, ffi::Result<ffi::Buffer<ffi::F32>> tlse) {
   const Shape full{tout->dimensions()};
   TangentParams params = {};
-  if (ffi::Error error = describe(attributes, q, k, v, full, optional, &params.problem);
+  if (ffi::Error error = describe(attributes.problem, q, k, v, full, optional, &params.problem);
       error.failure()) {
     return error;
   }
@@ -367,10 +308,9 @@ ffi::Error tangent(CUstream_st* stream, ProgramState* state, Attributes attribut
     return invalid("lse and its tangent must have the shape of out without its last axis");
   }
   ProgramOperands program;
-  const RangeArrays ranges(attributes);
-  if (ffi::Error error = program.take(
-          {source, unit_slope, head_dim, value_dim, dtype, capture_ranks}, ranges, full, optional,
-          attributes.has_q_lengths + attributes.has_kv_lengths, &params.problem);
+  const RangeArrays ranges(attributes.problem);
+  if (ffi::Error error =
+          program.take(attributes, ranges, full, optional, lengths_of(attributes), &params.problem);
       error.failure()) {
     return error;
   }
@@ -392,57 +332,35 @@ ffi::Error tangent(CUstream_st* stream, ProgramState* state, Attributes attribut
   return to_error(jaxflash_tangent(&params, stream));
 }
 
-// What all handlers of all passes bind after their contexts, in the order of their parameters.
-template <class Binding>
-auto with_attributes(Binding&& binding) {
-  return std::forward<Binding>(binding)
-      .template Attr<Attributes>("problem")
-      .template Attr<std::string_view>("program")
-      .template Attr<bool>("unit_slope")
-      .template Attr<int64_t>("head_dim")
-      .template Attr<int64_t>("value_dim")
-      .template Attr<std::string_view>("dtype")
-      .template Attr<ffi::Span<const int64_t>>("capture_ranks");
+// What the handlers of passes bind first.
+template <class Attributes>
+auto of_instantiation() {
+  return ffi::Ffi::BindInstantiate().Attrs<Attributes>();
 }
-
-template <class Binding>
-auto with_forward_attributes(Binding&& binding) {
-  return with_attributes(std::forward<Binding>(binding))
-      .template Attr<int64_t>("shared_units")
-      .template Attr<SizeNumbers>("sizes")
-      .template Attr<int64_t>("start_capture");
-}
-
-template <class Binding>
-auto with_backward_attributes(Binding&& binding) {
-  return with_attributes(std::forward<Binding>(binding))
-      .template Attr<int64_t>("start_capture")
-      .template Attr<bool>("has_dlse")
-      .template Attr<bool>("deterministic")
-      .template Attr<std::string_view>("gradient_program")
-      .template Attr<ffi::Span<const int64_t>>("gradient_loads")
-      .template Attr<int64_t>("key_sums");
+template <class Attributes>
+auto of_execution() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::PlatformStream<CUstream_st*>>()
+      .Ctx<ffi::State<ProgramState>>()
+      .Attrs<Attributes>();
 }
 
 XLA_FFI_DEFINE_HANDLER(kInstantiateForward, instantiate_forward,
-                       with_forward_attributes(ffi::Ffi::BindInstantiate()));
+                       of_instantiation<ForwardAttributes>());
 
-XLA_FFI_DEFINE_HANDLER(kInstantiatePaged, instantiate_paged,
-                       with_forward_attributes(ffi::Ffi::BindInstantiate()));
+XLA_FFI_DEFINE_HANDLER(kInstantiatePaged, instantiate_paged, of_instantiation<ForwardAttributes>());
 
 XLA_FFI_DEFINE_HANDLER(kInstantiateBackward, instantiate_backward,
-                       with_backward_attributes(ffi::Ffi::BindInstantiate()));
+                       of_instantiation<BackwardAttributes>());
 
 XLA_FFI_DEFINE_HANDLER(kInstantiateTangent, instantiate_tangent,
-                       with_attributes(ffi::Ffi::BindInstantiate()));
+                       of_instantiation<PassAttributes>());
 
 XLA_FFI_DEFINE_HANDLER(kInitialize, initialize,
                        ffi::Ffi::BindInitialize().Ctx<ffi::State<ProgramState>>());
 
 XLA_FFI_DEFINE_HANDLER(kForward, forward,
-                       with_forward_attributes(ffi::Ffi::Bind()
-                                                   .Ctx<ffi::PlatformStream<CUstream_st*>>()
-                                                   .Ctx<ffi::State<ProgramState>>())
+                       of_execution<ForwardAttributes>()
                            .Arg<ffi::AnyBuffer>()  // q (*B, T, N, H), each batch axis full or 1
                            .Arg<ffi::AnyBuffer>()  // k (*B, S, K, H), likewise
                            .Arg<ffi::AnyBuffer>()  // v (*B, S, K, h), likewise
@@ -456,9 +374,7 @@ XLA_FFI_DEFINE_HANDLER(kForward, forward,
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER(kPaged, paged,
-                       with_forward_attributes(ffi::Ffi::Bind()
-                                                   .Ctx<ffi::PlatformStream<CUstream_st*>>()
-                                                   .Ctx<ffi::State<ProgramState>>())
+                       of_execution<ForwardAttributes>()
                            .Arg<ffi::AnyBuffer>()         // q (*B, T, N, H)
                            .Arg<ffi::AnyBuffer>()         // k pages (P, size, K, H)
                            .Arg<ffi::AnyBuffer>()         // v pages (P, size, K, h)
@@ -470,9 +386,7 @@ XLA_FFI_DEFINE_HANDLER(kPaged, paged,
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER(kBackward, backward,
-                       with_backward_attributes(ffi::Ffi::Bind()
-                                                    .Ctx<ffi::PlatformStream<CUstream_st*>>()
-                                                    .Ctx<ffi::State<ProgramState>>())
+                       of_execution<BackwardAttributes>()
                            .Arg<ffi::AnyBuffer>()         // q (*B, T, N, H), batch axes full or 1
                            .Arg<ffi::AnyBuffer>()         // k (*B, S, K, H), likewise
                            .Arg<ffi::AnyBuffer>()         // v (*B, S, K, h), likewise
@@ -489,9 +403,7 @@ XLA_FFI_DEFINE_HANDLER(kBackward, backward,
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER(kTangent, tangent,
-                       with_attributes(ffi::Ffi::Bind()
-                                           .Ctx<ffi::PlatformStream<CUstream_st*>>()
-                                           .Ctx<ffi::State<ProgramState>>())
+                       of_execution<PassAttributes>()
                            .Arg<ffi::AnyBuffer>()  // q (*B, T, N, H), each batch axis full or 1
                            .Arg<ffi::AnyBuffer>()  // k (*B, S, K, H), likewise
                            .Arg<ffi::AnyBuffer>()  // v (*B, S, K, h), likewise

@@ -5,7 +5,6 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -117,10 +116,10 @@ ffi::TypeId PredicateState::id = {};
 
 // While XLA compiles.
 ffi::ErrorOr<std::unique_ptr<PredicateState>> instantiate_predicate(
-    std::string_view source, int64_t /*left*/, int64_t /*right*/, bool /*bottom_right*/,
-    ffi::Span<const int64_t> /*capture_ranks*/) {
+    PredicateAttributes attributes) {
   auto state = std::make_unique<PredicateState>();
-  const Status status = jaxflash_create_predicate(std::string(source).c_str(), &state->kernel);
+  const Status status =
+      jaxflash_create_predicate(std::string(attributes.program).c_str(), &state->kernel);
   if (!status.ok()) return ffi::Unexpected(to_error(status));
   return state;
 }
@@ -130,13 +129,12 @@ ffi::Error initialize_predicate(PredicateState* state) {
   return to_error(jaxflash_load_predicate(state->kernel));
 }
 
-ffi::Error predicate(CUstream_st* stream, PredicateState* state, std::string_view /*source*/,
-                     int64_t left, int64_t right, bool bottom_right,
-                     ffi::Span<const int64_t> capture_ranks, ffi::Buffer<ffi::S32> batch_numbers,
-                     ffi::Buffer<ffi::S32> head_numbers, ffi::RemainingArgs captures,
-                     IntervalArray keys_of_row, IntervalArray rows_of_key,
-                     IntervalArray keys_inside, IntervalArray rows_inside, IntervalArray row_visits,
-                     IntervalArray key_visits, ffi::Result<ffi::Buffer<ffi::U8>> workspace) {
+ffi::Error predicate(CUstream_st* stream, PredicateState* state, PredicateAttributes attributes,
+                     ffi::Buffer<ffi::S32> batch_numbers, ffi::Buffer<ffi::S32> head_numbers,
+                     ffi::RemainingArgs captures, IntervalArray keys_of_row,
+                     IntervalArray rows_of_key, IntervalArray keys_inside,
+                     IntervalArray rows_inside, IntervalArray row_visits, IntervalArray key_visits,
+                     ffi::Result<ffi::Buffer<ffi::U8>> workspace) {
   const auto row_dims = keys_of_row->dimensions(), key_dims = rows_of_key->dimensions();
   if (row_dims.size() < 2 || key_dims.size() < 2) return invalid("intervals are pairs");
   const Lead lead(row_dims, 2);
@@ -149,7 +147,8 @@ ffi::Error predicate(CUstream_st* stream, PredicateState* state, std::string_vie
       error.failure()) {
     return error;
   }
-  if (left < 0 || right < 0) return invalid("the sides of a band must not be negative");
+  if (attributes.left < 0 || attributes.right < 0)
+    return invalid("the sides of a band must not be negative");
   // Kernels number batch elements and heads in 32 bits.
   if (params.count > INT32_MAX) return invalid("a mask has at most 2^31 - 1 heads in all");
   // Heads are one of the batch axes.
@@ -162,11 +161,12 @@ ffi::Error predicate(CUstream_st* stream, PredicateState* state, std::string_vie
       return invalid("numbers of batch elements and heads must have the leading axes");
     }
   }
-  if (captures.size() != capture_ranks.size()) {
+  if (captures.size() != attributes.capture_ranks.size()) {
     return invalid("the number of captured arrays is not that of capture_ranks");
   }
   ProgramOperands captured;
-  if (auto error = captured.take_captures(capture_ranks, full, captures, 0); error.failure()) {
+  if (auto error = captured.take_captures(attributes.capture_ranks, full, captures, 0);
+      error.failure()) {
     return error;
   }
   std::vector<Shape> shapes = {batch_shape, head_shape};
@@ -175,9 +175,9 @@ ffi::Error predicate(CUstream_st* stream, PredicateState* state, std::string_vie
   if (!axes.fits()) return invalid("too many batch axes that broadcast differently");
   axes.describe(&params.problem);
   set_sizes(params.q_len, params.kv_len, 1, 1, 1, 1, &params.problem);
-  params.problem.band.left = clamp_side(left);
-  params.problem.band.right = clamp_side(right);
-  params.problem.band.bottom_right = bottom_right;
+  params.problem.band.left = clamp_side(attributes.left);
+  params.problem.band.right = clamp_side(attributes.right);
+  params.problem.band.bottom_right = attributes.bottom_right;
   params.captures = captured.describe(rank, axes);
   params.captures.batch_numbers = batch_numbers.typed_data();
   axes.strides(batch_shape, 1, params.captures.batch_numbers_stride);
@@ -192,16 +192,6 @@ ffi::Error predicate(CUstream_st* stream, PredicateState* state, std::string_vie
   const auto bytes = static_cast<size_t>(4 * (row_words + key_words) + number_of_blocks(params));
   if (workspace->size_bytes() < bytes) return invalid("the workspace of a predicate is too small");
   return to_error(jaxflash_predicate(&params, stream));
-}
-
-template <class Binding>
-auto with_predicate_attributes(Binding&& binding) {
-  return std::forward<Binding>(binding)
-      .template Attr<std::string_view>("program")
-      .template Attr<int64_t>("left")
-      .template Attr<int64_t>("right")
-      .template Attr<bool>("bottom_right")
-      .template Attr<ffi::Span<const int64_t>>("capture_ranks");
 }
 
 XLA_FFI_DEFINE_HANDLER(kDenseMask, dense_mask,
@@ -220,15 +210,16 @@ XLA_FFI_DEFINE_HANDLER(kDenseMask, dense_mask,
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER(kInstantiatePredicate, instantiate_predicate,
-                       with_predicate_attributes(ffi::Ffi::BindInstantiate()));
+                       ffi::Ffi::BindInstantiate().Attrs<PredicateAttributes>());
 
 XLA_FFI_DEFINE_HANDLER(kInitializePredicate, initialize_predicate,
                        ffi::Ffi::BindInitialize().Ctx<ffi::State<PredicateState>>());
 
 XLA_FFI_DEFINE_HANDLER(kPredicate, predicate,
-                       with_predicate_attributes(ffi::Ffi::Bind()
-                                                     .Ctx<ffi::PlatformStream<CUstream_st*>>()
-                                                     .Ctx<ffi::State<PredicateState>>())
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<CUstream_st*>>()
+                           .Ctx<ffi::State<PredicateState>>()
+                           .Attrs<PredicateAttributes>()
                            .Arg<ffi::Buffer<ffi::S32>>()  // numbers of batch elements (*B), whose
                                                           // axes are full or 1, and
                            .Arg<ffi::Buffer<ffi::S32>>()  // of heads, likewise

@@ -202,28 +202,33 @@ void define_compiler(nb::module_& m) {
          float scale, int32_t arch, int32_t shared_memory, int64_t mask, bool walks, bool one_sided,
          bool deterministic, bool paged, int32_t shared_units, const std::vector<int64_t>& sizes,
          int32_t start_capture) {
-        const auto math = math_of(dtype, highest_precision);
-        if (!math) throw nb::value_error("dtype must be float16, bfloat16 or float32");
-        const auto kind = mask_of(mask);
-        if (!kind) throw nb::value_error("mask must be a MaskKind, 0 to 4");
-        const auto known = sizes_of({sizes.data(), sizes.size()});
-        if (!known) throw nb::value_error("sizes must be those of a CallSizes, or none");
+        // Which arrays the program captures does not matter: as many as there may be.
+        constexpr int64_t kRanks[kMaxCaptures] = {};
+        PassAttributes attributes = {};
+        attributes.problem.scale = scale;
+        attributes.problem.left = kUnlimited;
+        attributes.problem.right = one_sided ? 0 : kUnlimited;
+        attributes.problem.highest_precision = highest_precision;
+        attributes.problem.mask = mask;
+        attributes.problem.walks = walks;
+        attributes.unit_slope = unit_slope;
+        attributes.head_dim = head_dim;
+        attributes.value_dim = value_dim;
+        attributes.dtype = dtype;
+        attributes.capture_ranks = {kRanks, kMaxCaptures};
+        KernelOptions options;
+        options.deterministic = deterministic;
+        options.paged = paged;
+        options.shared_units = shared_units;
+        options.sizes = {sizes.data(), sizes.size()};
+        options.start_capture = start_capture;
         ProgramDescription description = {};
-        description.pass = pass_of(pass);
+        if (const ffi::Error error =
+                describe_program(pass_of(pass), attributes, options, &description);
+            error.failure()) {
+          throw nb::value_error(error.message().c_str());
+        }
         description.source = source.c_str();
-        description.unit_slope = unit_slope;
-        description.math = *math;
-        description.head_dim = head_dim;
-        description.value_dim = value_dim;
-        description.scale = scale;
-        description.mask = *kind;
-        description.walks = walks;
-        description.one_sided = one_sided;
-        description.deterministic = deterministic;
-        description.paged = paged;
-        description.shared_units = shared_units;
-        description.sizes = *known;
-        description.start_capture = start_capture;
         KernelReport report;
         Status status;
         {
