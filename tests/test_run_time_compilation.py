@@ -1468,38 +1468,53 @@ _STAGES = """if True:
     for name in ("forward", "backward"):
         instantiate(name)
         instantiate(name, program=program, capture_ranks=np.array([0, 6], np.int64))
-        refused("at most 6 axes", name, program=program, capture_ranks=np.array([7], np.int64))
-        refused("at most 8 arrays", name, program=program, capture_ranks=np.zeros(9, np.int64))
-        refused("dtype", name, program=program, dtype="float64")
+        for rank in (7, -1):
+            ranks = np.array([rank], np.int64)
+            text = f"at most 6 axes beside those of the batch, got {rank}"
+            refused(text, name, program=program, capture_ranks=ranks)
+        ranks = np.zeros(9, np.int64)
+        refused("at most 8 arrays, got 9", name, program=program, capture_ranks=ranks)
+        refused("float32, got float64", name, program=program, dtype="float64")
+        refused("0 to 4, got 5", name, program=program, problem=problem | dict(mask=np.int64(5)))
     for name, units in (("forward", -1), ("forward", 3), ("paged", 0), ("paged", 3)):
-        refused("one unit or two", name, program=program, shared_units=np.int64(units))
+        text = f"one unit or two{'' if name == 'paged' else ', or none'}, got {units}"
+        refused(text, name, program=program, shared_units=np.int64(units))
     for name, capture in (("forward", -3), ("forward", 0), ("backward", -2), ("backward", 0)):
-        refused("not captured", name, program=program, start_capture=np.int64(capture))
-    for sizes in ([1], [1, 1, 1, 1, -1, 0], [1, 1 << 31, 1, 1, 1, 0]):
-        refused("sizes", program=program, sizes=np.array(sizes, np.int64))
+        text = f"not captured: got number {capture} of 0"
+        refused(text, name, program=program, start_capture=np.int64(capture))
+    for sizes in ([1], [1, 1, 1, 1, 1, 0], [1, 1, 1, 1, -1, 0, 0], [1, 1 << 31, 1, 1, 1, 0, 0]):
+        text = f"none or 7 numbers from 0, all but the first to 2147483647, got {tuple(sizes)}"
+        refused(text.replace(",)", ")"), program=program, sizes=np.array(sizes, np.int64))
     instantiate("forward", program=program, shared_units=np.int64(0))
     instantiate("paged", program=program)
     ranges = problem | dict(mask=np.int64(1))
     instantiate("forward", program=program, problem=ranges)
-    refused("no ranges", "paged", program=program, problem=ranges)
+    refused("no ranges, got a mask of kind 1", "paged", program=program, problem=ranges)
     one = dict(program=program, capture_ranks=np.array([2], np.int64), gradient_program=program)
     for loads in (
         [0, 0, 1, 0, 0, 0, 0, 0], [0, 0, 1, 0, 1, 1, 0, 0], [0, 0, 1, 0, 1, 1, 0, 1],
         [0, -1, -1, 1, 0, 0, 1, 0],
     ):  # fmt: skip
         instantiate("backward", **one, gradient_loads=np.array(loads, np.int64))
-    for loads in (
-        [0], [0, 0, 1, 0, 0, 0, 0], [1, 0, 1, 0, 0, 0, 0, 0], [-1, 0, 1, 0, 0, 0, 0, 0],
-        [0, 2, 1, 0, 0, 0, 0, 0], [0, 0, -2, 0, 0, 0, 0, 0], [0, 0, 1, 0, 0, 1, 0, 0],
-        [0, 0, 1, 1, 1, 1, 0, 0], [0, 1, 0, 0, 1, 1, 0, 0], [0, 0, -1, 0, 1, 1, 0, 0],
-        [0, 0, 1, 0, 0, 0, 1, 0], [0, -1, -1, 1, 1, 0, 1, 0], [0, 0, 1, 0, 1, 0, 0, 1],
-        2 * [0, -1, -1, 1, 0, 0, 1, 0],
+    for why, *several in (
+        ("8 numbers", [0], [0, 0, 1, 0, 0, 0, 0]),
+        ("one of 1 captured arrays", [1, 0, 1, 0, 0, 0, 0, 0], [-1, 0, 1, 0, 0, 0, 0, 0]),
+        ("an axis of queries", [0, 2, 1, 0, 0, 0, 0, 0], [0, 0, -2, 0, 0, 0, 0, 0]),
+        ("one is stored", [0, 0, 1, 0, 0, 1, 0, 0], [0, 0, 1, 1, 1, 1, 0, 0],
+         [0, 1, 0, 0, 1, 1, 0, 0], [0, 0, -1, 0, 1, 1, 0, 0]),
+        ("not stored", [0, 0, 1, 0, 1, 0, 0, 1]),
+        ("one is summed", [0, 0, 1, 0, 0, 0, 1, 0], [0, -1, -1, 1, 1, 0, 1, 0],
+         2 * [0, -1, -1, 1, 0, 0, 1, 0]),
     ):  # fmt: skip
-        refused("unknown loads", "backward", **one, gradient_loads=np.array(loads, np.int64))
+        for loads in several:
+            numbers = str(tuple(loads)).replace(",)", ")")
+            loads = np.array(loads, np.int64)
+            for text in ("unknown loads", why, numbers):
+                refused(text, "backward", **one, gradient_loads=loads)
     instantiate("backward", **one, key_sums=np.int64(2))
     for count in (-1, 3):
-        refused("unknown loads", "backward", **one, key_sums=np.int64(count))
-    refused("unknown loads", "backward", program=program, key_sums=np.int64(1))
+        refused(f"{count} key sums: at most 2", "backward", **one, key_sums=np.int64(count))
+    refused("a gradient program", "backward", program=program, key_sums=np.int64(1))
 """
 
 

@@ -4,8 +4,53 @@
 
 namespace jaxflash {
 
-ffi::Error invalid(const std::string& what) {
-  return ffi::Error::InvalidArgument("jaxflash: " + what);
+std::string text_of(ffi::Span<const int64_t> dims) {
+  std::ostringstream text;
+  text << "(";
+  for (size_t axis = 0; axis < dims.size(); ++axis) text << (axis == 0 ? "" : ", ") << dims[axis];
+  text << ")";
+  return text.str();
+}
+
+std::string text_of(ffi::AnyBuffer array) {
+  std::ostringstream text;
+  text << array.element_type() << " " << text_of(array.dimensions());
+  return text.str();
+}
+
+std::string text_of(std::initializer_list<Named> arrays) {
+  std::string text;
+  for (const Named& array : arrays) {
+    text += (text.empty() ? "" : ", ") + std::string(array.name) + " " + text_of(array.dims);
+  }
+  return text;
+}
+
+std::string text_of(ffi::RemainingArgs arrays, size_t number) {
+  const auto array = arrays.get<ffi::AnyBuffer>(number);
+  return array.has_value() ? text_of(*array) : "none";
+}
+
+std::string text_of(ffi::RemainingRets arrays, size_t number) {
+  auto array = arrays.get<ffi::AnyBuffer>(number);
+  return array.has_value() ? text_of(**array) : "none";
+}
+
+ffi::Error check_intervals(ffi::Span<const int64_t> keys_of_row,
+                           ffi::Span<const int64_t> rows_of_key) {
+  for (const auto dims : {keys_of_row, rows_of_key}) {
+    if (dims.size() < 2 || dims.back() != 2 || dims[dims.size() - 2] > kMaxLength) {
+      return invalid("intervals are pairs of at most ", kMaxLength, " rows and keys, got ",
+                     text_of({{"keys of rows", keys_of_row}, {"rows of keys", rows_of_key}}));
+    }
+  }
+  return ffi::Error::Success();
+}
+
+ffi::Error check_workspace(const char* name, ffi::Buffer<ffi::U8> workspace, size_t needed) {
+  if (workspace.size_bytes() >= needed) return ffi::Error::Success();
+  return invalid("the workspace of ", name, " needs ", needed, " bytes, got ",
+                 workspace.size_bytes());
 }
 
 ffi::Error to_error(const Status& status) {
@@ -48,6 +93,12 @@ BatchAxes::BatchAxes(Shape full, const std::vector<Shape>& operands) {
       groups_.push_back({full.batch(axis), axis});
     }
   }
+}
+
+ffi::Error BatchAxes::check() const {
+  if (groups_.size() <= kMaxBatchAxes) return ffi::Error::Success();
+  return invalid("there are at most ", kMaxBatchAxes,
+                 " batch axes that broadcast differently, got ", groups_.size());
 }
 
 void BatchAxes::describe(Problem* problem) const {

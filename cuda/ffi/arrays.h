@@ -4,7 +4,9 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
 #include <optional>
+#include <sstream>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -26,7 +28,34 @@ struct Shape {
   int64_t dim() const { return dims[batch_rank() + 2]; }
 };
 
-ffi::Error invalid(const std::string& what);
+// An error, which says what came and what is allowed: these parts, as streams write them.
+template <class... Parts>
+ffi::Error invalid(const Parts&... parts) {
+  std::ostringstream text;
+  text << "jaxflash: ";
+  (text << ... << parts);
+  return ffi::Error::InvalidArgument(text.str());
+}
+
+// Parts of such texts: "(2, 16)", "BF16 (2, 16)", "q (2, 16), k (2, 8)".
+std::string text_of(ffi::Span<const int64_t> dims);
+std::string text_of(ffi::AnyBuffer array);
+struct Named {
+  const char* name;
+  ffi::Span<const int64_t> dims;
+};
+std::string text_of(std::initializer_list<Named> arrays);
+// Of the array of that number, which may not be there.
+std::string text_of(ffi::RemainingArgs arrays, size_t number);
+std::string text_of(ffi::RemainingRets arrays, size_t number);
+
+// Whether intervals are pairs for so many rows and keys as there may be, whatever the leading axes.
+ffi::Error check_intervals(ffi::Span<const int64_t> keys_of_row,
+                           ffi::Span<const int64_t> rows_of_key);
+
+// An error where the workspace of what is named has fewer bytes than it needs.
+ffi::Error check_workspace(const char* name, ffi::Buffer<ffi::U8> workspace, size_t needed);
+
 ffi::Error to_error(const Status& status);
 
 // The arithmetic of a dtype; nothing if there are no kernels for it.
@@ -40,7 +69,8 @@ class BatchAxes {
   // `full` holds the extents; each operand's extent is the full one or 1 (broadcast).
   BatchAxes(Shape full, const std::vector<Shape>& operands);
 
-  bool fits() const { return groups_.size() <= kMaxBatchAxes; }
+  // Whether kernels take as many.
+  ffi::Error check() const;
 
   void describe(Problem* problem) const;
   Tensor tensor(void* data, Shape shape) const;

@@ -26,8 +26,8 @@ struct KernelOptions {
 ffi::Error describe_program(Pass pass, const PassAttributes& attributes,
                             const KernelOptions& options, ProgramDescription* description);
 
-// The loads, key sums last; nothing if the attributes tell of ones that cannot be.
-std::optional<std::vector<CaptureLoad>> loads_of(const BackwardAttributes& attributes);
+// The loads, key sums last.
+ffi::ErrorOr<std::vector<CaptureLoad>> loads_of(const BackwardAttributes& attributes);
 
 // The smallest and the largest mean what lies beyond them.
 int32_t clamp_side(int64_t side);

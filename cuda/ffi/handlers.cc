@@ -1,5 +1,6 @@
 #include "ffi/handlers.h"
 
+#include <initializer_list>
 #include <memory>
 #include <optional>
 #include <string>
@@ -73,17 +74,18 @@ ffi::ErrorOr<std::unique_ptr<ProgramState>> instantiate_forward(ForwardAttribute
 
 ffi::ErrorOr<std::unique_ptr<ProgramState>> instantiate_paged(ForwardAttributes attributes) {
   if (attributes.program.empty()) {
-    return ffi::Unexpected(invalid("calls with pages have a score program"));
+    return ffi::Unexpected(invalid("calls with pages have a score program, got a plain call"));
   }
   if (attributes.problem.mask != static_cast<int64_t>(MaskKind::kBand)) {
-    return ffi::Unexpected(invalid("calls with pages have no ranges"));
+    return ffi::Unexpected(
+        invalid("calls with pages have no ranges, got a mask of kind ", attributes.problem.mask));
   }
   return instantiate(Pass::kForward, attributes, options_of(attributes, true));
 }
 
 ffi::ErrorOr<std::unique_ptr<ProgramState>> instantiate_backward(BackwardAttributes attributes) {
-  const std::optional<std::vector<CaptureLoad>> loads = loads_of(attributes);
-  if (!loads) return ffi::Unexpected(invalid("unknown loads of captured arrays"));
+  const ffi::ErrorOr<std::vector<CaptureLoad>> loads = loads_of(attributes);
+  if (!loads) return ffi::Unexpected(loads.error());
   KernelOptions options;
   options.deterministic = attributes.deterministic;
   options.start_capture = attributes.start_capture;
@@ -101,9 +103,7 @@ ffi::ErrorOr<BatchAxes> merge_batch_axes(const ProgramState& state, const Progra
                                          Shape full, std::vector<Shape> shapes, Params* params) {
   program.add_shapes(&shapes);
   const BatchAxes axes(full, shapes);
-  if (!axes.fits()) {
-    return ffi::Unexpected(invalid("too many batch axes that broadcast differently"));
-  }
+  if (ffi::Error error = axes.check(); error.failure()) return ffi::Unexpected(error);
   axes.describe(&params->problem);
   params->program = state.kernels;
   params->captures = program.describe(full.batch_rank(), axes);
@@ -121,6 +121,26 @@ size_t workspace_bytes(const ForwardParams& params, int64_t shared_units) {
                                          &params.problem, static_cast<int32_t>(shared_units));
 }
 
+// The results of rows, beside the shape of the values.
+ffi::Error check_rows(ffi::AnyBuffer q, ffi::AnyBuffer out, ffi::Buffer<ffi::F32> lse) {
+  if (out.element_type() == q.element_type() && is_per_row(lse.dimensions(), {out.dimensions()})) {
+    return ffi::Error::Success();
+  }
+  return invalid(
+      "out must have the dtype of q, and lse the shape of out without its last axis, got ",
+      text_of(q), ", ", text_of(out), ", ", text_of(lse.dimensions()));
+}
+
+// Whether all have the dtype of q.
+ffi::Error check_dtypes(ffi::AnyBuffer q, std::initializer_list<ffi::AnyBuffer> others) {
+  for (const ffi::AnyBuffer& x : others) {
+    if (x.element_type() != q.element_type()) {
+      return invalid("all arrays must have one dtype, got ", text_of(q), " and ", text_of(x));
+    }
+  }
+  return ffi::Error::Success();
+}
+
 ffi::Error forward(CUstream_st* stream, ProgramState* state, ForwardAttributes attributes,
                    ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
                    ffi::RemainingArgs optional, ffi::Result<ffi::AnyBuffer> out,
@@ -132,9 +152,7 @@ ffi::Error forward(CUstream_st* stream, ProgramState* state, ForwardAttributes a
       error.failure()) {
     return error;
   }
-  if (out->element_type() != q.element_type() || !is_per_row(lse->dimensions(), full)) {
-    return invalid("out must have the dtype of q, and lse the shape of out without its last axis");
-  }
+  if (ffi::Error error = check_rows(q, *out, *lse); error.failure()) return error;
   const Shape q_shape{q.dimensions()}, k_shape{k.dimensions()}, v_shape{v.dimensions()};
   ProgramOperands program;
   const RangeArrays ranges(attributes.problem);
@@ -151,8 +169,10 @@ ffi::Error forward(CUstream_st* stream, ProgramState* state, ForwardAttributes a
   params.out = axes->tensor(out->untyped_data(), full);
   params.lse = lse->typed_data();
   params.workspace = workspace->untyped_data();
-  if (workspace->size_bytes() < workspace_bytes(params, attributes.shared_units)) {
-    return invalid("the forward workspace is too small");
+  if (ffi::Error error = check_workspace("the forward pass", *workspace,
+                                         workspace_bytes(params, attributes.shared_units));
+      error.failure()) {
+    return error;
   }
   return to_error(jaxflash_forward(&params, stream));
 }
@@ -169,9 +189,7 @@ ffi::Error paged(CUstream_st* stream, ProgramState* state, ForwardAttributes att
       error.failure()) {
     return error;
   }
-  if (out->element_type() != q.element_type() || !is_per_row(lse->dimensions(), full)) {
-    return invalid("out must have the dtype of q, and lse the shape of out without its last axis");
-  }
+  if (ffi::Error error = check_rows(q, *out, *lse); error.failure()) return error;
   const Shape q_shape{q.dimensions()};
   ProgramOperands program;
   if (ffi::Error error = program.take(attributes, RangeArrays{}, full, optional,
@@ -187,8 +205,10 @@ ffi::Error paged(CUstream_st* stream, ProgramState* state, ForwardAttributes att
   params.out = axes->tensor(out->untyped_data(), full);
   params.lse = lse->typed_data();
   params.workspace = workspace->untyped_data();
-  if (workspace->size_bytes() < workspace_bytes(params, attributes.shared_units)) {
-    return invalid("the workspace of a call with pages is too small");
+  if (ffi::Error error = check_workspace("a call with pages", *workspace,
+                                         workspace_bytes(params, attributes.shared_units));
+      error.failure()) {
+    return error;
   }
   return to_error(jaxflash_forward(&params, stream));
 }
@@ -205,7 +225,10 @@ ffi::Error backward(CUstream_st* stream, ProgramState* state, BackwardAttributes
   BackwardParams params = {};
   const Shape q_shape{q.dimensions()}, k_shape{k.dimensions()}, v_shape{v.dimensions()};
   std::vector<int64_t> full_dims(dq_shape.dims.begin(), dq_shape.dims.end());
-  if (full_dims.empty() || v_shape.dims.size() == 0) return invalid("arrays must have rank >= 3");
+  if (full_dims.empty() || v_shape.dims.size() == 0) {
+    return invalid("arrays must have rank >= 3, got ",
+                   text_of({{"dq", dq_shape.dims}, {"v", v_shape.dims}}));
+  }
   full_dims.back() = v_shape.dims[v_shape.dims.size() - 1];
   const Shape full{ffi::Span<const int64_t>(full_dims.data(), full_dims.size())};
   if (ffi::Error error = describe(attributes.problem, q, k, v, full, optional, &params.problem);
@@ -213,20 +236,26 @@ ffi::Error backward(CUstream_st* stream, ProgramState* state, BackwardAttributes
     return error;
   }
   const int64_t value_size = full.dim();
-  for (const ffi::AnyBuffer& x : {out, dout, *dq, *dk, *dv}) {
-    if (x.element_type() != q.element_type()) return invalid("all arrays must have one dtype");
-  }
+  if (ffi::Error error = check_dtypes(q, {out, dout, *dq, *dk, *dv}); error.failure()) return error;
   if (!is_array(out_shape, full, full.length(), full.heads(), value_size, true) ||
       !is_array(dout_shape, full, full.length(), full.heads(), value_size, true)) {
-    return invalid("out and dout must have the shape of dq with the head size of v");
+    return invalid("out and dout must have the shape of dq with the head size of v, got ",
+                   text_of({{"out", out_shape.dims},
+                            {"dout", dout_shape.dims},
+                            {"dq", dq_shape.dims},
+                            {"v", v_shape.dims}}));
   }
   if (!is_array(dq_shape, full, full.length(), full.heads(), q_shape.dim(), false) ||
       !is_array(dk_shape, full, k_shape.length(), k_shape.heads(), k_shape.dim(), false) ||
       !is_array(dv_shape, full, v_shape.length(), v_shape.heads(), value_size, false)) {
-    return invalid("dq, dk and dv must have the shapes of q, k and v and the full batch");
+    return invalid("dq, dk and dv must have the shapes of q, k and v and the full batch, got ",
+                   text_of({{"dq", dq_shape.dims}, {"dk", dk_shape.dims}, {"dv", dv_shape.dims}}),
+                   " for ",
+                   text_of({{"q", q_shape.dims}, {"k", k_shape.dims}, {"v", v_shape.dims}}));
   }
   if (!is_per_row(lse.dimensions(), full)) {
-    return invalid("lse must have the shape of dq without its last axis");
+    return invalid("lse must have the shape of dq without its last axis, got ",
+                   text_of({{"lse", lse.dimensions()}, {"dq", dq_shape.dims}}));
   }
   const size_t lengths = lengths_of(attributes);
   ProgramOperands program;
@@ -254,7 +283,8 @@ ffi::Error backward(CUstream_st* stream, ProgramState* state, BackwardAttributes
   if (attributes.has_dlse) {
     auto dlse = optional.get<ffi::Buffer<ffi::F32>>(lengths);
     if (!dlse.has_value() || !is_per_row(dlse->dimensions(), full)) {
-      return invalid("dlse must be float32 of the shape of lse");
+      return invalid("dlse must be F32 of the shape of lse, ", text_of(lse.dimensions()), ", got ",
+                     text_of(optional, lengths));
     }
     params.dlse = dlse->typed_data();
   }
@@ -267,10 +297,10 @@ ffi::Error backward(CUstream_st* stream, ProgramState* state, BackwardAttributes
   gradients.describe(full.batch_rank(), *axes, arrays);
   gradients.describe(arrays, &params);
   gradients.describe(full, *axes, &params.stored);
-  if (workspace->size_bytes() <
-      jaxflash_backward_workspace_bytes(&params.problem) +
-          jaxflash_batch_sum_workspace_bytes(&params.problem, params.stored.batch_sum)) {
-    return invalid("the backward workspace is too small");
+  const size_t bytes = jaxflash_backward_workspace_bytes(&params.problem) +
+                       jaxflash_batch_sum_workspace_bytes(&params.problem, params.stored.batch_sum);
+  if (ffi::Error error = check_workspace("the backward pass", *workspace, bytes); error.failure()) {
+    return error;
   }
   Status status = jaxflash_backward(&params, stream);
   if (status.ok() && gradients.wanted()) {
@@ -293,19 +323,23 @@ ffi::Error tangent(CUstream_st* stream, ProgramState* state, PassAttributes attr
   const Shape q_shape{q.dimensions()}, k_shape{k.dimensions()}, v_shape{v.dimensions()};
   const Shape tq_shape{tq.dimensions()}, tk_shape{tk.dimensions()}, tv_shape{tv.dimensions()};
   const Shape out_shape{out.dimensions()};
-  for (const ffi::AnyBuffer& x : {tq, tk, tv, out, *tout}) {
-    if (x.element_type() != q.element_type()) return invalid("all arrays must have one dtype");
-  }
+  if (ffi::Error error = check_dtypes(q, {tq, tk, tv, out, *tout}); error.failure()) return error;
   if (!is_array(tq_shape, full, q_shape.length(), q_shape.heads(), q_shape.dim(), true) ||
       !is_array(tk_shape, full, k_shape.length(), k_shape.heads(), k_shape.dim(), true) ||
       !is_array(tv_shape, full, v_shape.length(), v_shape.heads(), v_shape.dim(), true)) {
-    return invalid("tangents must have the shapes of q, k and v");
+    return invalid("tangents must have the shapes of q, k and v, got ",
+                   text_of({{"tq", tq_shape.dims}, {"tk", tk_shape.dims}, {"tv", tv_shape.dims}}),
+                   " for ",
+                   text_of({{"q", q_shape.dims}, {"k", k_shape.dims}, {"v", v_shape.dims}}));
   }
   if (!is_array(out_shape, full, full.length(), full.heads(), full.dim(), true)) {
-    return invalid("out must have the shape of its tangent");
+    return invalid("out must have the shape of its tangent, got ",
+                   text_of({{"out", out_shape.dims}, {"tout", full.dims}}));
   }
   if (!is_per_row(lse.dimensions(), full) || !is_per_row(tlse->dimensions(), full)) {
-    return invalid("lse and its tangent must have the shape of out without its last axis");
+    return invalid(
+        "lse and its tangent must have the shape of out without its last axis, got ",
+        text_of({{"lse", lse.dimensions()}, {"tlse", tlse->dimensions()}, {"out", full.dims}}));
   }
   ProgramOperands program;
   const RangeArrays ranges(attributes.problem);
@@ -318,7 +352,7 @@ ffi::Error tangent(CUstream_st* stream, ProgramState* state, PassAttributes attr
       *state, program, full, {q_shape, k_shape, v_shape, tq_shape, tk_shape, tv_shape, out_shape},
       &params);
   if (!axes) return axes.error();
-  if (params.program == nullptr) return invalid("tangents need a score program");
+  if (params.program == nullptr) return invalid("tangents need a score program, got a plain call");
   params.q = axes->tensor(q.untyped_data(), q_shape);
   params.k = axes->tensor(k.untyped_data(), k_shape);
   params.v = axes->tensor(v.untyped_data(), v_shape);

@@ -1,6 +1,5 @@
 // The custom calls that find what masks show: of dense ones, and of predicates.
 
-#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -34,13 +33,11 @@ ffi::Error set_intervals(const Lead& lead, int64_t rows, int64_t keys, IntervalA
                          MaskIntervals* intervals) {
   const auto row_dims = arrays.keys_of_row->dimensions();
   const auto key_dims = arrays.rows_of_key->dimensions();
-  if (row_dims.size() < 2 || key_dims.size() < 2) return invalid("intervals are pairs");
+  if (ffi::Error error = check_intervals(row_dims, key_dims); error.failure()) return error;
   const int64_t q_len = row_dims[row_dims.size() - 2], kv_len = key_dims[key_dims.size() - 2];
-  if (std::max(q_len, kv_len) > kMaxLength) {
-    return invalid("a mask has at most 2^30 rows and keys");
-  }
   if (!fits(rows, q_len) || !fits(keys, kv_len)) {
-    return invalid("a mask has the rows and keys of the call, or one for all");
+    return invalid("a mask has the rows and keys of the call, ", q_len, " and ", kv_len,
+                   ", or one for all, got ", rows, " and ", keys);
   }
   intervals->count = lead.count();
   intervals->rows = static_cast<int32_t>(rows);
@@ -55,7 +52,14 @@ ffi::Error set_intervals(const Lead& lead, int64_t rows, int64_t keys, IntervalA
       !lead.has_shape(arrays.rows_inside->dimensions(), {key_blocks, 4}) ||
       !lead.has_shape(arrays.row_visits->dimensions(), {row_blocks, key_words, 2}) ||
       !lead.has_shape(arrays.key_visits->dimensions(), {key_blocks, row_words, 2})) {
-    return invalid("the intervals of a mask have its leading axes");
+    return invalid("the intervals of a mask have its leading axes, and ", q_len, " rows, ", kv_len,
+                   " keys and their blocks, got ",
+                   text_of({{"keys of rows", row_dims},
+                            {"rows of keys", key_dims},
+                            {"keys inside", arrays.keys_inside->dimensions()},
+                            {"rows inside", arrays.rows_inside->dimensions()},
+                            {"visits of rows", arrays.row_visits->dimensions()},
+                            {"of keys", arrays.key_visits->dimensions()}}));
   }
   intervals->keys_of_row = arrays.keys_of_row->typed_data();
   intervals->rows_of_key = arrays.rows_of_key->typed_data();
@@ -76,7 +80,7 @@ ffi::Error dense_mask(CUstream_st* stream, bool packs_keys, ffi::Buffer<ffi::PRE
                       IntervalArray rows_inside, IntervalArray row_visits, IntervalArray key_visits,
                       ffi::Result<ffi::Buffer<ffi::U8>> workspace) {
   const auto dims = mask.dimensions();
-  if (dims.size() < 2) return invalid("a mask has axes of rows and keys");
+  if (dims.size() < 2) return invalid("a mask has axes of rows and keys, got ", text_of(dims));
   const int64_t rows = dims[dims.size() - 2], keys = dims[dims.size() - 1];
   const Lead lead(dims, 2);
   DenseMaskParams params = {};
@@ -88,14 +92,17 @@ ffi::Error dense_mask(CUstream_st* stream, bool packs_keys, ffi::Buffer<ffi::PRE
   const std::vector<int64_t> packed = packs_keys ? std::vector<int64_t>{(keys + 127) / 128, rows, 4}
                                                  : std::vector<int64_t>{(rows + 31) / 32, keys};
   if (!lead.has_shape(words->dimensions(), packed)) {
-    return invalid("the words of a mask have its leading axes");
+    return invalid("the words of a mask ", text_of(dims), " have its leading axes and ",
+                   text_of({packed.data(), packed.size()}), ", got ", text_of(words->dimensions()));
   }
   params.mask = reinterpret_cast<const uint8_t*>(mask.typed_data());
   params.packs_keys = packs_keys;
   params.words = words->typed_data();
   params.blocks = reinterpret_cast<MaskBlock*>(workspace->untyped_data());
-  if (workspace->size_bytes() < number_of_blocks(params) * sizeof(MaskBlock)) {
-    return invalid("the workspace of a mask is too small");
+  if (auto error =
+          check_workspace("a mask", *workspace, number_of_blocks(params) * sizeof(MaskBlock));
+      error.failure()) {
+    return error;
   }
   return to_error(jaxflash_dense_mask(&params, stream));
 }
@@ -136,7 +143,7 @@ ffi::Error predicate(CUstream_st* stream, PredicateState* state, PredicateAttrib
                      IntervalArray rows_inside, IntervalArray row_visits, IntervalArray key_visits,
                      ffi::Result<ffi::Buffer<ffi::U8>> workspace) {
   const auto row_dims = keys_of_row->dimensions(), key_dims = rows_of_key->dimensions();
-  if (row_dims.size() < 2 || key_dims.size() < 2) return invalid("intervals are pairs");
+  if (ffi::Error error = check_intervals(row_dims, key_dims); error.failure()) return error;
   const Lead lead(row_dims, 2);
   const size_t rank = row_dims.size() - 2;
   PredicateParams params = {};
@@ -148,9 +155,12 @@ ffi::Error predicate(CUstream_st* stream, PredicateState* state, PredicateAttrib
     return error;
   }
   if (attributes.left < 0 || attributes.right < 0)
-    return invalid("the sides of a band must not be negative");
+    return invalid("the sides of a band must not be negative, got ", attributes.left, " and ",
+                   attributes.right);
   // Kernels number batch elements and heads in 32 bits.
-  if (params.count > INT32_MAX) return invalid("a mask has at most 2^31 - 1 heads in all");
+  if (params.count > INT32_MAX) {
+    return invalid("a mask has at most ", INT32_MAX, " heads in all, got ", params.count);
+  }
   // Heads are one of the batch axes.
   std::vector<int64_t> full_dims(row_dims.begin(), row_dims.end() - 1);
   full_dims.insert(full_dims.end(), 2, 1);
@@ -158,11 +168,13 @@ ffi::Error predicate(CUstream_st* stream, PredicateState* state, PredicateAttrib
   const Shape batch_shape{batch_numbers.dimensions()}, head_shape{head_numbers.dimensions()};
   for (const Shape& shape : {batch_shape, head_shape}) {
     if (shape.dims.size() != rank || !batch_fits(shape, full)) {
-      return invalid("numbers of batch elements and heads must have the leading axes");
+      return invalid("numbers of batch elements and heads must have the leading axes of ",
+                     text_of(row_dims), " or 1, got ", text_of(shape.dims));
     }
   }
   if (captures.size() != attributes.capture_ranks.size()) {
-    return invalid("the number of captured arrays is not that of capture_ranks");
+    return invalid("there are ", attributes.capture_ranks.size(),
+                   " captured arrays by their axes, got ", captures.size());
   }
   ProgramOperands captured;
   if (auto error = captured.take_captures(attributes.capture_ranks, full, captures, 0);
@@ -172,7 +184,7 @@ ffi::Error predicate(CUstream_st* stream, PredicateState* state, PredicateAttrib
   std::vector<Shape> shapes = {batch_shape, head_shape};
   captured.add_shapes(&shapes);
   const BatchAxes axes(full, shapes);
-  if (!axes.fits()) return invalid("too many batch axes that broadcast differently");
+  if (auto error = axes.check(); error.failure()) return error;
   axes.describe(&params.problem);
   set_sizes(params.q_len, params.kv_len, 1, 1, 1, 1, &params.problem);
   params.problem.band.left = clamp_side(attributes.left);
@@ -190,7 +202,7 @@ ffi::Error predicate(CUstream_st* stream, PredicateState* state, PredicateAttrib
   params.key_is_seen = params.row_sees + row_words;
   params.blocks = reinterpret_cast<uint8_t*>(params.key_is_seen + key_words);
   const auto bytes = static_cast<size_t>(4 * (row_words + key_words) + number_of_blocks(params));
-  if (workspace->size_bytes() < bytes) return invalid("the workspace of a predicate is too small");
+  if (auto error = check_workspace("a predicate", *workspace, bytes); error.failure()) return error;
   return to_error(jaxflash_predicate(&params, stream));
 }
 

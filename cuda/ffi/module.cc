@@ -71,7 +71,7 @@ std::optional<VariantKey> variant_for(Pass pass, const std::string& dtype, bool 
   const Shape out_shape = shape(out);
   if (!batch_fits(k_shape, out_shape) || !batch_fits(v_shape, out_shape)) return std::nullopt;
   const BatchAxes axes(out_shape, {q_shape, k_shape, v_shape});
-  if (!axes.fits()) return std::nullopt;
+  if (axes.check().failure()) return std::nullopt;
 
   Problem problem = {};
   const std::optional<Math> math = math_of(dtype, highest_precision);

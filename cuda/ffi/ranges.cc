@@ -30,15 +30,23 @@ ffi::Error describe_segments(ffi::Buffer<ffi::S32> q_ids, ffi::Buffer<ffi::S32> 
                              ffi::Buffer<ffi::S32> keys_of_row, ffi::Buffer<ffi::S32> rows_of_key,
                              SegmentMatchesParams* params) {
   const auto row_dims = q_ids.dimensions(), key_dims = kv_ids.dimensions();
-  if (row_dims.size() < 1 || key_dims.size() < 1) return invalid("ids are in arrays");
+  const auto shapes = [&] {
+    return text_of({{"ids of rows", row_dims},
+                    {"of keys", key_dims},
+                    {"keys of rows", keys_of_row.dimensions()},
+                    {"rows of keys", rows_of_key.dimensions()}});
+  };
+  if (row_dims.size() < 1 || key_dims.size() < 1) {
+    return invalid("ids have an axis of rows or keys, got ", shapes());
+  }
   const int64_t rows = row_dims.back(), keys = key_dims.back();
   if (std::min(rows, keys) < 1 || std::max(rows, keys) > kMaxLength) {
-    return invalid("there are 1 to 2^30 rows and keys");
+    return invalid("there are 1 to ", kMaxLength, " rows and keys, got ", shapes());
   }
   const Lead lead(row_dims, 1);
   if (!lead.has_shape(key_dims, {keys}) || !lead.has_shape(keys_of_row.dimensions(), {rows, 2}) ||
       !lead.has_shape(rows_of_key.dimensions(), {keys, 2})) {
-    return invalid("ids and their intervals have the same leading axes");
+    return invalid("ids and their intervals, pairs, have the same leading axes, got ", shapes());
   }
   params->count = lead.count();
   params->rows = static_cast<int32_t>(rows);
@@ -65,13 +73,15 @@ ffi::Error segment_matches(CUstream_st* stream, ffi::Buffer<ffi::S32> q_ids,
   const Lead lead(q_ids.dimensions(), 1);
   if (!lead.has_shape(keys_solid->dimensions(), {params.rows}) ||
       !lead.has_shape(rows_solid->dimensions(), {params.keys})) {
-    return invalid("which intervals are solid is a bool for each");
+    return invalid("which intervals are solid is a bool for each of ids ",
+                   text_of(q_ids.dimensions()), " and ", text_of(kv_ids.dimensions()), ", got ",
+                   text_of(keys_solid->dimensions()), " and ", text_of(rows_solid->dimensions()));
   }
   params.keys_solid = reinterpret_cast<uint8_t*>(keys_solid->typed_data());
   params.rows_solid = reinterpret_cast<uint8_t*>(rows_solid->typed_data());
   params.buckets = reinterpret_cast<SegmentBucket*>(workspace->untyped_data());
-  if (workspace->size_bytes() < bucket_bytes(params)) {
-    return invalid("the workspace of segments is too small");
+  if (auto error = check_workspace("segments", *workspace, bucket_bytes(params)); error.failure()) {
+    return error;
   }
   return to_error(jaxflash_segment_matches(&params, stream));
 }
@@ -96,7 +106,12 @@ ffi::Error describe_summary(const Lead& lead, ffi::Buffer<ffi::S32> row_blocks,
   if (!lead.has_shape(row_blocks.dimensions(), {blocks_of(params->rows), 6}) ||
       !lead.has_shape(key_blocks.dimensions(), {blocks_of(params->keys), 6}) ||
       !lead.has_shape(hulls.dimensions(), {2 * kHulls})) {
-    return invalid("summaries have the leading axes of the intervals");
+    return invalid("summaries have the leading axes of the intervals, and 6 numbers of ",
+                   blocks_of(params->rows), " and ", blocks_of(params->keys), " blocks and ",
+                   2 * kHulls, " of hulls, got ",
+                   text_of({{"blocks of rows", row_blocks.dimensions()},
+                            {"of keys", key_blocks.dimensions()},
+                            {"hulls", hulls.dimensions()}}));
   }
   params->row_blocks = row_blocks.typed_data();
   params->key_blocks = key_blocks.typed_data();
@@ -111,15 +126,18 @@ ffi::Error range_summary(CUstream_st* stream, bool has_solid, bool has_inside, b
                          ffi::Result<ffi::Buffer<ffi::S32>> hulls,
                          ffi::Result<ffi::Buffer<ffi::U8>> workspace) {
   const auto row_dims = keys_of_row.dimensions(), key_dims = rows_of_key.dimensions();
-  if (row_dims.size() < 2 || key_dims.size() < 2) return invalid("intervals are pairs");
+  if (ffi::Error error = check_intervals(row_dims, key_dims); error.failure()) return error;
   const int64_t rows = row_dims[row_dims.size() - 2], keys = key_dims[key_dims.size() - 2];
-  if (std::max(rows, keys) > kMaxLength) return invalid("there are at most 2^30 rows and keys");
   const int64_t of_rows = blocks_of(static_cast<int32_t>(rows));
   const int64_t of_keys = blocks_of(static_cast<int32_t>(keys));
   const Lead lead(row_dims, 2);
-  if (optional.size() != size_t{2} * has_solid + size_t{2} * has_inside + has_visits ||
-      !lead.has_shape(row_dims, {rows, 2}) || !lead.has_shape(key_dims, {keys, 2})) {
-    return invalid("intervals of rows and keys are pairs of the same leading axes");
+  if (!lead.has_shape(key_dims, {keys, 2})) {
+    return invalid("intervals of rows and keys have the same leading axes, got ",
+                   text_of({{"keys of rows", row_dims}, {"rows of keys", key_dims}}));
+  }
+  const size_t count = size_t{2} * has_solid + size_t{2} * has_inside + has_visits;
+  if (optional.size() != count) {
+    return invalid("intervals come with ", count, " arrays, got ", optional.size());
   }
   RangeSummaryParams params = {};
   params.count = lead.count();
@@ -130,14 +148,21 @@ ffi::Error range_summary(CUstream_st* stream, bool has_solid, bool has_inside, b
   if (has_solid) {
     const auto of_row = operand<ffi::PRED>(optional, 0, lead, {rows});
     const auto of_key = operand<ffi::PRED>(optional, 1, lead, {keys});
-    if (!of_row || !of_key) return invalid("which intervals are solid is a bool for each");
+    if (!of_row || !of_key) {
+      return invalid("which intervals are solid is a PRED for each of ", text_of(row_dims), " and ",
+                     text_of(key_dims), ", got ", text_of(optional, 0), ", ", text_of(optional, 1));
+    }
     params.keys_solid = reinterpret_cast<const uint8_t*>(of_row->typed_data());
     params.rows_solid = reinterpret_cast<const uint8_t*>(of_key->typed_data());
   }
   if (has_inside) {
     const auto of_row = operand<ffi::S32>(optional, 2 * has_solid, lead, {of_rows, 4});
     const auto of_key = operand<ffi::S32>(optional, 2 * has_solid + 1, lead, {of_keys, 4});
-    if (!of_row || !of_key) return invalid("what lies inside intervals is two of each block");
+    if (!of_row || !of_key) {
+      return invalid("what lies inside intervals are two pairs, S32, for each of ", of_rows,
+                     " and ", of_keys, " blocks, got ", text_of(optional, 2 * has_solid), ", ",
+                     text_of(optional, 2 * has_solid + 1));
+    }
     params.keys_inside = of_row->typed_data();
     params.rows_inside = of_key->typed_data();
   }
@@ -146,7 +171,11 @@ ffi::Error range_summary(CUstream_st* stream, bool has_solid, bool has_inside, b
     const int64_t of_one = of_rows * block_words_of(params.keys) * 2;
     const int64_t size = visits ? static_cast<int64_t>(visits->element_count()) : 0;
     if (!has_inside || !visits || (size != of_one && size != params.count * of_one)) {
-      return invalid("visits are two words for 32 blocks of keys and each of rows");
+      return invalid(
+          "visits, beside what lies inside, are two words for 32 blocks of keys and each "
+          "of rows, S32, ",
+          of_one, " for all or each of ", params.count, ", got ",
+          text_of(optional, optional.size() - 1));
     }
     params.row_visits = visits->typed_data();
     params.shares_visits = size == of_one;
@@ -156,8 +185,9 @@ ffi::Error range_summary(CUstream_st* stream, bool has_solid, bool has_inside, b
     return error;
   }
   take_summary(static_cast<uint8_t*>(workspace->untyped_data()), &params);
-  if (workspace->size_bytes() < summary_bytes(params)) {
-    return invalid("the workspace of a summary is too small");
+  if (auto error = check_workspace("a summary", *workspace, summary_bytes(params));
+      error.failure()) {
+    return error;
   }
   return to_error(jaxflash_range_summary(&params, stream));
 }
@@ -193,8 +223,9 @@ ffi::Error segment_ranges(
   summary.keys_solid = matches.keys_solid;
   summary.rows_solid = matches.rows_solid;
   const uint8_t* const end = matches.rows_solid + matches.count * matches.keys;
-  if (workspace->size_bytes() < static_cast<size_t>(end - bytes)) {
-    return invalid("the workspace of segments is too small");
+  if (auto error = check_workspace("segments", *workspace, static_cast<size_t>(end - bytes));
+      error.failure()) {
+    return error;
   }
   return to_error(jaxflash_segment_ranges(&params, stream));
 }
