@@ -318,8 +318,8 @@ Tensor pool_tensor(ffi::AnyBuffer pages) {
 
 namespace {
 
-// Fills in the ranges from the operands, of which they are the last. All have full batch axes, but
-// for visits that all sequences share.
+// Fills in the ranges from the operands, of which they are the last: there are at least as many. All
+// have full batch axes, but for visits that all sequences share.
 ffi::Error take_ranges(RangeArrays present, int64_t batch, ffi::RemainingArgs optional,
                        Problem* problem) {
   const size_t count = present.count();
@@ -351,7 +351,6 @@ ffi::Error take_ranges(RangeArrays present, int64_t batch, ffi::RemainingArgs op
     arrays.push_back({&ranges.q_ids, problem->q_len});
     arrays.push_back({&ranges.kv_ids, problem->kv_len});
   }
-  if (optional.size() < count) return invalid("ranges are missing");
   for (size_t i = 0; i < count; ++i) {
     auto buffer = optional.get<ffi::Buffer<ffi::S32>>(optional.size() - count + i);
     const int64_t sequences = arrays[i].is_visits && ranges.shares_visits ? 1 : batch;

@@ -1,4 +1,4 @@
-// Tiles of both passes: one row for each size of the elements and of the heads, with its reason.
+// Tiles of all passes: a row for each size of the elements and of the heads, with its reason.
 #pragma once
 
 #include "problem.h"

@@ -1,4 +1,4 @@
-// Tiles of the forward kernel: one row for each pair of head sizes, with its reason.
+// Tiles of the kernels of all passes: a row for each pair of head sizes, with its reason.
 #pragma once
 
 #include "common/program_tiles.h"

@@ -113,7 +113,7 @@ inline bool map_operands(const Problem& problem, const Operand (&operands)[kOper
   return true;
 }
 
-// Whether the kernels of both passes take head sizes and a scale like these, whatever the lengths
+// Whether the kernels of all passes take head sizes and a scale like these, whatever the lengths
 // and strides are.
 inline bool takes_sizes(const Problem& problem) {
   if (problem.math != Math::kFloat16 && problem.math != Math::kBFloat16) return false;
