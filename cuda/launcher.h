@@ -3,6 +3,8 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
+#include <vector>
 
 #include "attention.h"
 
@@ -20,11 +22,11 @@ struct Target {
 struct ProgramKernel {
   int tile;            // its place in the variant's list of tiles
   const char* header;  // defines the kernel
-  char name[448];      // name expression; the program is jaxflash::Program
+  std::string name;    // name expression; the program is jaxflash::Program
   // Likewise of the kernel that puts parts of its results together; nullptr: there are no parts.
   const char* merge_header;
-  char merge_name[448];
-  char tile_name[160];
+  std::string merge_name;
+  std::string tile_name;
   int shared_bytes;
   int harmless_spills;  // bytes
 };
@@ -46,8 +48,6 @@ struct ProgramTraits {
   int shared_bytes;   // that a block may have on the GPU
   CallSizes sizes;    // see ProgramDescription
 };
-
-inline constexpr int kMaxProgramTiles = 8;
 
 // A ProgramKernel, compiled and on the GPU.
 struct LoadedTile {
@@ -81,8 +81,8 @@ struct CompiledVariant {
   Math math;
   Target target;
   bool (*takes_sizes)(const Problem&);  // whether head sizes and scale are right; nullptr: any are
-  // Score programs: the tiles to try, best first. Returns how many.
-  int (*program_kernels)(const ProgramTraits&, ProgramKernel (&)[kMaxProgramTiles]);
+  // Score programs: the tiles to try, best first.
+  std::vector<ProgramKernel> (*program_kernels)(const ProgramTraits&);
   bool walks;                        // score programs: whether the list has kernels that walk
   GradientsBeside gradients_beside;  // backward
 };

@@ -2,8 +2,10 @@
 // tile of a list, and the way back from a tile's number to its type.
 #pragma once
 
-#include <cstdio>
 #include <cstring>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include "common/program_tiles.h"
 #include "launcher.h"
@@ -21,19 +23,20 @@ const char* signature() {
 namespace jaxflash {
 
 // A type's name as C++ source, from the compiler: a tile is written once, as a type.
-struct TypeName {
-  const char* begin;
-  int length;
-};
-
 template <class Type>
-TypeName type_name() {
+std::string type_name() {
   const char* const signature = jaxflash_names::signature<Type>();
   const char* const begin = std::strstr(signature, "Type = ") + std::strlen("Type = ");
-  return {begin, static_cast<int>(std::strrchr(signature, ']') - begin)};
+  const char* const end = std::strrchr(signature, ']');
+  return {begin, end};
 }
 
-// The type of a mask, in a kernel's name expression.
+// In a kernel's name expression.
+inline std::string math_name(Math math) {
+  return "static_cast<jaxflash::Math>(" + std::to_string(static_cast<int>(math)) + ")";
+}
+
+// The type of a mask, likewise.
 inline const char* mask_name(MaskKind mask) {
   switch (mask) {
     case MaskKind::kBand:
@@ -66,43 +69,32 @@ void for_each_tile(ProgramTiles<Tiles...>, const Use& use) {
   (use(number++, Tiles{}), ...);
 }
 
-// Fills the list of a launcher with the kernels whose shared memory the GPU has.
+// The list of a launcher: the kernels whose shared memory the GPU has.
 class ProgramKernelList {
  public:
-  ProgramKernelList(const ProgramTraits& traits, ProgramKernel (&kernels)[kMaxProgramTiles])
-      : traits_(traits), kernels_(kernels) {}
+  explicit ProgramKernelList(const ProgramTraits& traits) : traits_(traits) {}
 
-  // `format` and what follows make the kernel's name expression. nullptr: left out.
-  template <class Tile, class... Parts>
-  ProgramKernel* add(int number, const char* header, int shared_bytes, const char* format,
-                     Parts... parts) {
-    if (count_ == kMaxProgramTiles || shared_bytes > traits_.shared_bytes) return nullptr;
-    ProgramKernel& kernel = kernels_[count_++];
+  // `name`: the kernel's name expression. The kernel, until there is another one, or nullptr: it is
+  // left out.
+  template <class Tile>
+  ProgramKernel* add(int number, const char* header, int shared_bytes, std::string name) {
+    if (shared_bytes > traits_.shared_bytes) return nullptr;
+    ProgramKernel& kernel = kernels_.emplace_back();
     kernel.tile = number;
     kernel.header = header;
+    kernel.name = std::move(name);
+    kernel.tile_name = type_name<Tile>();
     kernel.shared_bytes = shared_bytes;
     kernel.harmless_spills = kHarmlessSpills + (traits_.walks ? kHarmlessWalkSpills : 0);
-    const TypeName tile = type_name<Tile>();
-    std::snprintf(kernel.tile_name, sizeof(kernel.tile_name), "%.*s", tile.length, tile.begin);
-    std::snprintf(kernel.name, sizeof(kernel.name), format, parts...);
     return &kernel;
   }
 
-  // The kernel that puts the parts of another one together.
-  template <class... Parts>
-  static void merge_with(ProgramKernel* kernel, const char* header, const char* format,
-                         Parts... parts) {
-    if (kernel == nullptr) return;
-    kernel->merge_header = header;
-    std::snprintf(kernel->merge_name, sizeof(kernel->merge_name), format, parts...);
-  }
-
-  int count() const { return count_; }
+  bool empty() const { return kernels_.empty(); }
+  std::vector<ProgramKernel> take() { return std::move(kernels_); }
 
  private:
   const ProgramTraits& traits_;
-  ProgramKernel (&kernels_)[kMaxProgramTiles];
-  int count_ = 0;
+  std::vector<ProgramKernel> kernels_;
 };
 
 }  // namespace jaxflash

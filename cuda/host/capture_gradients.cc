@@ -52,14 +52,8 @@ void use_math(Math math, const Use& use) {
 template <class Traits>
 CaptureGradients::Geometry geometry_of(int blocks_per_sm) {
   using Tile = typename Traits::Tile;
-  const TypeName traits = type_name<Traits>(), tile = type_name<Tile>();
-  return {std::string(traits.begin, traits.length),
-          std::string(tile.begin, tile.length),
-          Tile::kRows,
-          Tile::kKeys,
-          Traits::kThreads,
-          Traits::kSharedBytes,
-          blocks_per_sm};
+  return {type_name<Traits>(), type_name<Tile>(),    Tile::kRows,  Tile::kKeys,
+          Traits::kThreads,    Traits::kSharedBytes, blocks_per_sm};
 }
 
 using Geometries = std::vector<CaptureGradients::Geometry>;

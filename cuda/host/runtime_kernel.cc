@@ -87,9 +87,11 @@ Kernels& kernels() {
   return *all;
 }
 
+// A text that is too long ends in dots.
 template <size_t kSize>
 void copy_text(char (&target)[kSize], const std::string& text) {
   std::snprintf(target, kSize, "%s", text.c_str());
+  if (text.size() >= kSize) std::strcpy(target + kSize - 4, "...");
 }
 
 double seconds_since(std::chrono::steady_clock::time_point start) {

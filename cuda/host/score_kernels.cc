@@ -54,20 +54,18 @@ bool ScoreKernels::has_walk(const CompiledVariant& variant) const {
 
 Status ScoreKernels::compile(const CompiledVariant& variant, const GpuTraits& gpu, bool walks,
                              Compiled* compiled) const {
-  ProgramKernel tiles[kMaxProgramTiles] = {};
   const bool ranges = mask_ == MaskKind::kRanges || mask_ == MaskKind::kSegments;
   const int head_dim = std::max(problem_.head_dim, problem_.value_dim);
-  const int count =
+  const std::vector<ProgramKernel> tiles =
       variant.program_kernels({unit_slope_, ranges, walks, one_sided_, paged_, shared_units_,
-                               head_dim, start_capture_, gpu.shared_bytes, sizes_},
-                              tiles);
+                               head_dim, start_capture_, gpu.shared_bytes, sizes_});
   const Variant& name = variant.variant;
   KernelRequest request = program_request(gpu, variant.target.newer, variant.math);
   request.label = std::string(name.family) + " " + name.pass + " " + name.math + " " +
                   std::to_string(name.head_dim);
   if (name.value_dim != name.head_dim) request.label += "/" + std::to_string(name.value_dim);
   if (walks) request.label += " walk";
-  if (count == 0) {
+  if (tiles.empty()) {
     return error_status("no tile of %s fits into %d bytes of shared memory", request.label.c_str(),
                         gpu.shared_bytes);
   }
@@ -79,6 +77,7 @@ Status ScoreKernels::compile(const CompiledVariant& variant, const GpuTraits& gp
     return tiles[tile].harmless_spills;
   };
   int chosen = 0;
+  const auto count = static_cast<int>(tiles.size());
   if (Status status = choose_tile(request, count, ask, &chosen, &compiled->kernel); !status.ok()) {
     return status;
   }

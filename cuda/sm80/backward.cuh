@@ -75,22 +75,20 @@ inline constexpr GradientsBeside kGradientsBeside = {};
 
 // The kernel for a score program: see Launcher.
 template <Math kMath, int kHeadDim>
-int backward_program_kernels(const ProgramTraits& program,
-                             ProgramKernel (&kernels)[kMaxProgramTiles]) {
+std::vector<ProgramKernel> backward_program_kernels(const ProgramTraits& program) {
   using Tiles = detail::BackwardTilesOf<kMath, kHeadDim>;
-  ProgramKernelList list(program, kernels);
+  ProgramKernelList list(program);
   for_each_tile(ProgramTiles<typename Tiles::Large, typename Tiles::Small>{},
                 [&](int number, auto tile) {
                   using Tile = decltype(tile);
                   using Traits = BackwardTraits<kMath, kHeadDim, Tile>;
-                  if (list.count() == 1) return;  // the larger one fits
-                  const TypeName name = type_name<Traits>();
+                  if (!list.empty()) return;  // the larger one fits
                   list.add<Tile>(number, "sm80/backward_kernel.cuh", Traits::kSharedBytes,
-                                 "jaxflash::sm80::backward_kernel<%.*s, jaxflash::BandMask, "
-                                 "jaxflash::sm80::ProgramScores<jaxflash::Program, false>>",
-                                 name.length, name.begin);
+                                 "jaxflash::sm80::backward_kernel<" + type_name<Traits>() +
+                                     ", jaxflash::BandMask, "
+                                     "jaxflash::sm80::ProgramScores<jaxflash::Program, false>>");
                 });
-  return list.count();
+  return list.take();
 }
 
 template <Math kMath, int kHeadDim>

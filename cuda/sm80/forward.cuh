@@ -53,23 +53,21 @@ Status forward(const ForwardParams& params, cudaStream_t stream) {
 
 // The kernel for a score program: see Launcher.
 template <Math kMath, int kHeadDim>
-int forward_program_kernels(const ProgramTraits& program,
-                            ProgramKernel (&kernels)[kMaxProgramTiles]) {
+std::vector<ProgramKernel> forward_program_kernels(const ProgramTraits& program) {
   using Tiles = detail::ForwardTilesOf<kMath, kHeadDim>;
-  ProgramKernelList list(program, kernels);
-  for_each_tile(ProgramTiles<typename Tiles::Large, typename Tiles::Small>{}, [&](int number,
-                                                                                  auto tile) {
-    using Tile = decltype(tile);
-    if (list.count() == 1) return;  // the larger one fits
-    const TypeName name = type_name<Tile>();
-    list.add<Tile>(number, "sm80/forward_kernel.cuh", ForwardSmem<kMath, kHeadDim, Tile>::kBytes,
-                   "jaxflash::sm80::forward_kernel<static_cast<jaxflash::Math>(%d), "
-                   "%d, %.*s, jaxflash::BandMask, "
-                   "jaxflash::sm80::ProgramScores<jaxflash::Program, true>, %d>",
-                   static_cast<int>(kMath), kHeadDim, name.length, name.begin,
-                   static_cast<int>(program.paged));
-  });
-  return list.count();
+  ProgramKernelList list(program);
+  for_each_tile(
+      ProgramTiles<typename Tiles::Large, typename Tiles::Small>{}, [&](int number, auto tile) {
+        using Tile = decltype(tile);
+        if (!list.empty()) return;  // the larger one fits
+        list.add<Tile>(
+            number, "sm80/forward_kernel.cuh", ForwardSmem<kMath, kHeadDim, Tile>::kBytes,
+            "jaxflash::sm80::forward_kernel<" + math_name(kMath) + ", " + std::to_string(kHeadDim) +
+                ", " + type_name<Tile>() +
+                ", jaxflash::BandMask, jaxflash::sm80::ProgramScores<jaxflash::Program, true>, " +
+                (program.paged ? "true" : "false") + ">");
+      });
+  return list.take();
 }
 
 template <Math kMath, int kHeadDim>

@@ -28,21 +28,18 @@ using TangentTraitsList = ProgramTiles<typename TangentChoice<kMath, kHeadDim>::
 
 // The kernel for a score program: see Launcher.
 template <Math kMath, int kHeadDim>
-int tangent_program_kernels(const ProgramTraits& program,
-                            ProgramKernel (&kernels)[kMaxProgramTiles]) {
-  ProgramKernelList list(program, kernels);
+std::vector<ProgramKernel> tangent_program_kernels(const ProgramTraits& program) {
+  ProgramKernelList list(program);
   for_each_tile(detail::TangentTraitsList<kMath, kHeadDim>{}, [&](int number, auto traits) {
     using Traits = decltype(traits);
-    if (list.count() == 1) return;  // the larger one fits
-    const TypeName tile = type_name<typename Traits::Tile>();
+    if (!list.empty()) return;  // the larger one fits
     list.add<typename Traits::Tile>(
         number, "sm80/tangent_kernel.cuh", Traits::kSharedBytes,
-        "jaxflash::sm80::tangent_kernel<jaxflash::sm80::TangentTraits<"
-        "static_cast<jaxflash::Math>(%d), %d, %.*s>, jaxflash::BandMask, "
-        "jaxflash::sm80::ProgramScores<jaxflash::Program, true>>",
-        static_cast<int>(kMath), kHeadDim, tile.length, tile.begin);
+        "jaxflash::sm80::tangent_kernel<jaxflash::sm80::TangentTraits<" + math_name(kMath) + ", " +
+            std::to_string(kHeadDim) + ", " + type_name<typename Traits::Tile>() +
+            ">, jaxflash::BandMask, jaxflash::sm80::ProgramScores<jaxflash::Program, true>>");
   });
-  return list.count();
+  return list.take();
 }
 
 template <Math kMath, int kHeadDim>

@@ -289,10 +289,9 @@ inline constexpr GradientsBeside kGradientsBeside = {
 
 // The kernels for a score program: see Launcher.
 template <Math kMath, int kHeadDim, int kValueDim = kHeadDim>
-int backward_program_kernels(const ProgramTraits& program,
-                             ProgramKernel (&kernels)[kMaxProgramTiles]) {
+std::vector<ProgramKernel> backward_program_kernels(const ProgramTraits& program) {
   using Choice = BackwardProgramTiles<kHeadDim, kValueDim>;
-  ProgramKernelList list(program, kernels);
+  ProgramKernelList list(program);
   for_each_tile(typename Choice::Tiles{}, [&](int number, auto tile) {
     using Tile = decltype(tile);
     if constexpr (Tile::kLoadsStarts) {
@@ -301,17 +300,16 @@ int backward_program_kernels(const ProgramTraits& program,
       if (!program.unit_slope && number < Choice::kWithSlope) return;
     }
     using Traits = BackwardTraits<Tile, kMath>;
-    const TypeName name = type_name<Traits>();
     ProgramKernel* const kernel =
         list.add<Tile>(number, "sm90/backward_kernel.cuh", Traits::kSharedBytes,
-                       "jaxflash::sm90::backward_kernel<%.*s, jaxflash::BandMask, "
-                       "jaxflash::sm90::ProgramLogits<jaxflash::Program>>",
-                       name.length, name.begin);
+                       "jaxflash::sm90::backward_kernel<" + type_name<Traits>() +
+                           ", jaxflash::BandMask, "
+                           "jaxflash::sm90::ProgramLogits<jaxflash::Program>>");
     // Beside a mask the warp that loads rows and starts spills 84 bytes, consumers none. Forward
     // and gradient with a bias and a mask array take 4.31 ms so, 5.21 with the next tile.
     if (Tile::kLoadsStarts && Tile::kRows == 64 && kernel != nullptr) kernel->harmless_spills += 64;
   });
-  return list.count();
+  return list.take();
 }
 
 template <Math kMath, int kHeadDim, int kValueDim = kHeadDim>

@@ -333,24 +333,25 @@ using SharingTiles = ProgramTiles<typename ForwardTileFor<kHeadDim, kValueDim>::
                                   typename ForwardTileFor<kHeadDim, kValueDim>::OneUnit>;
 
 template <Math kMath, int kHeadDim, int kValueDim>
-int sharing_program_kernels(const ProgramTraits& program,
-                            ProgramKernel (&kernels)[kMaxProgramTiles]) {
-  ProgramKernelList list(program, kernels);
+std::vector<ProgramKernel> sharing_program_kernels(const ProgramTraits& program) {
+  ProgramKernelList list(program);
   for_each_tile(SharingTiles<kHeadDim, kValueDim>{}, [&](int number, auto tile) {
     using Tile = decltype(tile);
     if (Tile::kWarpGroups > 1 && program.shared_units < 2) return;
     using Contiguous = ForwardTraits<Tile, kMath, BandMask>;
     using Paged = ForwardTraits<Tile, kMath, BandMask, PagedKeys<Tile::kKeys>>;
-    const TypeName name = program.paged ? type_name<Paged>() : type_name<Contiguous>();
-    constexpr char kScores[] = "jaxflash::sm90::ProgramScores<jaxflash::Program, true>";
+    const std::string arguments = "<" +
+                                  (program.paged ? type_name<Paged>() : type_name<Contiguous>()) +
+                                  ", jaxflash::sm90::ProgramScores<jaxflash::Program, true>>";
     static_assert(Contiguous::kSharedBytes == Paged::kSharedBytes, "launched alike");
-    ProgramKernel* const kernel = list.add<Tile>(
-        number, "sm90/forward_kernel.cuh", Contiguous::kSharedBytes,
-        "jaxflash::sm90::forward_kernel<%.*s, %s>", name.length, name.begin, kScores);
-    list.merge_with(kernel, "sm90/forward/merge_kernel.cuh",
-                    "jaxflash::sm90::merge_kernel<%.*s, %s>", name.length, name.begin, kScores);
+    ProgramKernel* const kernel =
+        list.add<Tile>(number, "sm90/forward_kernel.cuh", Contiguous::kSharedBytes,
+                       "jaxflash::sm90::forward_kernel" + arguments);
+    if (kernel == nullptr) return;
+    kernel->merge_header = "sm90/forward/merge_kernel.cuh";
+    kernel->merge_name = "jaxflash::sm90::merge_kernel" + arguments;
   });
-  return list.count();
+  return list.take();
 }
 
 }  // namespace detail
@@ -379,12 +380,11 @@ inline bool see_few_keys(const ProgramTraits& program) {
 
 // The kernels for a score program: see Launcher.
 template <Math kMath, int kHeadDim, int kValueDim = kHeadDim>
-int forward_program_kernels(const ProgramTraits& program,
-                            ProgramKernel (&kernels)[kMaxProgramTiles]) {
+std::vector<ProgramKernel> forward_program_kernels(const ProgramTraits& program) {
   if (program.paged || program.shared_units > 0) {
-    return detail::sharing_program_kernels<kMath, kHeadDim, kValueDim>(program, kernels);
+    return detail::sharing_program_kernels<kMath, kHeadDim, kValueDim>(program);
   }
-  ProgramKernelList list(program, kernels);
+  ProgramKernelList list(program);
   using Choice = ForwardProgramTiles<kHeadDim, kValueDim>;
   const CallSizes& sizes = program.sizes;
   const int64_t units = query_units(sizes.q_len, sizes.q_heads, sizes.kv_heads);
@@ -411,13 +411,11 @@ int forward_program_kernels(const ProgramTraits& program,
       if (program.ranges && number < of_ranges) return;
     }
     using Traits = ForwardTraits<Tile, kMath, BandMask>;
-    const TypeName name = type_name<Traits>();
     list.add<Tile>(number, "sm90/forward_kernel.cuh", Traits::kSharedBytes,
-                   "jaxflash::sm90::forward_kernel<%.*s, "
-                   "jaxflash::sm90::ProgramScores<jaxflash::Program>>",
-                   name.length, name.begin);
+                   "jaxflash::sm90::forward_kernel<" + type_name<Traits>() +
+                       ", jaxflash::sm90::ProgramScores<jaxflash::Program>>");
   });
-  return list.count();
+  return list.take();
 }
 
 template <Math kMath, int kHeadDim, int kValueDim = kHeadDim>

@@ -62,19 +62,17 @@ Status tangent(const TangentParams&, cudaStream_t) {
 
 // The kernels for a score program: see Launcher.
 template <Math kMath, int kHeadDim, int kValueDim = kHeadDim>
-int tangent_program_kernels(const ProgramTraits& program,
-                            ProgramKernel (&kernels)[kMaxProgramTiles]) {
-  ProgramKernelList list(program, kernels);
+std::vector<ProgramKernel> tangent_program_kernels(const ProgramTraits& program) {
+  ProgramKernelList list(program);
   for_each_tile(typename TangentTiles<kHeadDim, kValueDim>::Tiles{}, [&](int number, auto tile) {
     using Tile = decltype(tile);
     using Traits = TangentTraits<Tile, kMath>;
-    const TypeName name = type_name<Traits>();
     list.add<Tile>(number, "sm90/tangent_kernel.cuh", Traits::kSharedBytes,
-                   "jaxflash::sm90::tangent_kernel<%.*s, jaxflash::BandMask, "
-                   "jaxflash::sm90::ProgramScores<jaxflash::Program>>",
-                   name.length, name.begin);
+                   "jaxflash::sm90::tangent_kernel<" + type_name<Traits>() +
+                       ", jaxflash::BandMask, "
+                       "jaxflash::sm90::ProgramScores<jaxflash::Program>>");
   });
-  return list.count();
+  return list.take();
 }
 
 template <Math kMath, int kHeadDim, int kValueDim = kHeadDim>
