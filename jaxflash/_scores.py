@@ -13,6 +13,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 

@@ -161,15 +161,13 @@ class Graph:
             return self.integer("add", x.args[0], self.integer("add", x.args[1], y))
         return self.node(op, (x, y) if len(args) == 2 else args, dtype)
 
-    def integer_power(self, x: Node, exponent: int) -> Node | None:
-        """By repeated squaring; None for negative exponents, which JAX has for floats alone."""
-        if exponent < 0:
-            return None
-        if exponent == 0:
-            return self.constant(1, x.dtype)
-        half = self.integer_power(x, exponent // 2)
-        square = self.integer("mul", half, half) if exponent > 1 else self.constant(1, x.dtype)
-        return self.integer("mul", square, x) if exponent % 2 else square
+    def integer_power(self, x: Node, exponent: int) -> Node:
+        """By repeated squaring; JAX has negative exponents for floats alone."""
+        result = self.constant(1, x.dtype)
+        for bit in f"{exponent:b}":
+            result = self.integer("mul", result, result)
+            result = self.integer("mul", result, x) if bit == "1" else result
+        return result
 
     def to_float(self, x: Node) -> Node:
         if x.op == "constant":
