@@ -318,8 +318,8 @@ Tensor pool_tensor(ffi::AnyBuffer pages) {
 
 namespace {
 
-// Fills in the ranges from the operands, of which they are the last: there are at least as many. All
-// have full batch axes, but for visits that all sequences share.
+// Fills in the ranges from the operands, of which they are the last: there are at least as many.
+// All have full batch axes, but for visits that all sequences share.
 ffi::Error take_ranges(RangeArrays present, int64_t batch, ffi::RemainingArgs optional,
                        Problem* problem) {
   const size_t count = present.count();
