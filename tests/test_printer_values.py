@@ -1,0 +1,367 @@
+"""What printed programs compute, against JAX: values and slopes of score functions, masks, random
+programs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mask_values
+from jaxflash import _api, _dense_mask, _kernel_program, masks, reference
+from jaxflash._printer import cuda
+from jaxflash._printer.request import Request
+from mask_values import MASK_VALUES
+from printed_programs import (
+    LENGTHS,
+    POINTS,
+    SCALE,
+    SIZES,
+    SLOPES,
+    CompiledPrograms,
+    check_program,
+    print_function,
+    random_points,
+    trace_function,
+)
+from score_mods import SCORE_MODS, Sizes
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    rng = np.random.default_rng(0)
+    programs = {}
+    for name, row in SCORE_MODS.items():
+        function = row.bind(jax.tree.map(jnp.asarray, row.arrays(SIZES, rng)))
+        programs[name] = (function, *print_function(function))
+    library = CompiledPrograms(
+        [p.source for _, p, _ in programs.values()], tmp_path_factory.mktemp("all")
+    )
+    return library, programs
+
+
+@pytest.mark.parametrize("name", SCORE_MODS)
+def test_printed_program_is_the_function(compiled, name):
+    library, programs = compiled
+    function, printed, captures = programs[name]
+    points = random_points(np.random.default_rng(1))
+    check_program(library, list(programs).index(name), printed, captures, function, points)
+
+
+@pytest.mark.parametrize("name", SCORE_MODS)
+def test_indices_of_ragged_tiles_are_safe(compiled, name):
+    """Rows and columns beyond the lengths read the last element, as JAX's indexing does."""
+    library, programs = compiled
+    function, printed, captures = programs[name]
+    points = random_points(np.random.default_rng(2), beyond=50)
+    check_program(library, list(programs).index(name), printed, captures, function, points)
+
+
+def test_loads_along_diagonals(compiled):
+    """Whose elements share them, and whose indices are the distance but for what heads know."""
+    _, programs = compiled
+    distances = {"distances", "distances-of-batch", "few-distances", "clipped-take"}
+    sources = {name: printed.source for name, (_, printed, _) in programs.items()}
+    assert {x for x, text in sources.items() if "kHasDiagonals = true" in text} == distances
+    sharing = {x for x, text in sources.items() if "kSharesDiagonals = true" in text}
+    assert sharing == distances | {"relative-table", "buckets"}
+
+
+def test_slope_where_the_logit_is_minus_infinity_is_finite(tmp_path):
+    def function(s, b, h, q, kv):
+        return jnp.log(jnp.maximum(s, 0.0)) + jnp.sqrt(jnp.maximum(s, 0.0))
+
+    printed, captures = print_function(function)
+    indices = [np.zeros(3, np.int32)] * 4
+    _, logit, *_, slope = CompiledPrograms([printed.source], tmp_path)(
+        0, captures, indices, np.array([-1.0, 0.0, 4.0], np.float32)
+    )
+    assert (logit[:2] == -np.inf).all()
+    assert np.isfinite(logit[2])
+    assert (slope[:2] == 0.0).all()
+    assert slope[2] > 0.0
+
+
+def test_nan_passes_through_minimum_and_maximum(tmp_path):
+    printed, captures = print_function(lambda s, b, h, q, kv: jnp.clip(s, -1.0, 1.0))
+    indices = [np.zeros(2, np.int32)] * 4
+    s = np.array([np.nan, 100.0], np.float32)
+    alone, logit, *_ = CompiledPrograms([printed.source], tmp_path)(0, captures, indices, s)
+    assert np.isnan([alone[0], logit[0]]).all()
+    assert abs(logit[1] - 1.0) < 1e-6
+
+
+_OF_PYTHON_NUMBERS = {
+    "constant": lambda s, b, h, q, kv: s * 0.5 + jnp.asarray(SLOPES)[h],
+    "infinity": lambda s, b, h, q, kv: jnp.where(q >= kv, s, -jnp.inf),
+    "integer": lambda s, b, h, q, kv: jnp.where(q >= kv, s, -(10**9)),
+    "clip": lambda s, b, h, q, kv: jnp.clip(s, -3, 3),
+    "times indices": lambda s, b, h, q, kv: s - 0.1 * jnp.abs(q - kv),
+    "functions": lambda s, b, h, q, kv: s * jnp.sqrt(2.0) + jnp.exp(-0.5 * h) * jnp.sin(0.1 * q),
+    "choice": lambda s, b, h, q, kv: s + jnp.where(q > kv, 0.0, 1.0) * jnp.where(q > h, 2, -1),
+    "division": lambda s, b, h, q, kv: s + jnp.asarray(SLOPES)[q // 3 % 4] * (kv / 7),
+    "truth": lambda s, b, h, q, kv: s + (q > kv) * 3,
+    # As indices become where they are compared with symbolic sizes.
+    "index": lambda s, b, h, q, kv: s + jnp.asarray(SLOPES)[q.astype(int) // 3 % 4],
+}
+
+
+def test_python_numbers_of_64_bits_are_of_32(tmp_path):
+    """What JAX_ENABLE_X64 makes of them is weakly typed: it yields to the score."""
+    functions = _OF_PYTHON_NUMBERS.values()
+    with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"):
+        narrow = [print_function(function)[0].source for function in functions]
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        printed = [print_function(function) for function in functions]
+        library, points = (
+            CompiledPrograms([p.source for p, _ in printed], tmp_path),
+            random_points(np.random.default_rng(4)),
+        )
+        for number, function in enumerate(functions):
+            check_program(library, number, *printed[number], function, points)
+    assert [p.source for p, _ in printed] == narrow
+
+
+# ---- Masks ---------------------------------------------------------------------------------------
+
+
+def _masked(name):
+    """Of a mask value without batch axes: (predicate, captures, who sees whom, and where the parts
+    of it that have another place in a call allow that), the latter (N, T, S). None where it has no
+    other parts."""
+    row, shape = MASK_VALUES[name], (1, SIZES.heads, *LENGTHS)
+    arrays = row.arrays(Sizes(*shape), np.random.default_rng(0))
+    query, key = (jnp.zeros((n, SIZES.heads, 8), jnp.float32) for n in LENGTHS)
+    spec, operands = _api.described(query, key, key, mask=row.bind(arrays, ()))
+    if spec.predicate is None:
+        return None
+    others = dataclasses.replace(spec, predicate=None), operands._replace(mask_captures=())
+    distance = reference._query_minus_key_position(*others)
+    elsewhere = np.broadcast_to(reference._visible(*others, distance), shape[1:])
+    visible = mask_values.visible(row, arrays, shape)[0]
+    return spec.predicate, operands.mask_captures, visible, elsewhere
+
+
+def test_printed_masks(tmp_path):
+    """All that kernels take, in one library: what a mask hides is not visible, and the logit is the
+    score."""
+    rows = {name: _masked(name) for name, row in MASK_VALUES.items() if row.on_kernels}
+    rows = {name: row for name, row in rows.items() if row is not None}
+    assert len(rows) > 15
+    score = _kernel_program._identity()
+    printed = [
+        cuda.print_program(Request(score, (predicate,), distance_is_difference=True))
+        for predicate, *_ in rows.values()
+    ]
+    library = CompiledPrograms([x.source for x in printed], tmp_path)
+    points = random_points(np.random.default_rng(1))
+    (_, h, q, kv), s = points
+    b = np.zeros_like(h)
+    for number, (name, row) in enumerate(rows.items()):
+        _, captures, visible, elsewhere = row
+        alone, logit, added, _, slope = library(number, captures, [b, h, q, kv], s)
+        shown, asked = visible[h, q, kv], elsewhere[h, q, kv]
+        assert not (shown & ~asked).any(), name
+        expected = np.where(shown, SCALE * s, -np.inf)[asked]
+        assert printed[number].unit_slope, name
+        for x in (alone, logit, added):
+            np.testing.assert_allclose(x[asked], expected, rtol=2e-5, atol=2e-5, err_msg=name)
+        assert (slope[asked & shown] == 1.0).all(), name
+
+
+@pytest.mark.parametrize("beside", [None, lambda b, h, q, kv: (q + kv) % 3 != h])
+@pytest.mark.parametrize("axes", [(0, 1, 2), (1, 2), (0, 2), (2,), (0, 1)])
+@pytest.mark.parametrize("kv_len", [30, 300])
+def test_masks_in_words(kv_len, axes, beside, tmp_path):
+    """A part of a mask array lies in words of keys, if it has keys, and what there is beside it in
+    another part."""
+    rng = np.random.default_rng(3)
+    full = (SIZES.heads, SIZES.q_len, kv_len)
+    array = rng.random([n if axis in axes else 1 for axis, n in enumerate(full)]) < 0.6
+    mask = masks.dense(jnp.asarray(array)[None])
+    expected = np.broadcast_to(array, full).copy()
+    if beside is not None:
+        mask &= masks.function(beside)
+        h, q, kv = np.indices(full)
+        expected &= beside(0, h, q, kv)
+    query, key = (jnp.zeros((1, n, SIZES.heads, 8), jnp.float32) for n in full[1:])
+    spec, operands = _api.described(query, key, key, mask=mask)
+    program = _kernel_program.make(spec, operands, "forward")
+    assert program is not None
+    assert ("kHasWords = true" in program.source) == (2 in axes)
+    assert ("kAllInWords = true" in program.source) == (2 in axes and beside is None)
+    own = _dense_mask.own_type(array, "forward")
+    words = mask_values.packed(array[None], "forward").reshape(1, *own.shape)
+    read = _dense_mask.DenseMask(words, (), (), ())
+    captures = jax.device_get(_kernel_program.captures(spec, operands, read))
+    library = CompiledPrograms([program.source], tmp_path)
+    h, q, kv = (rng.integers(0, n, POINTS).astype(np.int32) for n in full)
+    s = rng.standard_normal(POINTS).astype(np.float32)
+    alone, logit, *_ = library(0, [x[0] for x in captures], [np.zeros_like(h), h, q, kv], s)
+    logits = np.where(expected[h, q, kv], s * spec.scale, -np.inf)
+    np.testing.assert_allclose(logit * spec.scale / SCALE, logits, rtol=2e-5, atol=2e-5)
+    np.testing.assert_array_equal(alone, logit)
+
+
+# ---- Loads in pairs, products that start from them -----------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_neighbours_of_a_row_are_loaded_in_pairs(tmp_path, dtype):
+    """Where each key has an element, and no other index knows the key."""
+    rng = np.random.default_rng(5)
+    kv_len = SIZES.kv_len // 2 * 2
+    bias = jnp.asarray(rng.standard_normal((SIZES.heads, SIZES.q_len, kv_len)), dtype)
+    square = jnp.asarray(rng.standard_normal((kv_len, kv_len)), dtype)
+
+    def function(s, b, h, q, kv):
+        return s + bias[h, q, kv].astype(jnp.float32) + square[kv, kv].astype(jnp.float32)
+
+    printed, captures = print_function(function, paired=(0, 1))
+    assert all(load in printed.source for load in ("load_of_pair(", "load_capture("))
+    assert "kSharesLoads = true" in printed.source
+    assert "kSharesLoads = false" in print_function(function)[0].source
+    library = CompiledPrograms([printed.source], tmp_path)
+    indices, s = random_points(rng)
+    indices[3] %= kv_len
+    check_program(library, 0, printed, captures, function, (indices, s))
+
+
+_STARTING = {
+    "bias": lambda e: e["s"] + e["bias"],
+    "factors": lambda e: 0.25 + e["s"] - 0.5 * e["slopes"] * e["bias"],
+    "others": lambda e: (
+        e["s"] + e["bias"] + e["slopes"] * (e["kv"] - e["q"]).astype("float32") + e["keys"]
+    ),
+    "masked": lambda e: jnp.where(e["q"] >= e["kv"], e["s"] + e["bias"], -jnp.inf),
+    "chosen": lambda e: e["s"] + jnp.where(e["kv"] > 3, e["bias"], 0.5),
+    "twice": lambda e: e["s"] + e["bias"] + e["bias"],
+    "capped": lambda e: 3.0 * jnp.tanh((e["s"] + e["bias"]) / 3.0),
+    "capped with others": lambda e: (
+        7.0 * jnp.tanh((e["s"] + e["slopes"] - 0.5 * e["bias"]) / 7.0) + e["keys"]
+    ),
+    "capped and masked": lambda e: jnp.where(
+        e["q"] >= e["kv"], 3.0 * jnp.tanh((e["s"] + e["bias"]) / 3.0), -jnp.inf
+    ),
+}
+_NOT_STARTING = {
+    "none": lambda e: e["s"] + e["slopes"],
+    "two": lambda e: e["s"] + e["bias"] + e["other"],
+    "function": lambda e: e["s"] + jnp.tanh(e["bias"]),
+    "condition": lambda e: e["s"] + jnp.where(e["bias"] > 0.5, e["bias"], 0.0),
+    "factor": lambda e: (e["s"] + e["bias"]) * e["slopes"],
+    "beside the score": lambda e: jnp.tanh(e["s"] + e["bias"]) + 0.1 * e["s"],
+    "two sums": lambda e: jnp.tanh(e["s"] + e["bias"]) + jnp.tanh(e["s"] + 0.5 * e["bias"]),
+    "lowest": lambda e: e["s"] + e["bias"] + jnp.where(e["q"] > 3, 0.0, -1e38),
+}
+
+
+def _of_neighbours(expression, dtype):
+    rng = np.random.default_rng(6)
+    bias, other = jnp.asarray(rng.standard_normal((2, SIZES.heads, *LENGTHS)), dtype)
+    slopes = jnp.asarray(rng.standard_normal(SIZES.heads), jnp.float32)
+    keys = jnp.asarray(rng.standard_normal(SIZES.kv_len // 2), jnp.float32)
+
+    def function(s, b, h, q, kv):
+        loaded = {"bias": bias[h, q, kv], "other": other[h, q, kv]}
+        loaded = {name: x.astype(jnp.float32) for name, x in loaded.items()}
+        others = {"slopes": slopes[h], "keys": keys[kv // 2]}
+        return expression(dict(loaded, **others, s=s, q=q, kv=kv))
+
+    _, captures = trace_function(function)
+    paired = [i for i, x in enumerate(captures) if x.ndim == 3]
+    return function, *print_function(function, paired=paired, starts=paired)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_products_start_from_neighbours(tmp_path, dtype):
+    """Loaded before the products, where all that is added to them is known then."""
+    rows = [_of_neighbours(expression, dtype) for expression in _STARTING.values()]
+    library = CompiledPrograms([printed.source for _, printed, _ in rows], tmp_path)
+    for number, (function, printed, captures) in enumerate(rows):
+        assert "kStarts = true" in printed.source
+        indices, s = random_points(np.random.default_rng(7), beyond=50)
+        indices[3] %= SIZES.kv_len
+        check_program(library, number, printed, captures, function, (indices, s))
+
+
+@pytest.mark.parametrize("name", _NOT_STARTING)
+def test_products_start_from_no_others(name):
+    _, printed, _ = _of_neighbours(_NOT_STARTING[name], "bfloat16")
+    assert "kStarts = false" in printed.source
+
+
+# ---- Random programs -----------------------------------------------------------------------------
+
+_LEAVES = (
+    lambda e: e["s"],
+    lambda e: e["table"][e["h"], e["q"] - e["kv"]],
+    lambda e: e["bias"][e["b"], e["h"], e["q"], e["kv"]].astype(jnp.float32),
+    lambda e: (e["q"] - e["kv"]).astype(jnp.float32) / 16.0,
+    lambda e: (e["ids"][e["q"]] % 3).astype(jnp.float32),
+    lambda e: (e["kv"] // 3 + e["h"]).astype(jnp.float32) * 0.1,
+)
+_UNARY = (
+    jnp.tanh,
+    jnp.abs,
+    lambda x: -x,
+    lambda x: x * 0.5 + 1.0,
+    lambda x: 3.0 * jnp.tanh(x / 3.0),
+    lambda x: jnp.exp(-jnp.abs(x)),
+    lambda x: jnp.log(1.0 + x * x),
+    lambda x: x / (1.0 + jnp.abs(x)),
+    jax.nn.sigmoid,
+)
+_BINARY = (
+    jnp.add,
+    jnp.subtract,
+    jnp.multiply,
+    jnp.maximum,
+    jnp.minimum,
+    lambda x, y: jnp.where(x < y, x, y * 0.25),
+)
+
+
+def _expressions():
+    def larger(smaller):
+        return st.one_of(
+            st.tuples(st.sampled_from(_UNARY), smaller),
+            st.tuples(st.sampled_from(_BINARY), smaller, smaller),
+        )
+
+    leaves = st.sampled_from(_LEAVES).map(lambda leaf: (leaf,))
+    return st.recursive(leaves, larger, max_leaves=6)
+
+
+def _evaluate(expression, environment):
+    function, *inner = expression
+    if not inner:
+        return function(environment)
+    return function(*(_evaluate(x, environment) for x in inner))
+
+
+@settings(max_examples=6)
+@given(st.lists(_expressions(), min_size=4, max_size=4))
+def test_random_programs(tmp_path_factory, expressions):
+    rng = np.random.default_rng(3)
+    arrays = {
+        "table": jnp.asarray(rng.standard_normal((SIZES.heads, 50)), jnp.float32),
+        "bias": jnp.asarray(
+            rng.standard_normal((2, SIZES.heads, SIZES.q_len, SIZES.kv_len)), jnp.bfloat16
+        ),
+        "ids": jnp.asarray(rng.integers(0, 9, 64), jnp.int32),
+    }
+    functions = [
+        lambda s, b, h, q, kv, e=e: _evaluate(e, dict(arrays, s=s, b=b, h=h, q=q, kv=kv))
+        for e in expressions
+    ]
+    programs = [print_function(function) for function in functions]
+    library = CompiledPrograms([p.source for p, _ in programs], tmp_path_factory.mktemp("random"))
+    points = random_points(rng)
+    for number, (function, (printed, captures)) in enumerate(zip(functions, programs, strict=True)):
+        check_program(library, number, printed, captures, function, points)
