@@ -119,3 +119,11 @@ def attend(request):
     return functools.partial(
         jaxflash.dot_product_attention, implementation=request.param, precision="highest"
     )
+
+
+@pytest.fixture
+def kernel_cache(tmp_path, monkeypatch):
+    """The folder of kernels that were compiled at run time: an own one for each test."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("JAXFLASH_CACHE_DIR", str(folder))
+    return folder
