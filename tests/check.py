@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxflash
-from cases import (
+from attention_case import (
     CAPTURED,
     DIFFERENTIABLE,
     AttentionCase,
@@ -106,7 +106,7 @@ def check_refused(case: AttentionCase) -> None:
 
 def repro(case: AttentionCase, implementation: str | None, check: str = "check_attention") -> str:
     """A command that runs the case again, from the folder of the tests."""
-    code = f"from cases import *; from check import *; {check}({case!r}, {implementation!r})"
+    code = f"from check import *; {check}({case!r}, {implementation!r})"
     return f'\nrepeat with: python -c "{code}"'
 
 

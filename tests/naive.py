@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cases import AttentionCase, positions, to_rank, visibility
+from attention_case import AttentionCase, positions, to_rank, visibility
 
 
 def attention(case: AttentionCase, arrays) -> tuple[np.ndarray, np.ndarray]:

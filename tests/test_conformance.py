@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import jaxflash
-from cases import CASES, AttentionCase, visibility
+from attention_case import AttentionCase, visibility
+from cases import CASES
 from check import check_attention, check_tangents, on_gpu, split
 from jaxflash import _passes
 

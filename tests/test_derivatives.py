@@ -15,7 +15,7 @@ from jax.test_util import check_grads
 
 import jaxflash
 from another_process import run_python
-from cases import DIFFERENTIABLE
+from attention_case import DIFFERENTIABLE
 from jaxflash import _blockwise, _derivatives, _ffi, _primitive
 from jaxflash._spec import AttentionSpec, Operands
 from jaxflash._tile import Tiles

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cases import AttentionCase
+from attention_case import AttentionCase
 from check import check_attention
 from jaxflash import _distance
 from jaxflash._program import trace_predicate

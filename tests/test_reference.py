@@ -11,7 +11,8 @@ import pytest
 import jaxflash
 import naive
 import sampled
-from cases import BANDS, BASE, CASES, FAULTS, PACKED, SCORES, AttentionCase, visibility
+from attention_case import AttentionCase, visibility
+from cases import BANDS, BASE, CASES, FAULTS, PACKED, SCORES
 from check import split
 
 _reference = jaxflash.reference.dot_product_attention
