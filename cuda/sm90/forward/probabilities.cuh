@@ -204,9 +204,10 @@ class Probabilities {
     }
   }
 
-  // Those that normalize() has left pending become p, which is no longer read.
+  // Those that normalize() has left pending become p, which has been waited for.
   __device__ __forceinline__ void take_pending() {
     if constexpr (kWaits) {
+      sm90::hold(p_);
 #pragma unroll
       for (int i = 0; i < kKeys / 4; ++i) p_[i] = pending_[i];
     }

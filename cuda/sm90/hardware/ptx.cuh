@@ -276,6 +276,12 @@ __device__ __forceinline__ void hold(float (&registers)[kElements]) {
 #pragma unroll
   for (int i = 0; i < kElements; ++i) asm volatile("" : "+f"(registers[i])::"memory");
 }
+// And from reusing the registers of an operand that a product may still read.
+template <int kElements>
+__device__ __forceinline__ void hold(uint32_t (&registers)[kElements]) {
+#pragma unroll
+  for (int i = 0; i < kElements; ++i) asm volatile("" : "+r"(registers[i])::"memory");
+}
 
 // Matrix descriptor of a swizzled operand whose panels are kRowBytes wide: 128 (64 elements), 64
 // or 32. Both offsets are in bytes: from one panel to the next along the leading axis, and from one
