@@ -60,6 +60,7 @@ class ScaledScores {
   static constexpr bool kRewrites = false;
   static constexpr bool kStarts = false;
   static constexpr bool kStartsAll = false;
+  static constexpr bool kHasSlope = false;
   static constexpr bool kHasDiagonals = false;
   static constexpr bool kHasSink = false;
   static constexpr bool kMasks = false;
@@ -95,6 +96,8 @@ class ProgramScores {
   static constexpr bool kStarts = Program::kStarts && !kManyHeads;
   // Whether what products started from is all that is done with scores.
   static constexpr bool kStartsAll = kStarts && Program::kUnitSlope;
+  // Whether more is done with scores than adding to them.
+  static constexpr bool kHasSlope = !Program::kUnitSlope;
   static constexpr bool kHasSink = Program::kHasSink;
   static constexpr bool kMasks = Program::kMasks;
   static constexpr bool kDrops = Program::kDrops;
@@ -247,14 +250,14 @@ class ProgramScores {
       return logit<kInside>(i, s) + offset;
     }
   }
-  template <int kElements>
+  template <bool kInside = false, int kElements>
   __device__ __forceinline__ void rewrite(float (&s)[kElements]) const {
 #pragma unroll
     for (int i = 0; i < kElements; ++i) {
       if constexpr (Program::kUnitSlope) {
-        s[i] = fmaf(s[i], scale_log2_, addend<false>(i));
+        s[i] = fmaf(s[i], scale_log2_, addend<kInside>(i));
       } else {
-        s[i] = logit<false>(i, s[i]);
+        s[i] = logit<kInside>(i, s[i]);
       }
     }
   }

@@ -80,9 +80,9 @@ __device__ __forceinline__ void apply_mask(float (&s)[kElements], const Mask& ma
   }
 }
 
-// Running reference and sum of the thread's two rows. The reference is a row maximum, but lazily:
-// it only moves once a tile's probabilities are too large, because moving it means rescaling the
-// output. The sums stay per thread until the end.
+// Running reference and sum of the thread's two rows. The reference is the row maximum, but lazily:
+// it only moves once a row has outgrown it by far, because moving it means rescaling the output.
+// The sums stay per thread until the end.
 template <int kElements, Math kMath>
 class OnlineSoftmax {
  public:
@@ -92,9 +92,10 @@ class OnlineSoftmax {
     settled_ = false;
   }
 
-  // Moves the reference where a new tile has outgrown it in one of the warp's rows; true when the
-  // output so far must then be multiplied by correction().
-  __device__ __forceinline__ bool advance(const float (&s)[kElements], float scale_log2) {
+  // Moves the reference where a new tile has outgrown it by 2^slack in one of the warp's rows; true
+  // when the output so far must then be multiplied by correction().
+  __device__ __forceinline__ bool advance(const float (&s)[kElements], float scale_log2,
+                                          float slack) {
     float top[4] = {s[0], s[2], s[4], s[6]};  // two chains a row halve the latency
 #pragma unroll
     for (int i = 0; i < kElements; ++i) top[(i >> 1) & 3] = fmaxf(top[(i >> 1) & 3], s[i]);
@@ -104,7 +105,7 @@ class OnlineSoftmax {
       top[r] = fmaxf(top[r], top[r + 2]);
       top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 1));
       top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 2));
-      outgrown |= fmaf(top[r], scale_log2, offset_[r]) > 0.f;
+      outgrown |= fmaf(top[r], scale_log2, offset_[r]) > slack;
     }
     // One vote for the warp, so that the branch around the multiplications does not diverge.
     const bool rescale = __any_sync(~0u, outgrown);

@@ -63,7 +63,7 @@ struct ForwardConsumers {
     wgmma_wait<0>();
     output.hold();
     buffers.release_v();
-    probabilities.take_pending();
+    probabilities.pack_tile();
     if (rescale) output.rescale();
     return landed;
   }
@@ -94,7 +94,7 @@ struct ForwardConsumers {
                                                 const Release& release_scores) {
     probabilities.prepare();
     const bool rescale = probabilities.normalize(output.softmax());
-    probabilities.take_pending();
+    if (Tile::kOverlap != Overlap::kNone) probabilities.pack_tile();
     // Otherwise o is still 0.
     if (kWalks && rescale) output.rescale();
     bool landed = false;
@@ -208,11 +208,11 @@ struct ForwardConsumers {
       // Read where it is needed: registers are short.
       const Plan& plan = smem.plans.sent(count);
       uint32_t p[kKeys / 4];
-      uint32_t pending[kKeys / 4];  // with kValues
+      uint32_t waiting[kKeys / 4];  // see Probabilities::kWaits
       typename Probabilities::Kept kept;
       typename Probabilities::Shown shown;
       Probabilities probabilities(scores, rows, plan, plan.units[group], thread, tile, whole, s, p,
-                                  pending, kept, shown);
+                                  waiting, kept, shown);
       float o[Tile::kValueDim / 2];
       typename Probabilities::Softmax softmax;
       Output output(o, softmax);

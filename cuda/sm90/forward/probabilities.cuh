@@ -122,8 +122,12 @@ class Probabilities {
   static constexpr bool kLooks = Scores::kMasks || Traits::Mask::kTestsElements;
   // Whether the plan knows tiles without such elements.
   static constexpr bool kKnown = !Scores::kMasks || Traits::Mask::kKnowsProgram;
-  // Whether P V still reads the p of the tile before while that of this one comes.
-  static constexpr bool kWaits = Tile::kOverlap == Overlap::kValues;
+  // Whether p of this tile has registers of its own while P V still reads that of the one before.
+  // It pays where a longer function stands ahead of the exponentials: 256 with a soft cap takes
+  // 0.79 ms against 0.90, but plain calls lose up to 3 %.
+  static constexpr bool kWaits = Tile::kOverlap == Overlap::kValues && Scores::kHasSlope;
+  // Then scores outlive their exponentials, and maxima are not needed, see OnlineSoftmax.
+  static constexpr bool kSpeculates = Tile::kOverlap == Overlap::kNone || kWaits;
 
  public:
   using Softmax = OnlineSoftmax<kKeys / 2, Traits::kMath>;
@@ -134,7 +138,7 @@ class Probabilities {
   __device__ __forceinline__ Probabilities(Scores& scores, const UnitRows& rows, const Plan& plan,
                                            const Unit& unit, int thread, const int& tile,
                                            const bool& whole, float (&s)[kKeys / 2],
-                                           uint32_t (&p)[kKeys / 4], uint32_t (&pending)[kKeys / 4],
+                                           uint32_t (&p)[kKeys / 4], uint32_t (&waiting)[kKeys / 4],
                                            Kept& kept, Shown& shown)
       : scores_(scores),
         rows_(rows),
@@ -145,7 +149,7 @@ class Probabilities {
         whole_(whole),
         s_(s),
         p_(p),
-        pending_(pending),
+        waiting_(waiting),
         kept_(kept),
         shown_(shown),
         full_(kKnown ? unit.full : Interval{0, 0}) {}
@@ -166,21 +170,26 @@ class Probabilities {
   __device__ __forceinline__ bool normalize(Softmax& softmax) {
     // What lambdas capture in place of `this`: see ForwardConsumers::consume.
     auto& s = s_;
-    auto& p = p_;
-    auto& pending = pending_;
+    auto& p = kWaits ? waiting_ : p_;
     auto& kept = kept_;
     const int key = tile_ * kKeys + Fragment::column(thread_);
     scores_.begin_keys(key);
+    // Packed at once, unless P V is still reading the p of the tile before: then s becomes p.
     const auto emit = [&](int i, float (&e)[kKeys / 2]) {
-      if (i % 2 == 1) {
-        (kWaits ? pending : p)[i / 2] = kept.of_pair(i - 1, pack<Traits::kMath>(e[i - 1], e[i]));
+      if (!kSpeculates) {
+        s[i] = e[i];
+      } else if (i % 2 == 1) {
+        p[i / 2] = kept.of_pair(i - 1, pack<Traits::kMath>(e[i - 1], e[i]));
       }
     };
     const auto held = [&](const auto& logits) {
-      return softmax.settled() && softmax.exponentials_if_held(s, logits, emit);
+      return kSpeculates && softmax.settled() && softmax.exponentials_if_held(s, logits, emit);
     };
+    // A reference that moves only once something has outgrown it would be looked at in vain, tile
+    // after tile, by rows whose many probabilities are just below that.
+    constexpr float kSlack = kSpeculates ? 0.f : 8.f;
     const auto advance = [&](const auto& logits) {
-      const bool rescale = softmax.advance(s, logits.factor());
+      const bool rescale = softmax.advance(s, logits.factor(), kSlack);
       softmax.exponentials(s, logits, emit);
       return rescale;
     };
@@ -191,10 +200,15 @@ class Probabilities {
         // Others are rewritten: no third copy of the exponentials.
         const bool inside = scores_.template begin_diagonals<kKeys>();
         if (inside && !cut() && held(typename Scores::Inside{scores_})) return false;
+        if (!kSpeculates && inside) {
+          scores_.template rewrite<true>(s);
+        } else {
+          scores_.rewrite(s);
+        }
       } else {
         if (!cut() && held(scores_)) return false;
+        scores_.rewrite(s);
       }
-      scores_.rewrite(s);
       hide(positions, key);
       return advance(Logits{});
     } else {
@@ -204,12 +218,16 @@ class Probabilities {
     }
   }
 
-  // Those that normalize() has left pending become p, which has been waited for.
-  __device__ __forceinline__ void take_pending() {
-    if constexpr (kWaits) {
-      sm90::hold(p_);
+  // Those that normalize() has left in s, or waiting, become p, which has been waited for.
+  __device__ __forceinline__ void pack_tile() {
+    if constexpr (kWaits) sm90::hold(p_);
 #pragma unroll
-      for (int i = 0; i < kKeys / 4; ++i) p_[i] = pending_[i];
+    for (int i = 0; i < kKeys / 4; ++i) {
+      if constexpr (kWaits) {
+        p_[i] = waiting_[i];
+      } else {
+        p_[i] = kept_.of_pair(2 * i, pack<Traits::kMath>(s_[2 * i], s_[2 * i + 1]));
+      }
     }
   }
   // p, the operand of the product with V.
@@ -236,7 +254,7 @@ class Probabilities {
   const bool& whole_;
   float (&s_)[kKeys / 2];
   uint32_t (&p_)[kKeys / 4];
-  uint32_t (&pending_)[kKeys / 4];
+  uint32_t (&waiting_)[kKeys / 4];
   Kept& kept_;
   Shown& shown_;
   Interval full_;     // tiles of which every row sees every key
