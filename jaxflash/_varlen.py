@@ -209,7 +209,7 @@ def _boundaries(name: str, cu_seqlens, tokens: int) -> jax.Array:
     cu_seqlens = jnp.clip(cu_seqlens, 0, tokens)
     if isinstance(count, int) and count > _FEW_BOUNDARIES:
         return jax.lax.cummax(cu_seqlens)
-    # In one kernel, where a scan is several.
+    # Each with those before it: one reduction, without the steps of a scan.
     shape = 2 * cu_seqlens.shape
     i, j = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
     return jnp.max(jnp.where(j <= i, jnp.broadcast_to(cu_seqlens, shape), 0), axis=1)
