@@ -54,7 +54,7 @@ struct ProgramDescription {
   CallSizes sizes;       // forward: of the calls to come
   // Forward and backward: the capture Program::kStartCapture, if it is of 16 bits, kv_len a
   // multiple of 8, and its row of a query the one after that of the query before; forward, without
-  // such a row: kKeyTerms; -1: neither, or there is none.
+  // such a row: kKeyTerms or kDistanceTerms; -1: neither, or there is none.
   int32_t start_capture;
   // Backward: the same program with a struct Load0, Load1 ... for each of these loads of captured
   // arrays, whose gradients are wanted, key sums behind the others, in their order. nullptr without

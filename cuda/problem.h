@@ -135,6 +135,8 @@ inline constexpr int kMaxCaptureRank = 6;
 // In place of a captured array from which products start: what they start from depends on the key
 // alone, and on the head only where key heads are not shared.
 inline constexpr int kKeyTerms = -2;
+// The same, but what they start from is proportional to the distance between query and key.
+inline constexpr int kDistanceTerms = -3;
 // Sums over the queries that a program's backward pass computes at most beside dk and dv.
 inline constexpr int kMaxKeySums = 2;
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 
@@ -30,6 +30,10 @@ _FEW_BYTES = 64 << 20
 # Up to this head size steps are short, and the kernel of a gradient of its own was faster than sums
 # of what the backward kernel stores, of eight batch elements: docs/experiments.md.
 _TOO_QUICK_HEAD_DIM = 64
+# From how many keys on products start from what is proportional to the distance, where keys are on
+# both sides: tiles that have both add it element by element. Steps of head size 64 are too short
+# for that (1.39 ms against 1.35), and 192/128 takes 1.15 against 1.09.
+_LONG_OF_BOTH_SIDES = 1024
 
 
 # (capture, axis whose index is the query head or None) of captures that are loaded; None where the
@@ -48,8 +52,8 @@ class KernelProgram(NamedTuple):
         capture_ranks: how many axes each of `captures` has, without batch axes.
         start_capture: the capture of which kernels can load what products start from in tiles, or
             None.
-        key_terms: what products start from depends on the key alone, and on the head only where key
-            heads are not shared.
+        key_terms: whether what products start from depends on the "key" alone, or is proportional
+            to the "distance"; None where key heads are shared by heads that it differs for.
         sequences: how many are packed, 0 if unknown or none.
         head_axes: see `split_by_heads`.
     """
@@ -60,7 +64,7 @@ class KernelProgram(NamedTuple):
     exact_length: int | None
     capture_ranks: tuple[int, ...]
     start_capture: int | None
-    key_terms: bool
+    key_terms: Literal["key", "distance"] | None
     sequences: int
     head_axes: HeadAxes
 
@@ -206,6 +210,7 @@ def _program(
             moving=moving,
             words=words,
             keys_are_rows=pass_ == "backward",
+            sides=_sides(spec, operands) if pass_ == "forward" and not moving else (),
         )
     )
     if isinstance(printed, NotPrintable):
@@ -215,6 +220,8 @@ def _program(
         start = None
     shares_key_heads = operands.query.shape[-2] != operands.key.shape[-2]
     terms = printed.key_terms
+    if terms is not None and terms.of_head and shares_key_heads:
+        terms = None
     return KernelProgram(
         printed.source,
         printed.numbered,
@@ -222,7 +229,7 @@ def _program(
         printed.exact_length,
         ranks,
         start,
-        terms == "together" or (terms == "head" and not shares_key_heads),
+        None if terms is None else ("distance" if terms.of_distance else "key"),
         _sequences(operands),
         _head_axes(printed, shapes_of_all, operands),
     )
@@ -429,6 +436,21 @@ def _comes_in_tiles(capture: Any, operands: Operands) -> bool:
 def _divides_by_scale(spec: AttentionSpec) -> bool:
     """Whether quotients of finite addends by the scale are finite as well."""
     return 2.0**-10 <= spec.scale <= 2.0**10
+
+
+def _sides(spec: AttentionSpec, operands: Operands) -> tuple[str, ...]:
+    """See `Request`."""
+    if not _divides_by_scale(spec):
+        return ()
+    if spec.right is not None and spec.right <= 0:
+        return ("before",)
+    if spec.left is not None and spec.left <= 0:
+        return ("behind",)
+    head_dim, value_dim = operands.query.shape[-1], operands.value.shape[-1]
+    kv_len = operands.key.shape[-3]
+    is_long = isinstance(kv_len, int) and kv_len >= _LONG_OF_BOTH_SIDES
+    is_slow = head_dim <= _TOO_QUICK_HEAD_DIM or head_dim != value_dim
+    return ("before", "behind") if is_long and not is_slow else ()
 
 
 def captures(

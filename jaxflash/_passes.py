@@ -27,8 +27,8 @@ from jaxflash._ffi import (
 from jaxflash._kernel_program import KernelGradients, KernelProgram, split_by_heads
 from jaxflash._spec import AttentionSpec, Operands
 
-# cuda/problem.h: kKeyTerms.
-_KEY_TERMS = -2
+# cuda/problem.h: kKeyTerms, kDistanceTerms.
+_KEY_TERMS = {None: -1, "key": -2, "distance": -3}
 # cuda/common/workspace.h: kWorkspaceRows.
 _WORKSPACE_ROWS = 128
 
@@ -116,9 +116,9 @@ def _program_attributes(program: KernelProgram | None, query, value) -> dict:
 
 
 def _start_capture(program: KernelProgram | None) -> np.int64:
-    if program is None or program.start_capture is None:
-        return np.int64(_KEY_TERMS if program is not None and program.key_terms else -1)
-    return np.int64(program.start_capture)
+    if program is not None and program.start_capture is not None:
+        return np.int64(program.start_capture)
+    return np.int64(_KEY_TERMS[program.key_terms if program is not None else None])
 
 
 def _gradient_attributes(gradients: KernelGradients | None) -> dict:

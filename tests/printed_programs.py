@@ -70,6 +70,12 @@ void evaluate(int64_t points, const jaxflash::Captures& captures, jaxflash::Prob
         if (same != started[i] || !(difference < 1e-4f)) alone[i] = NAN;
       }
     }
+    if constexpr (P::kFollowsDistance) {
+      const float before = P::slope_before(head), behind = P::slope_behind(head);
+      if (!P::kBends && before != behind) alone[i] = NAN;
+      const float addend = (distance[i] > 0.f ? before : behind) * distance[i];
+      started[i] = fmaf(s[i], problem.scale * 1.4426950408889634f, addend);
+    }
     if constexpr (P::kHasDiagonals) {
       // From the diagonal three before, where both are inside.
       const int difference = q[i] - kv[i];
@@ -148,8 +154,8 @@ class CompiledPrograms:
         self._library = compile_library(text, folder)
 
     def __call__(self, number: int, captures, indices, s):
-        """What logit(), logit_and_slope(), addend() and start() make the logit, and the slope; all
-        in natural units."""
+        """What logit(), logit_and_slope(), addend() and start(), or slopes along the distance, make
+        the logit, and the slope; all in natural units."""
         captures = [np.ascontiguousarray(x) for x in captures]
         results = [np.empty(len(s), np.float32) for _ in range(5)]
         q, kv = indices[2:]

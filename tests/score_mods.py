@@ -58,6 +58,14 @@ def _rows_of_heads(score, b, h, q, kv, slopes):
     return score - slopes[h] * jnp.abs(q - kv)
 
 
+# Among them some that leave a row one key, and one that prefers what is far away.
+_SLOPES = np.array([0.3, -0.02, 0.0, 20.0, 400.0, 1e6, 2.0, 0.05], np.float32)
+
+
+def _slopes_of_all_kinds(score, b, h, q, kv, slopes):
+    return score - slopes[h] * jnp.abs(q - kv)
+
+
 def _cap(score, b, h, q, kv):
     return 5.0 * jnp.tanh(score / 5.0)
 
@@ -255,6 +263,7 @@ SCORE_MODS = {
     row.name: row
     for row in (
         _row(_rows_of_heads, lambda s, r: {"slopes": 0.3 * r.random(s.heads).astype(np.float32)}),
+        _row(_slopes_of_all_kinds, lambda s, r: {"slopes": np.resize(_SLOPES, s.heads)}),
         _row(_cap),
         _row(_learned_cap, lambda s, r: {"cap": np.float32(4.0) + np.zeros((), np.float32)}),
         _row(_temperature, _per_head_and_arrays),

@@ -38,7 +38,7 @@ def compiled(tmp_path_factory):
     programs = {}
     for name, row in SCORE_MODS.items():
         function = row.bind(jax.tree.map(jnp.asarray, row.arrays(SIZES, rng)))
-        programs[name] = (function, *print_function(function))
+        programs[name] = (function, *print_function(function, sides=("before", "behind")))
     library = CompiledPrograms(
         [p.source for _, p, _ in programs.values()], tmp_path_factory.mktemp("all")
     )
@@ -70,6 +70,62 @@ def test_loads_along_diagonals(compiled):
     assert {x for x, text in sources.items() if "kHasDiagonals = true" in text} == distances
     sharing = {x for x, text in sources.items() if "kSharesDiagonals = true" in text}
     assert sharing == distances | {"relative-table", "buckets"}
+
+
+def test_addends_that_follow_the_distance(compiled):
+    _, programs = compiled
+    sources = {name: printed.source for name, (_, printed, _) in programs.items()}
+    following = {x for x, text in sources.items() if "kFollowsDistance = true" in text}
+    assert following == {"rows-of-heads", "slopes-of-all-kinds"}
+
+
+_FOLLOWS = {
+    "both sides": (lambda s, b, h, q, kv: s + 0.5 * (q - kv), False),
+    "bends": (lambda s, b, h, q, kv: s - jnp.asarray(SLOPES)[h] * jnp.abs(kv - q), True),
+    "both": (
+        lambda s, b, h, q, kv: s + jnp.asarray(SLOPES)[h] * abs(q - kv) - 0.3 * (q - kv),
+        True,
+    ),
+    "one side": (lambda s, b, h, q, kv: s - 0.1 * abs(q - kv) - 0.1 * (q - kv), True),
+    "a constant beside it": (lambda s, b, h, q, kv: s - 0.1 * (q - kv) + 1.0, None),
+    "a key beside it": (lambda s, b, h, q, kv: s - 0.1 * (q - kv) + 0.2 * kv, None),
+    "by rows": (lambda s, b, h, q, kv: s - 0.1 * q * (q - kv), None),
+    "squared": (lambda s, b, h, q, kv: s - 0.01 * jnp.square((q - kv) * 1.0), None),
+    "capped": (lambda s, b, h, q, kv: 5.0 * jnp.tanh(s - 0.1 * (q - kv)), None),
+    "scaled": (lambda s, b, h, q, kv: 2.0 * s - 0.1 * (q - kv), None),
+    "nothing": (lambda s, b, h, q, kv: s, None),
+}
+
+_OF_HEADS = [_FOLLOWS[name][0] for name in ("bends", "both")]
+
+
+@pytest.mark.parametrize(("function", "bends"), _FOLLOWS.values(), ids=_FOLLOWS)
+def test_which_addends_follow_the_distance(function, bends, tmp_path):
+    """`bends`: whether by another slope behind the query; None: they do not."""
+    with jax.numpy_dtype_promotion("standard"):
+        printed, captures = print_function(function, sides=("before", "behind"))
+        (one_sided, _), (without, _) = (
+            print_function(function, sides=sides) for sides in (("before",), ())
+        )
+    sources = [x.source for x in (printed, one_sided, without)]
+    follows = ["kFollowsDistance = true" in source for source in sources]
+    assert follows == [bends is not None, bends is not None, False]
+    assert ["kBends = true" in source for source in sources] == [bool(bends), False, False]
+    assert without.key_terms is None
+    if bends is None:
+        assert printed.key_terms is None
+        return
+    assert printed.key_terms is not None
+    assert printed.key_terms.of_distance
+    assert printed.key_terms.of_head == (function in _OF_HEADS)
+
+    def promoted(*arguments):
+        with jax.numpy_dtype_promotion("standard"):
+            return function(*arguments)
+
+    points = random_points(np.random.default_rng(3), beyond=50)
+    library = CompiledPrograms(sources[:1], tmp_path)
+    check_program(library, 0, printed, captures, promoted, points)
 
 
 def test_slope_where_the_logit_is_minus_infinity_is_finite(tmp_path):

@@ -284,8 +284,8 @@ def test_rows_of_a_held_bias_are_such(case):
 
 # ---- Columns of keys -----------------------------------------------------------------------------
 
-# cuda/problem.h: kKeyTerms.
-_KEY_TERMS = -2
+# cuda/problem.h: kKeyTerms, kDistanceTerms.
+_KEY_TERMS, _DISTANCE_TERMS = -2, -3
 
 
 @pytest.mark.parametrize("options", ["alone", "causal", "sink", "dropout", "mask"])
@@ -298,7 +298,7 @@ def test_columns_of_keys_on_hopper(sizes, options):
         "mask": dict(mask=np.ones((1, 1, 64, 64), bool)),
     }.get(options, {})
     program = _dense_bias_program(sizes[0], "float32", bias=(1, 2, 1, 64), **of_program)
-    assert program.key_terms
+    assert program.key_terms == "key"
     call = dict(pass_name="forward", head_dim=sizes[0], value_dim=sizes[1], **H200)
     call |= dict(one_sided=options == "causal", mask=3 if options == "mask" else 0)
     compiled = compile_program(program.source, start_capture=_KEY_TERMS, **call)
@@ -339,10 +339,76 @@ def test_which_programs_add_columns_of_keys(added, alone, grouped):
         call = _api.described(query, key, key, **added)
         program = _kernel_program.make(*call, "forward")
         assert program is not None
-        assert program.key_terms == expected
+        assert program.key_terms == ("key" if expected else None)
         backward = _kernel_program.make(*call, "backward")
         assert backward is not None
         assert not backward.key_terms
+
+
+_SLOPES = dict(alibi_slopes=jnp.ones(4, jnp.float32))
+_FOLLOWING = {
+    "causal": (dict(is_causal=True, **_SLOPES), True, False),
+    "causal, of heads together": (
+        dict(is_causal=True, score_mod=lambda s, b, h, q, kv: s - 0.1 * (q - kv).astype(s.dtype)),
+        True,
+        True,
+    ),
+    "keys behind": (dict(local_window_size=(0, 9), **_SLOPES), True, False),
+    "short, both sides": (_SLOPES, False, False),
+    "long, both sides": (dict(length=1024, **_SLOPES), True, False),
+    "window of both sides": (dict(length=1024, local_window_size=(9, 9), **_SLOPES), True, False),
+    "small heads, both sides": (dict(length=1024, head_dim=64, **_SLOPES), False, False),
+    "small heads, causal": (dict(head_dim=64, is_causal=True, **_SLOPES), True, False),
+    "cap": (dict(is_causal=True, logits_soft_cap=9.0, **_SLOPES), False, False),
+    "bias": (dict(is_causal=True, bias=jnp.zeros((1, 1, 64, 64)), **_SLOPES), False, False),
+    "scale": (dict(is_causal=True, scale=1e-9, **_SLOPES), False, False),
+}
+
+
+@pytest.mark.parametrize(("options", "alone", "grouped"), _FOLLOWING.values(), ids=_FOLLOWING)
+def test_which_programs_follow_the_distance(options, alone, grouped):
+    options = dict(options)
+    length, head_dim = options.pop("length", 64), options.pop("head_dim", 128)
+    query = jnp.zeros((2, length, 4, head_dim), jnp.bfloat16)
+    for kv_heads, expected in ((4, alone), (2, grouped)):
+        key = jnp.zeros((2, length, kv_heads, head_dim), jnp.bfloat16)
+        call = _api.described(query, key, key, **options)
+        program = _kernel_program.make(*call, "forward")
+        assert program is not None
+        assert program.key_terms == ("distance" if expected else None)
+        backward = _kernel_program.make(*call, "backward")
+        assert backward is not None
+        assert not backward.key_terms
+        assert "kFollowsDistance = true" not in backward.source
+
+
+@pytest.mark.parametrize("options", ["causal", "sink", "dropout", "mask", "both sides"])
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_parts_of_keys_in_the_distance_on_hopper(sizes, options):
+    """The tiles are those of what is added for the key alone."""
+    of_program = {
+        "sink": dict(sink=jnp.zeros(4, jnp.float32)),
+        "dropout": dict(dropout_rate=0.1, dropout_rng=jax.random.key(0)),
+        "mask": dict(mask=np.ones((1, 1, 1024, 1024), bool)),
+    }.get(options, {})
+    is_causal = options != "both sides"
+    query, value = (jnp.zeros((1, 1024, 4, size), jnp.bfloat16) for size in sizes)
+    call = _api.described(query, query, value, is_causal=is_causal, **_SLOPES, **of_program)
+    program = _kernel_program.make(*call, "forward")
+    assert program is not None
+    if options == "both sides" and sizes in ((64, 64), (192, 128)):
+        assert program.key_terms is None
+        return
+    assert program.key_terms == "distance"
+    compiled = compile_program(
+        program.source, pass_name="forward", head_dim=sizes[0], value_dim=sizes[1],
+        start_capture=_DISTANCE_TERMS, one_sided=is_causal, mask=3 if options == "mask" else 0,
+        **H200,
+    )  # fmt: skip
+    assert compiled.tile.endswith("0, true>"), compiled  # ForwardTile::kKeyTerms
+    assert not compiled.serialised, compiled
+    # With a mask those of the planning warp; with dropout of a tile's end.
+    assert compiled.spilled <= {"mask": 64, "dropout": 16}.get(options, 0), compiled
 
 
 # ---- In the backward kernel ----------------------------------------------------------------------

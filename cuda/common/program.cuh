@@ -34,6 +34,10 @@
 //   int neighbours_end(head)                       as many
 //   float started_logit(..., s)                    without kUnitSlope: logit and logit_and_slope of
 //   float started_logit_and_slope(..., s, &slope)  products that did
+//   bool kFollowsDistance                          forward: with kUnitSlope, the addend is
+//   float slope_before(head)                       distance * this, where keys come before the
+//   float slope_behind(head)                       query, and distance * that, where behind it
+//   bool kBends                                    these are not the same
 //   bool kSharesLoads                              neighbouring elements take parts of one load
 //   bool kSharesDiagonals                          elements of one diagonal load the same
 //   bool kHasDiagonals                             ... by the difference of q and kv, or its

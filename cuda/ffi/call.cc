@@ -74,7 +74,7 @@ ffi::Error describe_program(Pass pass, const PassAttributes& attributes,
   }
   const ffi::ErrorOr<CallSizes> sizes = sizes_of(options.sizes);
   if (!sizes) return sizes.error();
-  if (options.start_capture < (pass == Pass::kForward ? kKeyTerms : -1) ||
+  if (options.start_capture < (pass == Pass::kForward ? kDistanceTerms : -1) ||
       options.start_capture >= static_cast<int64_t>(ranks.size())) {
     return invalid("products cannot start from an array that is not captured: got number ",
                    options.start_capture, " of ", ranks.size());

@@ -387,6 +387,7 @@ std::vector<ProgramKernel> forward_program_kernels(const ProgramTraits& program)
   ProgramKernelList list(program);
   using Choice = ForwardProgramTiles<kHeadDim, kValueDim>;
   const CallSizes& sizes = program.sizes;
+  const bool of_distance = program.start_capture == kDistanceTerms;
   const int64_t units = query_units(sizes.q_len, sizes.q_heads, sizes.kv_heads);
   for_each_tile(typename Choice::Tiles{}, [&](int number, auto tile) {
     using Tile = decltype(tile);
@@ -403,7 +404,7 @@ std::vector<ProgramKernel> forward_program_kernels(const ProgramTraits& program)
     if constexpr (Tile::kLoadsStarts) {
       if (program.start_capture < 0 || (program.ranges && Tile::kHeldTiles > 0)) return;
     } else if constexpr (Tile::kKeyTerms) {
-      if (program.start_capture != kKeyTerms || program.ranges) return;
+      if ((program.start_capture != kKeyTerms && !of_distance) || program.ranges) return;
     } else {
       if (!program.unit_slope && number < Choice::kWithSlope) return;
       const int of_ranges =
@@ -411,9 +412,10 @@ std::vector<ProgramKernel> forward_program_kernels(const ProgramTraits& program)
       if (program.ranges && number < of_ranges) return;
     }
     using Traits = ForwardTraits<Tile, kMath, BandMask>;
+    const char* const scores = Tile::kKeyTerms && of_distance ? "DistanceScores" : "ProgramScores";
     list.add<Tile>(number, "sm90/forward_kernel.cuh", Traits::kSharedBytes,
                    "jaxflash::sm90::forward_kernel<" + type_name<Traits>() +
-                       ", jaxflash::sm90::ProgramScores<jaxflash::Program>>");
+                       ", jaxflash::sm90::" + scores + "<jaxflash::Program>>");
   });
   return list.take();
 }

@@ -65,6 +65,7 @@ class ScaledScores {
   static constexpr bool kHasSink = false;
   static constexpr bool kMasks = false;
   static constexpr bool kDrops = false;
+  static constexpr bool kFollowsDistance = false;
   template <class Mask, int kKeys>
   using Shown = sm90::Shown<false, false, kKeys>;
   template <class Traits>
@@ -79,6 +80,7 @@ class ScaledScores {
   __device__ __forceinline__ void begin_keys(int /*key*/) {}
   __device__ __forceinline__ void draw(KeepAll&, int /*key*/) const {}
   __device__ __forceinline__ float factor() const { return scale_log2_; }
+  __device__ __forceinline__ float surplus(int /*r*/) const { return 0.f; }
   __device__ __forceinline__ float relative(int /*i*/, float s, float offset) const {
     return fmaf(s, scale_log2_, offset);
   }
@@ -101,6 +103,7 @@ class ProgramScores {
   static constexpr bool kHasSink = Program::kHasSink;
   static constexpr bool kMasks = Program::kMasks;
   static constexpr bool kDrops = Program::kDrops;
+  static constexpr bool kFollowsDistance = false;
   static constexpr bool kTests = kMasks && !Program::kAllInWords;
   static constexpr bool kSharesDiagonals = Program::kSharesDiagonals && !kManyHeads;
   // A tile may be inside all arrays that are read along diagonals: then indices are constants.
@@ -238,6 +241,7 @@ class ProgramScores {
 
   // Where nothing is added.
   __device__ __forceinline__ float factor() const { return scale_log2_; }
+  __device__ __forceinline__ float surplus(int /*r*/) const { return 0.f; }
 
   // What does not depend on the score is added up before it is there.
   template <bool kInside = false>
@@ -410,14 +414,33 @@ class ProgramScores {
       rows_[r] = Program::row(head_of(r), rows.of[r]);
       row_[r] = rows.of[r];
     }
-    diagonal_ = problem.band.bottom_right ? mask.kv_len() - mask.q_len() : 0;
+    diagonal_ = diagonal_of(problem, mask);
   }
 
   static constexpr int kHeads = kManyHeads ? 2 : 1;
 
+ protected:
   __device__ __forceinline__ const typename Program::Head& head_of(int r) const {
     return heads_[kManyHeads ? r : 0];
   }
+  // From a key to the thread's row r.
+  __device__ __forceinline__ float distance(int r, int key) const {
+    return distance_[r] + static_cast<float>(key_ - key);
+  }
+  __device__ __forceinline__ int diagonal() const { return diagonal_; }
+  template <bool kInside>
+  __device__ __forceinline__ float addend(int i) const {
+    return element(i, [&](const auto& head, const auto& row, const auto& column, int q, int kv,
+                          float distance) {
+      if constexpr (kInside) {
+        return Program::addend(head, row, column, q, kv, distance, diagonal_loads_, step_of(i));
+      } else {
+        return Program::addend(head, row, column, q, kv, distance);
+      }
+    });
+  }
+
+ private:
   // Bits to higher places, where the compiler would move the test of a bit to lower ones.
   __device__ __forceinline__ static uint32_t move_here(uint32_t bits, int count) {
     asm("shl.b32 %0, %0, %1;" : "+r"(bits) : "r"(count));
@@ -451,17 +474,6 @@ class ProgramScores {
       }
     });
   }
-  template <bool kInside>
-  __device__ __forceinline__ float addend(int i) const {
-    return element(i, [&](const auto& head, const auto& row, const auto& column, int q, int kv,
-                          float distance) {
-      if constexpr (kInside) {
-        return Program::addend(head, row, column, q, kv, distance, diagonal_loads_, step_of(i));
-      } else {
-        return Program::addend(head, row, column, q, kv, distance);
-      }
-    });
-  }
 
   float scale_log2_;
   typename Program::Head heads_[kHeads];
@@ -472,6 +484,52 @@ class ProgramScores {
   float distance_[2];                          // of a row's position from the first key
   Dropout dropout_[kHeads];                    // with kDrops
   typename Program::Diagonal diagonal_loads_;  // with kHasDiagonals: of the thread's first element
+};
+
+// Of a program that follows the distance, where products have added the part of the key (see
+// DistanceTerms). That of the row is what scores lack.
+template <class Program>
+class DistanceScores : public ProgramScores<Program> {
+  using Base = ProgramScores<Program>;
+
+ public:
+  static constexpr bool kRewrites = false;
+  static constexpr bool kStartsAll = true;
+  static constexpr bool kHasDiagonals = false;
+  static constexpr bool kFollowsDistance = true;
+
+  using Base::Base;
+
+  // Of the tile of which begin_keys() has told, from `tile_key` on. Products have added nothing
+  // where keys are on both sides of rows, or slopes are too large.
+  template <class Plan, int kElements>
+  __device__ __forceinline__ void begin_scores(const Plan& plan, int tile_key,
+                                               float (&s)[kElements]) {
+    using Terms = DistanceTerms<Program, 2 * kElements>;
+    const Terms terms(plan, Base::diagonal());
+    const float slope = terms.slope(Base::head_of(0), tile_key);
+    if (slope != INFINITY) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        lacking_[r] = slope * Base::distance(r, tile_key + Terms::kMiddle);
+      }
+      return;
+    }
+    lacking_[0] = lacking_[1] = 0.f;
+    const float over_scale = rcp_approx(Base::factor());
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) {
+      s[i] = fmaf(Base::template addend<false>(i), over_scale, s[i]);
+    }
+  }
+  __device__ __forceinline__ float surplus(int r) const { return -lacking_[r]; }
+
+  __device__ __forceinline__ float relative(int i, float s, float offset) const {
+    return fmaf(s, Base::factor(), offset + lacking_[Fragment::lower(i)]);
+  }
+
+ private:
+  float lacking_[2];  // of a row's scores, in log 2
 };
 
 }  // namespace jaxflash::sm90

@@ -29,6 +29,8 @@ struct RowPositions {
 // Scores that are logits already, in units of log 2.
 struct Logits {
   __device__ __forceinline__ float factor() const { return 1.f; }
+  // Logits of row r, in units of log 2, are scores times the factor, less this.
+  __device__ __forceinline__ float surplus(int /*r*/) const { return 0.f; }
   // What exp2 takes.
   __device__ __forceinline__ float relative(int /*i*/, float s, float offset) const {
     return s + offset;
@@ -92,10 +94,12 @@ class OnlineSoftmax {
     settled_ = false;
   }
 
-  // Moves the reference where a new tile has outgrown it by 2^slack in one of the warp's rows; true
-  // when the output so far must then be multiplied by correction().
-  __device__ __forceinline__ bool advance(const float (&s)[kElements], float scale_log2,
-                                          float slack) {
+  // Moves the reference where a new tile has outgrown it by 2^slack in one of the warp's rows, to
+  // 2^room above the tile's; true when the output so far must then be multiplied by correction().
+  template <class Scores>
+  __device__ __forceinline__ bool advance(const float (&s)[kElements], const Scores& scores,
+                                          float slack, float room) {
+    const float scale_log2 = scores.factor();
     float top[4] = {s[0], s[2], s[4], s[6]};  // two chains a row halve the latency
 #pragma unroll
     for (int i = 0; i < kElements; ++i) top[(i >> 1) & 3] = fmaxf(top[(i >> 1) & 3], s[i]);
@@ -105,7 +109,7 @@ class OnlineSoftmax {
       top[r] = fmaxf(top[r], top[r + 2]);
       top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 1));
       top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 2));
-      outgrown |= fmaf(top[r], scale_log2, offset_[r]) > slack;
+      outgrown |= fmaf(top[r], scale_log2, offset_[r] - scores.surplus(r)) > slack;
     }
     // One vote for the warp, so that the branch around the multiplications does not diverge.
     const bool rescale = __any_sync(~0u, outgrown);
@@ -113,7 +117,8 @@ class OnlineSoftmax {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         // From the rounded offsets, as the exponentials use them: large logits stay consistent.
-        const float offset = fminf(offset_[r], -top[r] * scale_log2);
+        const float logit = top[r] * scale_log2 - scores.surplus(r);
+        const float offset = fminf(offset_[r], -logit - room);
         correction_[r] = exp2_approx(offset - offset_[r]);
         offset_[r] = offset;
         sum_[r] *= correction_[r];

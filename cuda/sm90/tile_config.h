@@ -40,7 +40,7 @@ struct ForwardTile {
   static constexpr bool kLoadsStarts = kLoadsStarts_;
   // It stays for the next tile of query rows, of so many tiles of keys: there are no more of them.
   static constexpr int kHeldTiles = kHeldTiles_;
-  // What is added for each key comes as further columns of K, see KeyTerms.
+  // What is added for each key, or its part of it, comes as further columns of K, see KeyTerms.
   static constexpr bool kKeyTerms = kKeyTerms_;
   // Operands lie in panels as wide as a swizzle.
   static constexpr int kPanelColumns = kHeadDim <= 32 && kValueDim <= 32 ? 32 : 64;
@@ -197,7 +197,8 @@ struct ForwardTileFor<256, 256> {
 // Tiles for score programs, to be tried in this order: a program takes registers, and the next tile
 // leaves more of them. The first ones are for programs that say which capture they shall load
 // (kLoadsStarts): its tiles of starts take the shared memory of a second Q, or of stages; those
-// that follow for programs that add to scores what depends on the key (kKeyTerms). kWithSlope: the
+// that follow for programs that add to scores what depends on the key (kKeyTerms), or on its
+// distance from the query. kWithSlope: the
 // number of the first of the others for programs that do more with a score than adding to it; their
 // softmax is longer. kWithRanges: of the first of the others for masks of ranges whose rows see
 // few keys, which begin anywhere: 8 documents of 512 take 0.128 ms with two warpgroups at head size

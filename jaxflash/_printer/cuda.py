@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 from jaxflash._printer import MAX_KEY_SUMS
 from jaxflash._printer.builder import LOG2_E, Builder
@@ -26,6 +26,7 @@ from jaxflash._printer.request import Request
 from jaxflash._printer.sections import (
     CaptureTangent,
     Diagonals,
+    DistanceSlopes,
     Dropout,
     KeyWeights,
     Loads,
@@ -40,8 +41,20 @@ from jaxflash._printer.sections import (
     Words,
     struct,
 )
-from jaxflash._printer.starts import Start, start_of
+from jaxflash._printer.starts import Slopes, Start, slopes_of, start_of
 from jaxflash._program import Program
+
+
+class KeyTerms(NamedTuple):
+    """What products start from has a number for each key.
+
+    Attributes:
+        of_distance: that is for the rows of a tile alone, see `Slopes`.
+        of_head: whether it differs from head to head.
+    """
+
+    of_distance: bool
+    of_head: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +69,7 @@ class Printed:
             computed exactly, or None without a limit.
         start_capture: the capture that products start from, if its row of a query is the one after
             that of the query before.
-        key_terms: whether they start from what depends on the key alone: of all heads "together",
-            or of each "head".
+        key_terms: or None.
         head_axes: see `heads.head_axes`; sink and dropout count, too.
     """
 
@@ -66,7 +78,7 @@ class Printed:
     unit_slope: bool
     exact_length: int | None
     start_capture: int | None
-    key_terms: Literal["together", "head"] | None
+    key_terms: KeyTerms | None
     head_axes: Mapping[int, int | None] | None
 
 
@@ -96,6 +108,7 @@ def print_program(request: Request) -> Printed:
         captures += 1
         sink = graph.scaled(sink, LOG2_E)
     addend, start = _added(graph, logit, slope, request)
+    slopes = None if addend is None else slopes_of(graph, addend, request.sides)
     started = None
     if addend is None and request.starts:
         start, started = _started(graph, logit, slope, request)
@@ -108,6 +121,7 @@ def print_program(request: Request) -> Printed:
         CaptureTangent(tangent, logits.logit) if request.moving else None,
         _of(Starts, start),
         Started(*started, logits) if started else None,
+        _of(DistanceSlopes, slopes),
         words,
         KeyWeights(tuple(x.weight for x in sums)) if sums else None,
         _of(StoredGradient, _stored(graph, request)),
@@ -122,15 +136,17 @@ def print_program(request: Request) -> Printed:
         unit_slope=addend is not None,
         exact_length=1 << 24 if graph.subtracts_positions else None,
         start_capture=start.neighbours.value[0] if start and start.follows_queries else None,
-        key_terms=_key_terms(start),
+        key_terms=_key_terms(start, slopes),
         head_axes=head_axes(sections),
     )
 
 
-def _key_terms(start: Start | None) -> Literal["together", "head"] | None:
+def _key_terms(start: Start | None, slopes: Slopes | None) -> KeyTerms | None:
+    if slopes is not None:
+        return KeyTerms(True, slopes.is_of_head)
     if start is None or not start.is_of_key:
         return None
-    return "head" if start.is_of_head else "together"
+    return KeyTerms(False, start.is_of_head)
 
 
 @dataclasses.dataclass(frozen=True)

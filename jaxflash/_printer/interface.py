@@ -16,6 +16,8 @@ CONSTANTS: dict[str, bool | int] = {
     "kHasDiagonals": False,
     "kCapturesMove": False,
     "kStarts": False,
+    "kFollowsDistance": False,
+    "kBends": False,
     "kStoresGradient": False,
     "kSumsBatch": False,
     "kKeySums": 0,
@@ -52,6 +54,8 @@ SIGNATURES = {
     " float distance, float neighbour)",
     "neighbours": "const Neighbour* neighbours(const Head& head, const Row& row)",
     "neighbours_end": "int neighbours_end(const Head& head)",
+    "slope_before": "float slope_before(const Head& head)",
+    "slope_behind": "float slope_behind(const Head& head)",
     "visible": "bool visible(const Head& head, const Row& row, const Column& column, int q, int kv,"
     " float distance)",
     "words": "const uint32_t* words(const Head& head)",

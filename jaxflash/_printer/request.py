@@ -26,6 +26,8 @@ class Request:
         starts: captures of such rows that are all loaded before the products, if these can start
             from what the logit adds to them, over the scale: that is neither 0 nor so small that
             quotients overflow.
+        sides: "before" and "behind", on which side of a query keys may be visible, where products
+            can start from what is proportional to the distance; or none.
         moving: captures of the program that have tangents.
         words: whether the first predicate is a `_scores.dense_predicate` of words of keys.
         keys_are_rows: whether threads have many queries of few keys, as in the backward pass.
@@ -47,6 +49,7 @@ class Request:
     drops: bool = False
     paired: tuple[int, ...] = ()
     starts: tuple[int, ...] = ()
+    sides: tuple[str, ...] = ()
     moving: tuple[int, ...] = ()
     words: bool = False
     keys_are_rows: bool = False

@@ -11,7 +11,7 @@ from jaxflash._printer.graph import Graph
 from jaxflash._printer.interface import CONSTANTS
 from jaxflash._printer.lowering import DiagonalLoad, Lowering
 from jaxflash._printer.node import Node, below, is_finite
-from jaxflash._printer.starts import Start
+from jaxflash._printer.starts import Slopes, Start
 from jaxflash._printer.writer import Writer, constants
 
 
@@ -197,6 +197,25 @@ class Started(Section):
     def lines(self, writer):
         logit, slope = (writer.lowering.lowered(x) for x in self.nodes())
         return _sloped_functions(writer, "started_", logit, slope, self.logits.guards_slope)
+
+
+@dataclasses.dataclass(frozen=True)
+class DistanceSlopes(Section):
+    """What the addend, in log 2, is proportional to the distance by."""
+
+    slopes: Slopes
+
+    def nodes(self):
+        return self.slopes.before, self.slopes.behind
+
+    def results(self, lowering):
+        return {
+            "slope_before": (lowering.lowered(self.slopes.before), "end"),
+            "slope_behind": (lowering.lowered(self.slopes.behind), "end"),
+        }
+
+    def constants(self, lowering):
+        return {"kFollowsDistance": True, "kBends": self.slopes.before is not self.slopes.behind}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -435,8 +454,8 @@ def _offset(x: LoadRoots, lowering: Lowering) -> Node:
 
 # As they follow each other in the struct.
 _ORDER = (
-    *(Diagonals, Logits, Starts, Started, CaptureTangent, KeyWeights, StoredGradient),
-    *(SumAlongDiagonals, Visible, Words, Sink, Dropout, Loads),
+    *(Diagonals, Logits, Starts, Started, DistanceSlopes, CaptureTangent, KeyWeights),
+    *(StoredGradient, SumAlongDiagonals, Visible, Words, Sink, Dropout, Loads),
 )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from jaxflash._printer.graph import Graph
 from jaxflash._printer.node import COLUMN, FLOATS, ROW, Node, below, linear
@@ -44,6 +44,56 @@ class Start:
             return False
         *others, row, _ = self.neighbours.args
         return (row.op, row.value) == ("input", "q") and all(i.deps == 0 for i in others)
+
+
+@dataclasses.dataclass(frozen=True)
+class Slopes:
+    """An addend that is proportional to the distance, on each side of a query.
+
+    Attributes:
+        before: by which number where keys come before the query.
+        behind: where they come behind it.
+    """
+
+    before: Node
+    behind: Node
+
+    @property
+    def is_of_head(self) -> bool:
+        nodes = below(self.before) | below(self.behind)
+        return any((x.op, x.value) == ("input", "h") for x in nodes)
+
+
+def slopes_of(graph: Graph, addend: Node, sides: Sequence[str]) -> Slopes | None:
+    """Of an addend, of keys on these sides; None where it is something else."""
+    constant, terms = linear(addend)
+    if constant != 0.0 or not terms or not sides:
+        return None
+    slopes = dict.fromkeys(("before", "behind"), graph.constant(0.0))
+    for term, coefficient in terms.items():
+        factors = term.args if term.op == "product" else (term,)
+        of_distance = [x for x in map(_slopes_of_factor, factors) if x is not None]
+        others = [x for x in factors if _slopes_of_factor(x) is None]
+        if len(of_distance) != 1 or any(x.deps for x in others):
+            return None
+        slope = graph.constant(coefficient)
+        for x in others:
+            slope = graph.multiply(slope, x)
+        for side, factor in of_distance[0].items():
+            slopes[side] = graph.add(slopes[side], graph.scaled(slope, factor))
+    return Slopes(*(slopes[x if x in sides else sides[0]] for x in slopes))
+
+
+def _slopes_of_factor(x: Node) -> dict[str, float] | None:
+    """Of the distance, times a number, or of the absolute value of that."""
+    is_absolute = x.op == "abs"
+    constant, terms = linear(x.args[0] if is_absolute else x)
+    if constant != 0.0 or [(t.op, t.value) for t in terms] != [("input", "distance")]:
+        return None
+    (factor,) = terms.values()
+    if is_absolute:
+        return {"before": abs(factor), "behind": -abs(factor)}
+    return {"before": factor, "behind": factor}
 
 
 def is_of_neighbours(x: Node, paired: Collection[int]) -> bool:

@@ -1,5 +1,7 @@
 // What a program adds to scores for the key alone, as further columns of K (Tile::kKeyTerms):
-// three, whose sum it is, times 1 in as many columns of Q. A step more for the matrix units, of
+// three, whose sum it is, times 1 in as many columns of Q. Of what is proportional to the distance,
+// the part of the key; that of the row is the same for all of a tile on one side of it, and the
+// softmax counts it in (see DistanceScores). A step more for the matrix units, of
 // which a product has as many as 16 divides the head size, and nothing for the softmax. (With Q's
 // columns in registers the step waits, issued, for those ahead of it, and the warpgroup's turn with
 // it.)
@@ -55,6 +57,112 @@ struct KeyTermColumns {
   }
 };
 
+// From a row's number to its position among the keys.
+template <class Mask>
+__device__ __forceinline__ int diagonal_of(const Problem& problem, const Mask& mask) {
+  return problem.band.bottom_right ? mask.kv_len() - mask.q_len() : 0;
+}
+
+// What a program that follows the distance (Program::kFollowsDistance) adds, slope * (q - key), in
+// parts: slope * (middle - key) for the key, of a tile with this middle, and slope * (q - middle)
+// for the row. So what is rounded grows with the distance.
+template <class Program, int kKeys>
+class DistanceTerms {
+ public:
+  static constexpr int kMiddle = kKeys / 2;
+
+  DistanceTerms() = default;
+  // Of the rows of all units. `diagonal`: see diagonal_of().
+  template <class Plan>
+  __device__ __forceinline__ DistanceTerms(const Plan& plan, int diagonal) {
+    constexpr int kUnits = sizeof(plan.units) / sizeof(plan.units[0]);
+    const int ends[2] = {plan.units[0].position, plan.units[kUnits - 1].position};
+    first_ = min(ends[0], ends[1]) + diagonal;
+    last_ = max(ends[0], ends[1]) + diagonal + 63;
+  }
+
+  // In log 2, for a tile of keys. Infinity: it is not the same for all of them, or so large that
+  // what is left of the parts where the query is near would be rounded too much (ALiBi's are below
+  // 1.44).
+  __device__ __forceinline__ float slope(const typename Program::Head& head, int first_key) const {
+    constexpr float kLargest = 4.f;
+    float slope = Program::slope_before(head);
+    if constexpr (Program::kBends) {
+      if (first_key + kKeys - 1 > first_) {
+        slope = first_key >= last_ ? Program::slope_behind(head) : INFINITY;
+      }
+    }
+    return fabsf(slope) <= kLargest ? slope : INFINITY;
+  }
+
+ private:
+  int first_;
+  int last_;
+};
+
+// What the columns of a key hold, of a program that adds something for the key alone: kept by the
+// warp that loads K, all lanes.
+template <class Program, int kKeys, bool kOfDistance>
+class KeyValues {
+  static_assert(Program::kStarts);
+
+ public:
+  // All units of a tile add the same: the program does not ask for the head, or they are of one.
+  template <class Plan>
+  __device__ __forceinline__ void begin(const ForwardArgs&, const Plan&,
+                                        const typename Program::Head& head) {
+    head_ = head;
+  }
+  // What it takes from the array, ahead of a wait.
+  __device__ __forceinline__ void load(int first_key) {
+    const int last = Program::neighbours_end(head_) - 1;
+    const auto* neighbours = Program::neighbours(head_, typename Program::Row{});
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      const int key = first_key + 32 * i + threadIdx.x % 32;
+      loaded_[i] = load_capture(neighbours, min(key, last));
+    }
+  }
+  // Of the lane's key in step i.
+  __device__ __forceinline__ float of(int i, int key) const {
+    return Program::start(head_, typename Program::Row{}, Program::column(head_, key), 0, key, 0.f,
+                          loaded_[i]);
+  }
+
+ private:
+  static constexpr int kSteps = (kKeys + 31) / 32;
+  typename Program::Head head_;
+  float loaded_[kSteps];
+};
+
+// Of one that follows the distance.
+template <class Program, int kKeys>
+class KeyValues<Program, kKeys, true> {
+ public:
+  template <class Plan>
+  __device__ __forceinline__ void begin(const ForwardArgs& args, const Plan& plan,
+                                        const typename Program::Head& head) {
+    head_ = head;
+    terms_ = Terms(plan, diagonal_of(args.problem, plan.mask));
+    over_scale_ = 1.f / args.scale_log2;
+  }
+  __device__ __forceinline__ void load(int first_key) {
+    const float slope = terms_.slope(head_, first_key);
+    slope_ = slope == INFINITY ? 0.f : slope * over_scale_;
+  }
+  __device__ __forceinline__ float of(int i, int /*key*/) const {
+    const int place = 32 * i + static_cast<int>(threadIdx.x % 32);
+    return slope_ * static_cast<float>(Terms::kMiddle - place);
+  }
+
+ private:
+  using Terms = DistanceTerms<Program, kKeys>;
+  typename Program::Head head_;
+  Terms terms_;
+  float over_scale_;
+  float slope_;
+};
+
 // By the warp that loads K. All lanes.
 template <class Traits, class Program, bool kKeyTerms = Traits::kKeyTerms>
 class KeyTerms {
@@ -69,28 +177,15 @@ class KeyTerms {
 template <class Traits, class Program>
 class KeyTerms<Traits, Program, true> {
   static constexpr int kKeys = Traits::Tile::kKeys;
-  static constexpr int kSteps = (kKeys + 31) / 32;
-  static_assert(Program::kStarts);
 
  public:
-  // All units of a tile add the same: the program does not ask for the head, or they are of one.
   template <class Plan>
   __device__ __forceinline__ void begin(const ForwardArgs& args, const Plan& plan) {
     const int b = batch_number(args.captures, args.problem, plan.batch);
     const int h = head_number(args.captures, plan.kv_head * args.group);
-    head_ = Program::head(args.captures, args.problem, plan.batch, b, h);
+    values_.begin(args, plan, Program::head(args.captures, args.problem, plan.batch, b, h));
   }
-
-  // What it takes from the array, ahead of a wait.
-  __device__ __forceinline__ void load(int first_key) {
-    const int last = Program::neighbours_end(head_) - 1;
-    const auto* neighbours = Program::neighbours(head_, typename Program::Row{});
-#pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
-      const int key = first_key + 32 * i + threadIdx.x % 32;
-      loaded_[i] = load_capture(neighbours, min(key, last));
-    }
-  }
+  __device__ __forceinline__ void load(int first_key) { values_.load(first_key); }
 
   // The columns, visible to products once a lane has arrived at a barrier behind this. The other
   // columns stay 0.
@@ -98,21 +193,18 @@ class KeyTerms<Traits, Program, true> {
   __device__ __forceinline__ void store(SharedMemory& smem, int stage, int first_key) const {
     const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
-      const int row = 32 * i + lane, key = first_key + row;
+    for (int i = 0; i < (kKeys + 31) / 32; ++i) {
+      const int row = 32 * i + lane;
       if (kKeys % 32 != 0 && row >= kKeys) break;
-      const float x = Program::start(head_, typename Program::Row{}, Program::column(head_, key), 0,
-                                     key, 0.f, loaded_[i]);
       using Columns = KeyTermColumns<Traits>;
-      *Columns::piece(smem.terms[stage], row) = Columns::split(x);
+      *Columns::piece(smem.terms[stage], row) = Columns::split(values_.of(i, first_key + row));
     }
     fence_proxy_async();
     __syncwarp();
   }
 
  private:
-  typename Program::Head head_;
-  float loaded_[kSteps];
+  KeyValues<Program, kKeys, Program::kFollowsDistance> values_;
 };
 
 }  // namespace jaxflash::sm90

@@ -174,6 +174,7 @@ class Probabilities {
     auto& kept = kept_;
     const int key = tile_ * kKeys + Fragment::column(thread_);
     scores_.begin_keys(key);
+    if constexpr (Scores::kFollowsDistance) scores_.begin_scores(plan_, tile_ * kKeys, s_);
     // Packed at once, unless P V is still reading the p of the tile before: then s becomes p.
     const auto emit = [&](int i, float (&e)[kKeys / 2]) {
       if (!kSpeculates) {
@@ -188,8 +189,14 @@ class Probabilities {
     // A reference that moves only once something has outgrown it would be looked at in vain, tile
     // after tile, by rows whose many probabilities are just below that.
     constexpr float kSlack = kSpeculates ? 0.f : 8.f;
+    // Where something is added, scores may rise from tile to tile (those of ALiBi do, up to the
+    // query): then a reference stays for some more. Nothing is rounded otherwise, because sums and
+    // operands of products have the exponents of float32. (4, 4096, 16, 128) takes 1.04 ms, 1.16
+    // without.
+    constexpr bool kRises = Scores::kFollowsDistance || (Scores::kRewrites && !Scores::kHasSlope);
+    constexpr float kRoom = kRises && Traits::kMath == Math::kBFloat16 ? 56.f : 0.f;
     const auto advance = [&](const auto& logits) {
-      const bool rescale = softmax.advance(s, logits.factor(), kSlack);
+      const bool rescale = softmax.advance(s, logits, kSlack, kRoom);
       softmax.exponentials(s, logits, emit);
       return rescale;
     };
