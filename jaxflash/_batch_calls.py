@@ -30,7 +30,7 @@ from jaxflash._spec import AttentionSpec
 _MASK_BLOCK_BYTES = 24
 # cuda/problem.h: bytes of SegmentBucket, two for each row and key.
 _SEGMENT_BYTES = 2 * 20
-# Of RangeSummaryParams::hidden, for each block, and ::walks, for each of rows.
+# cuda/problem.h: of RangeSummaryParams::hidden, for each block, and ::walks, for each of rows.
 _HIDDEN_BYTES = 8
 _WALK_BYTES = 8
 

@@ -20,7 +20,8 @@ Pass = Literal["forward", "backward"]
 
 # Of a mask's axes (h, q, kv): what runs along a fragment's rows in the kernels of a pass.
 _PACKED = {"forward": 2, "backward": 1}
-_BITS = 32
+# cuda/problem.h: DenseMaskParams.
+_BITS = 32  # of a word
 _SHARERS = 4  # threads that have the keys of a row
 
 

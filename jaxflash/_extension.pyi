@@ -6,6 +6,7 @@ from typing_extensions import CapsuleType
 
 ffi_api_version: tuple[int, int]
 kernels: bool
+constants: dict[str, int]  # that Python modules repeat, of the headers in cuda/
 
 def wrong_platform_handler() -> CapsuleType: ...
 

@@ -22,9 +22,10 @@ if TYPE_CHECKING:
     from jaxflash._printer.cuda import KeyLoad, Load, Printed, PrintedGradients
 
 
-# Backward kernels for larger head sizes divide a tile of keys between blocks.
+# Backward kernels for larger head sizes divide a tile of keys between blocks
+# (cuda/sm90/tile_config.h: KeyOwners).
 _MAX_SINGLE_HEAD_DIM = 128
-# kMaxBatchSum of cuda/problem.h.
+# cuda/problem.h: kMaxBatchSum.
 _MAX_SUMMED_BATCH = 4
 _FEW_BYTES = 64 << 20
 # Up to this head size steps are short, and the kernel of a gradient of its own was faster than sums

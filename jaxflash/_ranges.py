@@ -19,9 +19,9 @@ from jax.sharding import AxisType
 
 from jaxflash._spec import AttentionSpec, Operands
 
-# cuda/problem.h: kRangeBlock, kMaxLength.
+# cuda/problem.h: kRangeBlock, bits of a word of Ranges::row_visits, kMaxLength.
 BLOCK = 64
-_WORD = 32  # bits
+_WORD = 32
 _FAR = 1 << 30
 
 

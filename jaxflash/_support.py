@@ -9,11 +9,8 @@ from typing import NamedTuple
 
 from jaxflash import _ffi, _kernel_program, _nvrtc
 from jaxflash._pages import Pages
-from jaxflash._printer import NotPrintable
+from jaxflash._printer import MAX_LENGTH, NotPrintable
 from jaxflash._spec import AttentionSpec, Operands
-
-# Longest sequence that the kernels index (cuda/problem.h: kMaxLength).
-_MAX_LENGTH = 1 << 30
 
 # The kernels' name of the arithmetic, by dtype and whether float32 products must be exact.
 _MATH = {
@@ -100,7 +97,7 @@ def reasons_against_kernels(spec: AttentionSpec, operands: Operands) -> tuple[st
                     f"1 to {largest}"
                 )
     for name, length in (("query", query.shape[-3]), ("key", key.shape[-3])):
-        if isinstance(length, int) and length > _MAX_LENGTH:
+        if isinstance(length, int) and length > MAX_LENGTH:
             reasons.append(f"{name} length {length}: the kernels take at most 2**30")
     return (*reasons, *_reasons_against_program(spec, operands))
 
@@ -153,7 +150,7 @@ def plans_by_kernel(spec: AttentionSpec, operands: Operands) -> bool:
     if spec.predicate is None or not _ffi.extension.kernels or _nvrtc.reason_against() is not None:
         return False
     lengths = operands.query.shape[-3], operands.key.shape[-3]
-    if any(isinstance(n, int) and n > _MAX_LENGTH for n in lengths):
+    if any(isinstance(n, int) and n > MAX_LENGTH for n in lengths):
         return False
     try:
         _kernel_program.predicate(spec.predicate)

@@ -15,8 +15,11 @@
 #include <utility>
 #include <vector>
 
+#include "common/workspace.h"
 #include "ffi/call.h"
 #include "ffi/handlers.h"
+#include "problem.h"
+#include "sm90/tile_config.h"
 
 namespace jaxflash {
 
@@ -26,6 +29,48 @@ namespace {
 
 nb::capsule capsule(XLA_FFI_Handler* handler) {
   return nb::capsule(reinterpret_cast<void*>(handler));
+}
+
+// The largest of these head sizes for which a block of the Hopper backward kernel has a tile of
+// keys to itself.
+template <int... kHeadDims>
+constexpr int largest_single_head_dim() {
+  int largest = 0;
+  const auto look_at = [&](int head_dim, int blocks) {
+    if (blocks == 1) largest = std::max(largest, head_dim);
+  };
+  (look_at(kHeadDims, sm90::BackwardTileFor<kHeadDims, kHeadDims>::Type::kBlocks), ...);
+  return largest;
+}
+
+// What Python modules repeat: tests/test_constants.py compares it with them.
+nb::dict constants() {
+  nb::dict values;
+  values["max_length"] = kMaxLength;
+  values["unlimited"] = kUnlimited;
+  values["max_batch_axes"] = kMaxBatchAxes;
+  values["max_captures"] = kMaxCaptures;
+  values["max_capture_rank"] = kMaxCaptureRank;
+  values["max_key_sums"] = kMaxKeySums;
+  values["max_batch_sum"] = kMaxBatchSum;
+  values["max_single_head_dim"] = largest_single_head_dim<64, 128, 256>();
+  values["key_terms"] = kKeyTerms;
+  values["kind_of_band"] = static_cast<int32_t>(MaskKind::kBand);
+  values["kind_of_ranges"] = static_cast<int32_t>(MaskKind::kRanges);
+  values["kind_of_segments"] = static_cast<int32_t>(MaskKind::kSegments);
+  values["kind_of_program_ranges"] = static_cast<int32_t>(MaskKind::kProgramRanges);
+  values["kind_of_program_segments"] = static_cast<int32_t>(MaskKind::kProgramSegments);
+  values["range_block"] = kRangeBlock;
+  values["visit_word_bits"] = 8 * sizeof(*Ranges::row_visits);
+  values["mask_word_bits"] = 8 * sizeof(*DenseMaskParams::words);
+  // Of workspaces: for a block of rows and keys, for a row or a key, for a block of either, and for
+  // a block of rows.
+  values["mask_block_bytes"] = sizeof(MaskBlock);
+  values["segment_bytes"] = segment_buckets(1) * sizeof(SegmentBucket);
+  values["hidden_bytes"] = sizeof(*RangeSummaryParams::hidden);
+  values["walk_bytes"] = sizeof(*RangeSummaryParams::walks);
+  values["workspace_rows"] = kWorkspaceRows;
+  return values;
 }
 
 #ifdef JAXFLASH_WITH_KERNELS
@@ -392,6 +437,7 @@ void define_library(nb::module_& m) {
 NB_MODULE(_extension, m) {
   m.doc() = "FFI handlers of the jaxflash kernels, and what the kernel library was built with.";
   m.attr("ffi_api_version") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
+  m.attr("constants") = constants();
   m.def(
       "wrong_platform_handler", [] { return capsule(wrong_platform_handler()); },
       "Handler that reports a platform without kernels.");

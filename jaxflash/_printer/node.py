@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxflash._printer import MAX_LENGTH
+
 # What a node depends on, beyond batch element and head.
 ROW, COLUMN, DISTANCE, SCORE = 1, 2, 4, 8
 ELEMENT = ROW | COLUMN | DISTANCE
@@ -55,8 +57,8 @@ def is_hoistable(x: Node) -> bool:
 
 
 _INT32_RANGE = (-(2**31), 2**31 - 1)
-# Lengths are at most 2**30, and a ragged tile reaches a little beyond.
-_LARGEST_INPUT = 2**30 + 2**16
+# A ragged tile reaches a little beyond the longest sequence.
+_LARGEST_INPUT = MAX_LENGTH + 2**16
 _RANGED = ("add", "sub", "mul", "neg", "abs", "min", "max", "select", "div", "rem", "and", "sra")
 
 
