@@ -217,9 +217,10 @@ struct StoredGradient {
 // is seen are not looked at.
 struct Pages {
   const int32_t* table;  // (prod B, S / size); nullptr: keys and values are contiguous
-  int32_t log2_size;     // of a page, in keys: 4 to 8
+  int32_t log2_size;     // of a page, in keys: kLeastLog2Size to kMostLog2Size
   int32_t count;         // of the pool
 
+  static constexpr int32_t kLeastLog2Size = 4, kMostLog2Size = 8;
   JAXFLASH_HOST_DEVICE int32_t size() const { return 1 << log2_size; }
 };
 
@@ -316,12 +317,14 @@ struct DenseMaskParams : MaskIntervals {
   const uint8_t* mask;  // (count, rows, keys), 0 or 1
   bool packs_keys;
   // Bits beyond the mask are 0. Of rows: (count, ceil(rows / 32), keys), the bits of 32 in the
-  // order of `word_bit`. Of keys: (count, ceil(keys / 128), rows, 4), where word t has of every 16
-  // keys 2 t, 2 t + 1, 2 t + 8 and 2 t + 9: those of thread t of the four that have a row of a
-  // matrix product's fragment. So a thread loads nothing that others need, and a warp, of eight
-  // rows, 128 neighbouring bytes.
+  // order of `word_bit`. Of keys: (count, ceil(keys / 128), rows, kSharers), where word t has of
+  // every 16 keys 2 t, 2 t + 1, 2 t + 8 and 2 t + 9: those of thread t of the kSharers that have a
+  // row of a matrix product's fragment. So a thread loads nothing that others need, and a warp, of
+  // eight rows, 128 neighbouring bytes.
   uint32_t* words;
   MaskBlock* blocks;  // workspace, (count, ceil(rows / kRangeBlock), ceil(keys / kRangeBlock))
+
+  static constexpr int kSharers = 4;
 };
 
 // What is known of blocks and of rows and keys, of masks of which no array holds the elements.

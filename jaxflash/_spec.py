@@ -274,6 +274,7 @@ def make(
 
 
 # Powers of two: kernels load whole pages, or whole parts of one, into a tile.
+# cuda/problem.h: Pages.
 PAGE_SIZES = (16, 32, 64, 128, 256)
 
 

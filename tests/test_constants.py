@@ -9,6 +9,7 @@ from jaxflash import (
     _passes,
     _printer,
     _ranges,
+    _spec,
 )
 
 
@@ -37,9 +38,12 @@ def test_constants_are_those_of_the_headers():
         ("max_single_head_dim", _kernel_program._MAX_SINGLE_HEAD_DIM),
         ("key_terms", _passes._KEY_TERMS),
         *_kinds_of_masks(),
+        ("least_page_size", _spec.PAGE_SIZES[0]),
+        ("most_page_size", _spec.PAGE_SIZES[-1]),
         ("range_block", _ranges.BLOCK),
         ("visit_word_bits", _ranges._WORD),
         ("mask_word_bits", _dense_mask._BITS),
+        ("mask_sharers", _dense_mask._SHARERS),
         ("mask_block_bytes", _batch_calls._MASK_BLOCK_BYTES),
         ("segment_bytes", _batch_calls._SEGMENT_BYTES),
         ("hidden_bytes", _batch_calls._HIDDEN_BYTES),

@@ -114,18 +114,19 @@ class MaskWords {
   // To the words of a mask, see DenseMaskParams.
   __device__ __forceinline__ void write(const DenseMaskParams& params, int64_t number,
                                         int first_row, int first_key) {
+    constexpr int kSharers = DenseMaskParams::kSharers;
     const int num_words = kPacksKeys ? (params.keys + 127) / 128 : (params.rows + 31) / 32;
-    const int64_t num_lines = kPacksKeys ? int64_t{params.rows} * 4 : params.keys;
+    const int64_t num_lines = kPacksKeys ? int64_t{params.rows} * kSharers : params.keys;
     uint32_t* target = params.words + number * num_words * num_lines;
 #pragma unroll
     for (int i = threadIdx.x; i < kWords; i += kDenseMaskThreads) {
-      constexpr int kAcross = kPacksKeys ? kRows * 4 : kKeys;
+      constexpr int kAcross = kPacksKeys ? kRows * kSharers : kKeys;
       const int line = i % kAcross, word = i / kAcross;
-      const int64_t at_line = line + (kPacksKeys ? int64_t{first_row} * 4 : first_key);
+      const int64_t at_line = line + (kPacksKeys ? int64_t{first_row} * kSharers : first_key);
       const int at_word = word + (kPacksKeys ? first_key / 128 : first_row / 32);
       if (at_line < num_lines && at_word < num_words) {
         target[at_word * num_lines + at_line] =
-            kPacksKeys ? of_thread(line / 4, word, line % 4) : words_[i];
+            kPacksKeys ? of_thread(line / kSharers, word, line % kSharers) : words_[i];
       }
     }
   }

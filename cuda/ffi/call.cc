@@ -282,12 +282,11 @@ ffi::Error describe_paged(const ProblemAttributes& attributes, ffi::AnyBuffer q,
                    attributes.has_q_lengths ? "those of queries" : "none");
   }
   const int64_t count = key_dims[0], size = key_dims[1];
-  constexpr int kLeastLog2 = 4, kMostLog2 = 8;
-  pages->log2_size = kLeastLog2;
-  while (pages->log2_size < kMostLog2 && pages->size() < size) ++pages->log2_size;
+  pages->log2_size = Pages::kLeastLog2Size;
+  while (pages->log2_size < Pages::kMostLog2Size && pages->size() < size) ++pages->log2_size;
   if (pages->size() != size) {
-    return invalid("pages hold a power of two of keys from ", 1 << kLeastLog2, " to ",
-                   1 << kMostLog2, ", got ", shapes());
+    return invalid("pages hold a power of two of keys from ", 1 << Pages::kLeastLog2Size, " to ",
+                   1 << Pages::kMostLog2Size, ", got ", shapes());
   }
   if (count < 1 || count > kMaxLength) {
     return invalid("a pool has 1 to ", kMaxLength, " pages, got ", shapes());

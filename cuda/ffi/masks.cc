@@ -89,8 +89,9 @@ ffi::Error dense_mask(CUstream_st* stream, bool packs_keys, ffi::Buffer<ffi::PRE
   if (auto error = set_intervals(lead, rows, keys, intervals, &params); error.failure()) {
     return error;
   }
-  const std::vector<int64_t> packed = packs_keys ? std::vector<int64_t>{(keys + 127) / 128, rows, 4}
-                                                 : std::vector<int64_t>{(rows + 31) / 32, keys};
+  const std::vector<int64_t> packed =
+      packs_keys ? std::vector<int64_t>{(keys + 127) / 128, rows, DenseMaskParams::kSharers}
+                 : std::vector<int64_t>{(rows + 31) / 32, keys};
   if (!lead.has_shape(words->dimensions(), packed)) {
     return invalid("the words of a mask ", text_of(dims), " have its leading axes and ",
                    text_of({packed.data(), packed.size()}), ", got ", text_of(words->dimensions()));

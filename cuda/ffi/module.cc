@@ -60,9 +60,12 @@ nb::dict constants() {
   values["kind_of_segments"] = static_cast<int32_t>(MaskKind::kSegments);
   values["kind_of_program_ranges"] = static_cast<int32_t>(MaskKind::kProgramRanges);
   values["kind_of_program_segments"] = static_cast<int32_t>(MaskKind::kProgramSegments);
+  values["least_page_size"] = 1 << Pages::kLeastLog2Size;
+  values["most_page_size"] = 1 << Pages::kMostLog2Size;
   values["range_block"] = kRangeBlock;
   values["visit_word_bits"] = 8 * sizeof(*Ranges::row_visits);
   values["mask_word_bits"] = 8 * sizeof(*DenseMaskParams::words);
+  values["mask_sharers"] = DenseMaskParams::kSharers;
   // Of workspaces: for a block of rows and keys, for a row or a key, for a block of either, and for
   // a block of rows.
   values["mask_block_bytes"] = sizeof(MaskBlock);
