@@ -22,7 +22,7 @@ from compiled_kernels import (
     compile_program,
 )
 from covering import covering
-from jaxflash import _api, _kernel_program
+from jaxflash import _api, _ffi, _kernel_program
 
 pytestmark = pytest.mark.usefixtures("kernel_cache")
 
@@ -284,8 +284,9 @@ def test_rows_of_a_held_bias_are_such(case):
 
 # ---- Columns of keys -----------------------------------------------------------------------------
 
-# cuda/problem.h: kKeyTerms, kDistanceTerms.
-_KEY_TERMS, _DISTANCE_TERMS = -2, -3
+_KEY_TERMS, _DISTANCE_TERMS = (
+    _ffi.extension.constants[name] for name in ("key_terms", "distance_terms")
+)
 
 
 @pytest.mark.parametrize("options", ["alone", "causal", "sink", "dropout", "mask"])

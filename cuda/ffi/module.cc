@@ -55,6 +55,7 @@ nb::dict constants() {
   values["max_batch_sum"] = kMaxBatchSum;
   values["max_single_head_dim"] = largest_single_head_dim<64, 128, 256>();
   values["key_terms"] = kKeyTerms;
+  values["distance_terms"] = kDistanceTerms;
   values["kind_of_band"] = static_cast<int32_t>(MaskKind::kBand);
   values["kind_of_ranges"] = static_cast<int32_t>(MaskKind::kRanges);
   values["kind_of_segments"] = static_cast<int32_t>(MaskKind::kSegments);

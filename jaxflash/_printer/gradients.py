@@ -54,7 +54,7 @@ class Load:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """What the custom call is told of it: GradientAttributes in cuda/ffi/call.h."""
+        """What the custom call is told of it: `BackwardAttributes` in cuda/ffi/attributes.h."""
         return (
             self.capture, self.query_axis, self.key_axis, self.scatter, self.narrow, self.stored,
             self.summed, self.sums_batch,
