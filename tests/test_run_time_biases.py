@@ -397,7 +397,7 @@ def test_parts_of_keys_in_the_distance_on_hopper(sizes, options):
     call = _api.described(query, query, value, is_causal=is_causal, **_SLOPES, **of_program)
     program = _kernel_program.make(*call, "forward")
     assert program is not None
-    if options == "both sides" and sizes in ((64, 64), (192, 128)):
+    if options == "both sides" and sizes == (64, 64):
         assert program.key_terms is None
         return
     assert program.key_terms == "distance"
