@@ -109,6 +109,7 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(_blockwise, "_LARGEST_BLOCK", 16)
     monkeypatch.setattr(_blockwise, "_SMALLEST_BLOCK", 16)
     monkeypatch.setattr(_blockwise, "_SMALLEST_PART", 16)
+    monkeypatch.setattr(_blockwise, "_LONGEST_TOGETHER", 16)
 
 
 @pytest.fixture(params=["xla", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -374,6 +374,18 @@ def test_varlen_of_short_sequences(name, at_once, monkeypatch):
         _close(packed(_boundaries(lengths), _boundaries(lengths[::-1])), alone())
 
 
+@pytest.mark.parametrize("lengths", [(150, 150, 150), (185, 120, 145), (300, 50, 100)])
+def test_varlen_of_sequences_longer_than_a_block(lengths):
+    """As a batch of the mean length, or of a quarter more, and in blocks."""
+    qkv = [_normal(sum(lengths), heads, H, seed=seed) for seed, heads in enumerate((N, K, K))]
+    attend = functools.partial(jaxflash.varlen_attention, is_causal=True, implementation="xla")
+    ends = _boundaries(lengths)
+    _close(
+        jax.jit(lambda *qkv: attend(*qkv, ends, ends, return_residual=True))(*qkv),
+        _one_by_one(*qkv, lengths, lengths, is_causal=True),
+    )
+
+
 def test_varlen_of_short_sequences_keeps_them_apart():
     """NaN in one of them, and what it does to the gradients of the others: nothing."""
     qkv = [_normal(20, N, H, seed=seed) for seed in range(3)]
