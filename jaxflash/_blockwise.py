@@ -491,8 +491,8 @@ _SMALLEST_PART = 128
 # Of the logits, and of the queries, of a tile of many sequences. Of 32 and 64 sequences of 64, 8
 # heads of 64, gradients take 1.26 and 1.13 times the same as a batch; 1.9 and 1.45 from 1 << 20.
 _TOGETHER_ELEMENTS = 1 << 18
-# Of a packed sequence in blocks of `_SMALLEST_PART` the last one is another's in part: 8 sequences of
-# 500 take 1.8 times the same as a batch.
+# Of a packed sequence in blocks of `_SMALLEST_PART` the last one is another's in part: 8 sequences
+# of 500 take 1.8 times the same as a batch.
 _LONGEST_TOGETHER = 1024
 _FEW_KEYS = 64
 _FEW_SUMMED_KEYS = 256
