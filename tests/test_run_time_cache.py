@@ -302,7 +302,7 @@ _STAGES = """if True:
     for name, units in (("forward", -1), ("forward", 3), ("paged", 0), ("paged", 3)):
         text = f"one unit or two{'' if name == 'paged' else ', or none'}, got {units}"
         refused(text, name, program=program, shared_units=np.int64(units))
-    for name, capture in (("forward", -3), ("forward", 0), ("backward", -2), ("backward", 0)):
+    for name, capture in (("forward", -4), ("forward", 0), ("backward", -2), ("backward", 0)):
         text = f"not captured: got number {capture} of 0"
         refused(text, name, program=program, start_capture=np.int64(capture))
     for sizes in ([1], [1, 1, 1, 1, 1, 0], [1, 1, 1, 1, -1, 0, 0], [1, 1 << 31, 1, 1, 1, 0, 0]):
