@@ -80,7 +80,7 @@ class ScaledScores {
   __device__ __forceinline__ void begin_keys(int /*key*/) {}
   __device__ __forceinline__ void draw(KeepAll&, int /*key*/) const {}
   __device__ __forceinline__ float factor() const { return scale_log2_; }
-  __device__ __forceinline__ float surplus(int /*r*/) const { return 0.f; }
+  __device__ __forceinline__ float lacking(int /*r*/) const { return -0.f; }
   __device__ __forceinline__ float relative(int /*i*/, float s, float offset) const {
     return fmaf(s, scale_log2_, offset);
   }
@@ -241,7 +241,7 @@ class ProgramScores {
 
   // Where nothing is added.
   __device__ __forceinline__ float factor() const { return scale_log2_; }
-  __device__ __forceinline__ float surplus(int /*r*/) const { return 0.f; }
+  __device__ __forceinline__ float lacking(int /*r*/) const { return -0.f; }
 
   // What does not depend on the score is added up before it is there.
   template <bool kInside = false>
@@ -522,7 +522,7 @@ class DistanceScores : public ProgramScores<Program> {
       s[i] = fmaf(Base::template addend<false>(i), over_scale, s[i]);
     }
   }
-  __device__ __forceinline__ float surplus(int r) const { return -lacking_[r]; }
+  __device__ __forceinline__ float lacking(int r) const { return lacking_[r]; }
 
   __device__ __forceinline__ float relative(int i, float s, float offset) const {
     return fmaf(s, Base::factor(), offset + lacking_[Fragment::lower(i)]);

@@ -29,8 +29,9 @@ struct RowPositions {
 // Scores that are logits already, in units of log 2.
 struct Logits {
   __device__ __forceinline__ float factor() const { return 1.f; }
-  // Logits of row r, in units of log 2, are scores times the factor, less this.
-  __device__ __forceinline__ float surplus(int /*r*/) const { return 0.f; }
+  // Logits of row r, in units of log 2, are scores times the factor and this: a zero that additions
+  // do without.
+  __device__ __forceinline__ float lacking(int /*r*/) const { return -0.f; }
   // What exp2 takes.
   __device__ __forceinline__ float relative(int /*i*/, float s, float offset) const {
     return s + offset;
@@ -82,8 +83,8 @@ __device__ __forceinline__ void apply_mask(float (&s)[kElements], const Mask& ma
   }
 }
 
-// Running reference and sum of the thread's two rows. The reference is the row maximum, but lazily:
-// it only moves once a row has outgrown it by far, because moving it means rescaling the output.
+// Running reference and sum of the thread's two rows. The reference is about the row maximum: it
+// only moves once a row has outgrown it by far, because moving it means rescaling the output.
 // The sums stay per thread until the end.
 template <int kElements, Math kMath>
 class OnlineSoftmax {
@@ -94,8 +95,9 @@ class OnlineSoftmax {
     settled_ = false;
   }
 
-  // Moves the reference where a new tile has outgrown it by 2^slack in one of the warp's rows, to
-  // 2^room above the tile's; true when the output so far must then be multiplied by correction().
+  // Moves the reference where a new tile has outgrown it by 2^slack in one of the warp's rows, but
+  // for a row's first one to 2^room above the tile's maximum; true when the output so far must then
+  // be multiplied by correction().
   template <class Scores>
   __device__ __forceinline__ bool advance(const float (&s)[kElements], const Scores& scores,
                                           float slack, float room) {
@@ -109,7 +111,7 @@ class OnlineSoftmax {
       top[r] = fmaxf(top[r], top[r + 2]);
       top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 1));
       top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 2));
-      outgrown |= fmaf(top[r], scale_log2, offset_[r] - scores.surplus(r)) > slack;
+      outgrown |= fmaf(top[r], scale_log2, offset_[r] + scores.lacking(r)) > slack;
     }
     // One vote for the warp, so that the branch around the multiplications does not diverge.
     const bool rescale = __any_sync(~0u, outgrown);
@@ -117,8 +119,9 @@ class OnlineSoftmax {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         // From the rounded offsets, as the exponentials use them: large logits stay consistent.
-        const float logit = top[r] * scale_log2 - scores.surplus(r);
-        const float offset = fminf(offset_[r], -logit - room);
+        const float logit = top[r] * scale_log2 + scores.lacking(r);
+        const float above = offset_[r] < kNoReference ? room : 0.f;
+        const float offset = fminf(offset_[r], -logit - above);
         correction_[r] = exp2_approx(offset - offset_[r]);
         offset_[r] = offset;
         sum_[r] *= correction_[r];

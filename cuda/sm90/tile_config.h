@@ -198,16 +198,15 @@ struct ForwardTileFor<256, 256> {
 // leaves more of them. The first ones are for programs that say which capture they shall load
 // (kLoadsStarts): its tiles of starts take the shared memory of a second Q, or of stages; those
 // that follow for programs that add to scores what depends on the key (kKeyTerms), or on its
-// distance from the query. kWithSlope: the
-// number of the first of the others for programs that do more with a score than adding to it; their
-// softmax is longer. kWithRanges: of the first of the others for masks of ranges whose rows see
-// few keys, which begin anywhere: 8 documents of 512 take 0.128 ms with two warpgroups at head size
-// 128, 0.173 with three. With a causal band 0.148 and 0.126: kWithSlope for those.
-// kFewerWarpGroups: of the tiles for heads whose rows fill them better, and kFewerCost what a row
-// then costs, in percent of what it costs with the others (kFewerStartsCost: where tiles of starts
-// are loaded); 0: there are none. suits(): whether a tile is for calls of such sizes, whose queries
-// of a kv head fill so many units, and whose band may limit one side alone. Tiles for smaller heads
-// than the list's are for those alone.
+// distance from the query. kWithSlope: the number of the first of the others for programs that do
+// more with a score than adding to it; their softmax is longer. kWithRanges: of the first of the
+// others for masks of ranges whose rows see few keys, which begin anywhere: 8 documents of 512 take
+// 0.128 ms with two warpgroups at head size 128, 0.173 with three. With a causal band 0.148 and
+// 0.126: kWithSlope for those. kFewerWarpGroups: of the tiles for heads whose rows fill them
+// better, and kFewerCost what a row then costs, in percent of what it costs with the others
+// (kFewerStartsCost: where tiles of starts are loaded); 0: there are none. suits(): whether a tile
+// is for calls of such sizes, whose queries of a kv head fill so many units, and whose band may
+// limit one side alone. Tiles for smaller heads than the list's are for those alone.
 template <int kHeadDim, int kValueDim>
 struct ForwardProgramTiles;
 
@@ -273,8 +272,9 @@ struct ForwardProgramTiles<64, 64> {
 };
 
 // Tiles of 96 keys take what three warpgroups have in registers beside the output: 0.92 ms against
-// 1.04 with a table read at q - kv, 0.895 against 0.975 with a mask array, but 0.93 against 0.90
-// with a soft cap (4096 tokens). The others as at 128: 0.175 ms against 0.213 for 128 sequences of
+// 1.04 with a table read at q - kv, 0.895 against 0.975 with a mask array, 0.95 against 0.92 with
+// dropout but 0.55 against 0.57 where that is causal, and 0.93 against 0.90 with a soft cap, which
+// has tiles of 64 (4096 tokens). The others as at 128: 0.175 ms against 0.213 for 128 sequences of
 // 256 with a soft cap.
 template <>
 struct ForwardProgramTiles<96, 96> {
@@ -292,7 +292,7 @@ struct ForwardProgramTiles<96, 96> {
   static constexpr int kFewerWarpGroups = 2;
   static constexpr int kFewerCost = 108;
   static constexpr int kFewerStartsCost = 108;
-  // As without a program: no ragged tile of keys where there are few.
+  // Where there are few keys, more of the last tile would be ragged.
   template <class Tile>
   static constexpr bool suits(const CallSizes& sizes, int64_t /*units*/, bool /*one_sided*/) {
     return Tile::kKeys != 96 || sizes.kv_len > 1024;

@@ -46,10 +46,11 @@ from jaxflash._program import Program
 
 
 class KeyTerms(NamedTuple):
-    """What products start from has a number for each key.
+    """What products start from is a number for each key.
 
     Attributes:
-        of_distance: that is for the rows of a tile alone, see `Slopes`.
+        of_distance: it is a part of what is proportional to the distance, by `Slopes`; otherwise
+            it is all that is added.
         of_head: whether it differs from head to head.
     """
 
@@ -69,7 +70,7 @@ class Printed:
             computed exactly, or None without a limit.
         start_capture: the capture that products start from, if its row of a query is the one after
             that of the query before.
-        key_terms: or None.
+        key_terms: see there; None where it is not, or nothing is added.
         head_axes: see `heads.head_axes`; sink and dropout count, too.
     """
 

@@ -1,10 +1,9 @@
 // What a program adds to scores for the key alone, as further columns of K (Tile::kKeyTerms):
-// three, whose sum it is, times 1 in as many columns of Q. Of what is proportional to the distance,
-// the part of the key; that of the row is the same for all of a tile on one side of it, and the
-// softmax counts it in (see DistanceScores). A step more for the matrix units, of
+// three, whose sum it is, times 1 in as many columns of Q. A step more for the matrix units, of
 // which a product has as many as 16 divides the head size, and nothing for the softmax. (With Q's
 // columns in registers the step waits, issued, for those ahead of it, and the warpgroup's turn with
-// it.)
+// it.) Of what is proportional to the distance, the part of the key; that of the row is the same
+// for all of a tile, and the softmax counts it in (see DistanceScores).
 #pragma once
 
 #include "common/program.cuh"
@@ -81,9 +80,9 @@ class DistanceTerms {
     last_ = max(ends[0], ends[1]) + diagonal + 63;
   }
 
-  // In log 2, for a tile of keys. Infinity: it is not the same for all of them, or so large that
-  // what is left of the parts where the query is near would be rounded too much (ALiBi's are below
-  // 1.44).
+  // In log 2, for a tile of keys. Infinity: not the same for all of them, or so large that what
+  // both parts are rounded by would be seen in the small sums of near keys (ALiBi's are
+  // below 1.44).
   __device__ __forceinline__ float slope(const typename Program::Head& head, int first_key) const {
     constexpr float kLargest = 4.f;
     float slope = Program::slope_before(head);

@@ -189,10 +189,10 @@ class Probabilities {
     // A reference that moves only once something has outgrown it would be looked at in vain, tile
     // after tile, by rows whose many probabilities are just below that.
     constexpr float kSlack = kSpeculates ? 0.f : 8.f;
-    // Where something is added, scores may rise from tile to tile (those of ALiBi do, up to the
-    // query): then a reference stays for some more. Nothing is rounded otherwise, because sums and
-    // operands of products have the exponents of float32. (4, 4096, 16, 128) takes 1.04 ms, 1.16
-    // without.
+    // Where something is added, scores may rise from tile to tile, as those of ALiBi do up to the
+    // query: a reference that has been outgrown moves on ahead. Sums, and operands of products,
+    // have the exponents of float32, which leaves room for values down to 1e-20. ALiBi at head size
+    // 128 takes 1.03 ms, 1.16 without (docs/experiments.md).
     constexpr bool kRises = Scores::kFollowsDistance || (Scores::kRewrites && !Scores::kHasSlope);
     constexpr float kRoom = kRises && Traits::kMath == Math::kBFloat16 ? 56.f : 0.f;
     const auto advance = [&](const auto& logits) {
