@@ -62,6 +62,10 @@ def _rows_of_heads(score, b, h, q, kv, slopes):
 _SLOPES = np.array([0.3, -0.02, 0.0, 20.0, 400.0, 1e6, 2.0, 0.05], np.float32)
 
 
+def _slope_of_all_heads(score, b, h, q, kv):
+    return score - 0.05 * (q - kv)
+
+
 def _slopes_of_all_kinds(score, b, h, q, kv, slopes):
     return score - slopes[h] * jnp.abs(q - kv)
 
@@ -263,6 +267,7 @@ SCORE_MODS = {
     row.name: row
     for row in (
         _row(_rows_of_heads, lambda s, r: {"slopes": 0.3 * r.random(s.heads).astype(np.float32)}),
+        _row(_slope_of_all_heads),
         _row(_slopes_of_all_kinds, lambda s, r: {"slopes": np.resize(_SLOPES, s.heads)}),
         _row(_cap),
         _row(_learned_cap, lambda s, r: {"cap": np.float32(4.0) + np.zeros((), np.float32)}),

@@ -76,7 +76,7 @@ def test_addends_that_follow_the_distance(compiled):
     _, programs = compiled
     sources = {name: printed.source for name, (_, printed, _) in programs.items()}
     following = {x for x, text in sources.items() if "kFollowsDistance = true" in text}
-    assert following == {"rows-of-heads", "slopes-of-all-kinds"}
+    assert following == {"rows-of-heads", "slope-of-all-heads", "slopes-of-all-kinds"}
 
 
 _FOLLOWS = {
@@ -103,15 +103,16 @@ _OF_HEADS = [_FOLLOWS[name][0] for name in ("bends", "both")]
 def test_which_addends_follow_the_distance(function, bends, tmp_path):
     """`bends`: whether by another slope behind the query; None: they do not."""
     with jax.numpy_dtype_promotion("standard"):
-        printed, captures = print_function(function, sides=("before", "behind"))
-        (one_sided, _), (without, _) = (
-            print_function(function, sides=sides) for sides in (("before",), ())
-        )
-    sources = [x.source for x in (printed, one_sided, without)]
+        prints = [
+            print_function(function, sides=sides)
+            for sides in (("before", "behind"), ("before",), ("behind",), ())
+        ]
+    sources = [printed.source for printed, _ in prints]
     follows = ["kFollowsDistance = true" in source for source in sources]
-    assert follows == [bends is not None, bends is not None, False]
-    assert ["kBends = true" in source for source in sources] == [bool(bends), False, False]
-    assert without.key_terms is None
+    assert follows == [bends is not None] * 3 + [False]
+    assert ["kBends = true" in source for source in sources] == [bool(bends)] + [False] * 3
+    printed, captures = prints[0]
+    assert prints[3][0].key_terms is None
     if bends is None:
         assert printed.key_terms is None
         return
@@ -123,9 +124,11 @@ def test_which_addends_follow_the_distance(function, bends, tmp_path):
         with jax.numpy_dtype_promotion("standard"):
             return function(*arguments)
 
-    points = random_points(np.random.default_rng(3), beyond=50)
-    library = CompiledPrograms(sources[:1], tmp_path)
-    check_program(library, 0, printed, captures, promoted, points)
+    (b, h, q, kv), s = random_points(np.random.default_rng(3), beyond=50)
+    library = CompiledPrograms(sources[:3], tmp_path)
+    for number, side in enumerate((q == q, q >= kv, q <= kv)):
+        points = [x[side] for x in (b, h, q, kv)], s[side]
+        check_program(library, number, printed, captures, promoted, points)
 
 
 def test_slope_where_the_logit_is_minus_infinity_is_finite(tmp_path):

@@ -356,9 +356,10 @@ _FOLLOWING = {
     ),
     "keys behind": (dict(local_window_size=(0, 9), **_SLOPES), True, False),
     "short, both sides": (_SLOPES, False, False),
-    "long, both sides": (dict(length=1024, **_SLOPES), True, False),
-    "window of both sides": (dict(length=1024, local_window_size=(9, 9), **_SLOPES), True, False),
-    "small heads, both sides": (dict(length=1024, head_dim=64, **_SLOPES), False, False),
+    "long, both sides": (dict(length=2048, **_SLOPES), True, False),
+    "window of both sides": (dict(length=2048, local_window_size=(9, 9), **_SLOPES), False, False),
+    "wide window": (dict(length=4096, local_window_size=(2000, 99), **_SLOPES), True, False),
+    "small heads, both sides": (dict(length=2048, head_dim=64, **_SLOPES), False, False),
     "small heads, causal": (dict(head_dim=64, is_causal=True, **_SLOPES), True, False),
     "cap": (dict(is_causal=True, logits_soft_cap=9.0, **_SLOPES), False, False),
     "bias": (dict(is_causal=True, bias=jnp.zeros((1, 1, 64, 64)), **_SLOPES), False, False),
@@ -390,10 +391,10 @@ def test_parts_of_keys_in_the_distance_on_hopper(sizes, options):
     of_program = {
         "sink": dict(sink=jnp.zeros(4, jnp.float32)),
         "dropout": dict(dropout_rate=0.1, dropout_rng=jax.random.key(0)),
-        "mask": dict(mask=np.ones((1, 1, 1024, 1024), bool)),
+        "mask": dict(mask=np.ones((1, 1, 2048, 2048), bool)),
     }.get(options, {})
     is_causal = options != "both sides"
-    query, value = (jnp.zeros((1, 1024, 4, size), jnp.bfloat16) for size in sizes)
+    query, value = (jnp.zeros((1, 2048, 4, size), jnp.bfloat16) for size in sizes)
     call = _api.described(query, query, value, is_causal=is_causal, **_SLOPES, **of_program)
     program = _kernel_program.make(*call, "forward")
     assert program is not None

@@ -108,6 +108,7 @@ def test_is_clean(tool, names, tmp_path):
         )  # fmt: skip
         if done.returncode != -signal.SIGSEGV:
             break
+        print(f"the tool died behind {done.stdout[-500:]}")
     text = done.stdout + done.stderr
     # What the tool and the cases say, without what XLA says when a kernel was stopped.
     said = [line for line in text.splitlines() if line.startswith(("=========", "ran "))]
