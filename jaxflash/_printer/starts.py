@@ -69,7 +69,7 @@ def slopes_of(graph: Graph, addend: Node, sides: Sequence[str]) -> Slopes | None
     constant, terms = linear(addend)
     if constant != 0.0 or not terms or not sides:
         return None
-    slopes = dict.fromkeys(("before", "behind"), graph.constant(0.0))
+    slopes: dict[str, Node] = {"before": graph.constant(0.0), "behind": graph.constant(0.0)}
     for term, coefficient in terms.items():
         factors = term.args if term.op == "product" else (term,)
         of_distance = [x for x in map(_slopes_of_factor, factors) if x is not None]
