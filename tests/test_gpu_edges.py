@@ -42,13 +42,13 @@ def _arrays(seed, q_len, kv_len, head_dim, value_dim):
     return [rng.standard_normal(shape, np.float32).astype(jnp.bfloat16) for shape in shapes]
 
 
-def _truth(query, key, value, dout, causal):
+def _truth(query, key, value, dout, causal, bias=0.0):
     """out, lse and the gradients, in float64."""
     query, key, value, dout = (x[0].astype(np.float64) for x in (query, key, value, dout))
     group = _HEADS // _KV_HEADS
     scale = query.shape[-1] ** -0.5
     k, v = (np.repeat(x, group, axis=1) for x in (key, value))
-    logits = scale * np.einsum("tnh,snh->nts", query, k)
+    logits = scale * np.einsum("tnh,snh->nts", query, k) + bias
     if causal:
         logits[:, ~np.tri(*logits.shape[1:], dtype=bool)] = -np.inf
     top = logits.max(axis=-1, keepdims=True, initial=-1e30)
@@ -201,6 +201,30 @@ def test_bias_of_other_heads_is_not_seen(head_dim, value_dim):
             got[:, :, :half], want[:, :, :half], atol=0.02, rtol=0.02, err_msg=name
         )
         assert np.isnan(got[:, :, half:]).any(), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("head_dim", "value_dim"), _HEAD_SIZES)
+def test_tiny_values_behind_a_bias(head_dim, value_dim):
+    """Where scores rise, references lie far above them; probabilities times values of 1e-18 must
+    still be numbers."""
+    query, key, value, _ = _arrays(0, 130, 700, head_dim, value_dim)
+    biases = {"level": np.zeros(700), "rising": _drifts(700)["rising"]}
+
+    @jax.jit
+    def all_of_them(query, key, value, biases):
+        return [
+            jaxflash.dot_product_attention(query, key, value, bias=bias, implementation="cuda")
+            for bias in biases
+        ]
+
+    tiny = (value.astype(np.float32) * 1e-18).astype(jnp.bfloat16)
+    rows = [jnp.asarray(bias[None, None, None], jnp.bfloat16) for bias in biases.values()]
+    results = jax.device_get(all_of_them(query, key, tiny, rows))
+    for name, bias, out in zip(biases, rows, results, strict=True):
+        rounded = np.asarray(bias, np.float64)[0, 0, 0]
+        expected = _truth(query, key, value, out, causal=False, bias=rounded)[0]
+        _compare("out", np.asarray(out, np.float64) * 1e18, expected, f"; bias {name}")
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
