@@ -80,6 +80,21 @@ CANDIDATES: dict[str, dict[str, str]] = {
         "now": "BackwardTileFor<128, 128>::Type",
         "none-held": "BackwardTile<128, 128, 64, 128, 2, 2, KeyOwners::kBlock>",
     },
+    "backward/96": {
+        "now": "BackwardTileFor<96, 96>::Type",
+        "none-held": "BackwardTile<96, 96, 64, 128, 2, 2, KeyOwners::kBlock>",
+        "of-128": "BackwardTileFor<128, 128>::Type",
+    },
+    "backward/192/128": {
+        "now": "BackwardTileFor<192, 128>::Type",
+        "one-dout": "BackwardTile<192, 128, 64, 64, 2, 1, KeyOwners::kPair>",
+        "of-256": "BackwardTileFor<256, 256>::Type",
+    },
+    "backward/192": {
+        "now": "BackwardTileFor<192, 192>::Type",
+        "one-dout": "BackwardTile<192, 192, 64, 64, 2, 1, KeyOwners::kPair>",
+        "of-256": "BackwardTileFor<256, 256>::Type",
+    },
     "backward/256": {
         "now": "BackwardTileFor<256, 256>::Type",
     },

@@ -117,6 +117,35 @@ BANDS = (
          is_causal=True, dtype="bfloat16", deterministic_backward=True),
 )  # fmt: skip
 
+# Backward tiles with half a panel of columns, and pairs of blocks that share a panel of dq.
+PANELS = (
+    _row("panels-72-deterministic", q_len=300, kv_len=390, q_heads=4, kv_heads=2, head_dim=72,
+         is_causal=True, deterministic_backward=True, dtype="bfloat16", gpu_only=True),
+    _row("panels-96-one-tile", q_len=300, kv_len=100, head_dim=96, dtype="float16", gpu_only=True),
+    _row("panels-96-everything", bias="1NTS", alibi="N", dropout_rate=0.2, sink=True, q_len=300,
+         kv_len=390, q_heads=4, kv_heads=2, head_dim=96, local_window_size=(200, 40),
+         kv_lengths=(390, 111), deterministic_backward=True, dtype="bfloat16", gpu_only=True),
+    _row("panels-96-cap-segments", logits_soft_cap=3.0, segments="shared", q_len=500, head_dim=80,
+         value_dim=90, dtype="float16", gpu_only=True),
+    _row("panels-136-deterministic", q_len=300, kv_len=390, q_heads=4, kv_heads=2, head_dim=136,
+         is_causal=True, deterministic_backward=True, dtype="bfloat16", gpu_only=True),
+    _row("panels-160-cap-lengths", logits_soft_cap=3.0, q_len=500, kv_len=390, head_dim=160,
+         query_lengths=(500, 77), kv_lengths=(111, 390), dtype="float16", gpu_only=True),
+    _row("panels-192-everything", bias="1NTS", alibi="N", dropout_rate=0.2, sink=True, q_len=300,
+         kv_len=390, q_heads=4, kv_heads=2, head_dim=192, local_window_size=(200, 40),
+         kv_lengths=(390, 111), deterministic_backward=True, dtype="bfloat16", gpu_only=True),
+    _row("panels-192-segments-key-bias", bias="BN1S", segments="shared", q_len=500, head_dim=192,
+         is_causal=True, dtype="bfloat16", gpu_only=True),
+    _row("panels-192-100-deterministic", q_len=300, kv_len=390, q_heads=4, kv_heads=2,
+         head_dim=192, value_dim=100, is_causal=True, causal_alignment="bottom_right",
+         deterministic_backward=True, dtype="bfloat16", gpu_only=True),
+    _row("panels-192-128-everything", bias="1NTS", alibi="N", dropout_rate=0.2, sink=True,
+         q_len=300, kv_len=390, q_heads=4, kv_heads=2, head_dim=192, value_dim=128,
+         local_window_size=(200, 40), kv_lengths=(390, 111), dtype="float16", gpu_only=True),
+    _row("panels-152-120-mask", mask="11TS", dropout_rate=0.2, q_len=300, kv_len=390,
+         head_dim=152, value_dim=120, dtype="bfloat16", gpu_only=True),
+)  # fmt: skip
+
 # What changes scores and who sees whom beyond a band: each alone, every broadcast shape, and the
 # pairs that interact.
 SCORES = (
@@ -317,6 +346,17 @@ SCORES_OF_TILES = (
          head_dim=96, batch=(1,), is_causal=True, dtype="bfloat16", gpu_only=True),
     _row("tiles-long-bias-sink-96", bias="BN1S", sink=True, q_len=300, kv_len=1333, head_dim=96,
          batch=(1,), dtype="float16", gpu_only=True),
+    # Of 112 and 80 keys.
+    _row("tiles-long-mask-192", mask="BNTS", q_len=600, kv_len=1333, head_dim=192, batch=(1,),
+         dtype="bfloat16", gpu_only=True),
+    _row("tiles-long-mask-bias-160", mask="11TS", bias="1NT1", q_len=600, kv_len=1333,
+         head_dim=160, is_causal=True, batch=(1,), dtype="float16", gpu_only=True),
+    _row("tiles-long-distances-192", score_mod="relative-table", q_len=600, kv_len=1333,
+         q_heads=4, kv_heads=2, head_dim=192, batch=(1,), dtype="float16", gpu_only=True),
+    _row("tiles-long-mask-256", mask="B1TS", q_len=600, kv_len=1333, q_heads=4, kv_heads=2,
+         head_dim=256, dtype="bfloat16", gpu_only=True),
+    _row("tiles-long-distances-256", score_mod="relative-table", q_len=1100, kv_len=1333,
+         head_dim=256, batch=(1,), is_causal=True, sink=True, dtype="bfloat16", gpu_only=True),
     _row("tiles-distance-steep-128", score_mod="slopes-of-all-kinds", q_len=700, kv_len=2100,
          q_heads=8, kv_heads=8, batch=(1,), head_dim=128, dtype="bfloat16", gpu_only=True),
     _row("tiles-distance-steep-causal-64", score_mod="slopes-of-all-kinds", q_len=600, q_heads=8,
@@ -1101,6 +1141,6 @@ LARGE = (
 )  # fmt: skip
 
 CASES = (
-    *BASE, *HEADS, *BANDS, *SCORES, *SCORES_OF_TILES, *PACKED, *SCORE_MOD_ROWS, *MASK_VALUE_ROWS,
-    *GRADIENTS_OF_CAPTURES, *FAULTS, *DECODE, *DECODE_SCORES, *PORTABLE, *LARGE
+    *BASE, *HEADS, *PANELS, *BANDS, *SCORES, *SCORES_OF_TILES, *PACKED, *SCORE_MOD_ROWS,
+    *MASK_VALUE_ROWS, *GRADIENTS_OF_CAPTURES, *FAULTS, *DECODE, *DECODE_SCORES, *PORTABLE, *LARGE
 )  # fmt: skip

@@ -417,7 +417,7 @@ def test_parts_of_keys_in_the_distance_on_hopper(sizes, options):
 
 
 @pytest.mark.parametrize("mask_shape", [(1, 1, 1, 64), (1, 1, 64, 64)], ids=["padding", "dense"])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_dense_bias_beside_a_mask_on_hopper(head_dim, mask_shape):
     """The backward kernel loads starts as without the mask; what its loading warp spills does not
     matter."""
@@ -434,7 +434,7 @@ def test_dense_bias_beside_a_mask_on_hopper(head_dim, mask_shape):
 
 
 @pytest.mark.parametrize("options", ["alone", "dropout"])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_dense_bias_beside_the_queries_on_hopper(head_dim, options):
     """The same in the backward pass."""
     dropout = dict(dropout_rate=0.1, dropout_rng=jax.random.key(0))
@@ -450,7 +450,7 @@ def test_dense_bias_beside_the_queries_on_hopper(head_dim, options):
 
 
 @pytest.mark.parametrize("dropout", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 def test_dense_bias_in_the_backward_on_hopper(head_dim, dropout):
     options = dict(dropout_rate=0.1, dropout_rng=jax.random.key(0)) if dropout else {}
     source = _dense_bias(head_dim, "bfloat16", "backward", **options)

@@ -52,7 +52,7 @@ def _summing(name: str, head_dim: int) -> tuple[str, str]:
     return program.source, gradients.source
 
 
-@covering("head_dim, name, mask", [64, 128, 256], list(_KEY_SUMS), BAND_OR_RANGES)
+@covering("head_dim, name, mask", [64, 96, 128, 192, 256], list(_KEY_SUMS), BAND_OR_RANGES)
 def test_sums_over_queries_on_hopper(head_dim, name, mask):
     source, _ = _summing(name, head_dim)
     compiled = compile_program(source, pass_name="backward", head_dim=head_dim, mask=mask, **H200)
@@ -72,7 +72,7 @@ _TABLES = {
 }
 
 
-@covering("head_dim, name, mask", [64, 128], list(_TABLES), BAND_OR_RANGES)
+@covering("head_dim, name, mask", [64, 96, 128], list(_TABLES), BAND_OR_RANGES)
 def test_tables_of_distances_on_hopper(head_dim, name, mask):
     qkv = 3 * (jnp.zeros((2, 64, 2, head_dim), jnp.bfloat16),)
     table = jnp.zeros((2, 128), jnp.float32)
@@ -138,7 +138,7 @@ def _storing(name: str, head_dim: int, batch: int = 2) -> tuple[_kernel_program.
     return program, gradients.source
 
 
-@covering("head_dim, name, mask", [64, 128, 256], list(_STORED), BAND_OR_RANGES)
+@covering("head_dim, name, mask", [64, 96, 128, 192, 256], list(_STORED), BAND_OR_RANGES)
 def test_stored_gradient_on_hopper(head_dim, name, mask):
     """It takes no registers of those that compute."""
     program, _ = _storing(name, head_dim)

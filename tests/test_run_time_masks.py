@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("kernel_cache")
 
 @covering(
     "head_dim, pass_name, mask, one_sided",
-    [64, 128, 256],
+    [64, 96, 128, 192, 256],
     ["forward", "backward", "deterministic backward"],
     RANGES,
     {"all": False, "causal": True},
@@ -191,7 +191,7 @@ def test_elements_share_loads_elsewhere(mask, bias, bounds):
 
 
 @pytest.mark.parametrize("pass_", ["forward", "backward"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("name", ["prefix", "intervals"])
 def test_mask_values_on_hopper(name, head_dim, pass_):
     row, sizes = MASK_VALUES[name], Sizes(1, 2, 64, 64)

@@ -53,7 +53,7 @@ nb::dict constants() {
   values["max_capture_rank"] = kMaxCaptureRank;
   values["max_key_sums"] = kMaxKeySums;
   values["max_batch_sum"] = kMaxBatchSum;
-  values["max_single_head_dim"] = largest_single_head_dim<64, 128, 256>();
+  values["max_single_head_dim"] = largest_single_head_dim<64, 96, 128, 192, 256>();
   values["key_terms"] = kKeyTerms;
   values["distance_terms"] = kDistanceTerms;
   values["kind_of_band"] = static_cast<int32_t>(MaskKind::kBand);

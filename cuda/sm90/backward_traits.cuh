@@ -123,10 +123,12 @@ struct BackwardTraits {
     return tile.first_key + (kPaired ? cluster_rank() * kKeys : 0);
   }
 
-  // An operand lies in panels 64 elements (128 bytes) wide, each swizzled.
+  // An operand lies in panels 64 elements (128 bytes) wide, each swizzled. TMA fills with zeros
+  // what the last one has behind the head size.
+  static constexpr int kPanelColumns = 64;
   static constexpr int kPanelRowBytes = 128;
-  static constexpr int kPanels = Tile::kHeadDim / 64;
-  static constexpr int kValuePanels = Tile::kValueDim / 64;
+  static constexpr int kPanels = (Tile::kHeadDim + kPanelColumns - 1) / kPanelColumns;
+  static constexpr int kValuePanels = (Tile::kValueDim + kPanelColumns - 1) / kPanelColumns;
   static constexpr int kRowPanelBytes = kRows * kPanelRowBytes;  // of q, dout, p and ds
   static constexpr int kKeyPanelBytes = kKeys * kPanelRowBytes;  // of k, v
   static constexpr int kQBytes = kPanels * kRowPanelBytes;
@@ -135,19 +137,46 @@ struct BackwardTraits {
   static constexpr int kVBytes = kValuePanels * kKeyPanelBytes;
   static constexpr int kScoreBytes = kKeys / 64 * kRowPanelBytes;
 
-  // What a consumer warpgroup computes of dq at once: of a pair's block a panel, of a single one
-  // half of a step's. A warp has 16 rows, 4 KB or 2.
+  // What a consumer warpgroup computes of dq at once: of a pair's block a panel (see DqPart), of a
+  // single one half of a step's. A warp has 16 rows, 4 KB or 2.
   static constexpr int kDqPartRows = 64;
-  static constexpr int kDqPartDims = kPaired ? 64 : kRows * Tile::kHeadDim / 2 / kDqPartRows;
+  static constexpr int kDqPartDims =
+      kPaired ? kPanelColumns : kRows * kPanels * kPanelColumns / 2 / kDqPartRows;
   static constexpr int kDqWarpBytes = 16 * kDqPartDims * 4;
-  // Panels of columns of dq that a block computes.
-  static constexpr int kDqPanels = kPanels / kBlocks;
+  // Panels of columns that a block computes dq for, in part or in full. Of a pair the second block
+  // has the last ones.
+  static constexpr int kDqPanels = (kPanels + kBlocks - 1) / kBlocks;
+  static constexpr int kDqPanelsBefore = kPanels - kDqPanels;
+  static_assert(!kPaired || kPanels == 3 || kPanels == 4);
+  // What a consumer warpgroup of a pair's block computes of dq, given the block's rank: a panel, or
+  // of three panels the half of the middle one.
+  template <int kGroup>
+  struct DqPart {
+    static constexpr bool kThree = kPanels == 3;
+    static constexpr bool kHalf = kThree && kGroup == 1;
+    static constexpr int kColumns = kHalf ? kPanelColumns / 2 : kPanelColumns;
+
+    __device__ __forceinline__ static int panel(int rank) {
+      return kThree ? (kHalf ? 1 : rank * 2) : rank * 2 + kGroup;
+    }
+    // Among those that begin at kDqPanelsBefore * rank.
+    __device__ __forceinline__ static int own_panel(int rank) {
+      return kThree ? (kHalf ? 1 - rank : rank) : kGroup;
+    }
+    // Of the panel the first one.
+    __device__ __forceinline__ static int column_in_panel(int rank) {
+      return kHalf ? rank * kColumns : 0;
+    }
+    __device__ __forceinline__ static int column(int rank) {
+      return panel(rank) * kPanelColumns + column_in_panel(rank);
+    }
+  };
 
   // dk and dv leave in parts of 64 keys.
   static constexpr int kStoredKeys = 64;
   static constexpr int kStoredPanelBytes = kStoredKeys * kPanelRowBytes;
 
-  static_assert(Tile::kHeadDim % 64 == 0 && Tile::kValueDim % 64 == 0);
+  static_assert(Tile::kHeadDim % 32 == 0 && Tile::kValueDim % 32 == 0);
   static_assert(kKeys % 64 == 0 && kRows % 64 == 0 && kWorkspaceRows % kRows == 0);
 
   // Of a warpgroup's keys and the rows of a step.
@@ -224,7 +253,7 @@ struct BackwardTraits {
   };
   static_assert(!kPaired ||
                     (kRows == 64 && kKeys == 64 && Tile::kKeyStages == 1 && Tile::kHeldSteps == 0 &&
-                     Tile::kHeadDim == 256 && Tile::kValueDim == 256),
+                     Tile::kHeadDim <= 256 && Tile::kValueDim <= 256),
                 "all columns of dk or dv and one panel of dq for each consumer warpgroup");
   static_assert(!kPaired || (sizeof(float) * kRows * kKeys == 4 * kDqWarpBytes &&
                              2 * kScoreBytes == 4 * kDqWarpBytes),

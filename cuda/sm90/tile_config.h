@@ -156,11 +156,11 @@ struct ForwardTileFor<128, 128> {
       ForwardTile<128, 128, 2, 128, 3, 1, Overlap::kValues, Output::kDirect, false, true>;
 };
 
-// As at 128, whose output it has; the larger Q leaves room for one buffer of it. 560 against 505
-// with two warpgroups at S = 512, 752 against 775 at 8192.
+// As at 128, whose output it has; the larger Q leaves room for one buffer of it. 639 against 633
+// with 80 keys at S = 2048, 694 against 687 at 8192.
 template <>
 struct ForwardTileFor<192, 128> {
-  using Long = ForwardTile<192, 128, 3, 80, 3, 1, Overlap::kNone, Output::kDirect, true>;
+  using Long = ForwardTile<192, 128, 3, 64, 3, 1, Overlap::kNone, Output::kDirect, true>;
   using Short = ForwardTile<192, 128, 2, 128, 2, 1, Overlap::kValues, Output::kDirect, true>;
   using Tiles = Choices<UpTo<kMaxLength, 512, Short>, Otherwise<Long>>;
   using OneUnit =
@@ -214,6 +214,14 @@ struct TilesForAllSizes {
   template <class Tile>
   static constexpr bool suits(const CallSizes&, int64_t /*units*/, bool /*one_sided*/) {
     return true;
+  }
+};
+// Where there are few keys, more of a longer last tile would be ragged.
+template <int kLongKeys>
+struct LongTilesForLongRows {
+  template <class Tile>
+  static constexpr bool suits(const CallSizes& sizes, int64_t /*units*/, bool /*one_sided*/) {
+    return Tile::kKeys != kLongKeys || sizes.kv_len > 1024;
   }
 };
 
@@ -277,7 +285,7 @@ struct ForwardProgramTiles<64, 64> {
 // has tiles of 64 (4096 tokens). The others as at 128: 0.175 ms against 0.213 for 128 sequences of
 // 256 with a soft cap.
 template <>
-struct ForwardProgramTiles<96, 96> {
+struct ForwardProgramTiles<96, 96> : LongTilesForLongRows<96> {
   using Tiles = ProgramTiles<
       ForwardTile<96, 96, 3, 64, 3, 1, Overlap::kNone, Output::kDirect, true, false, true>,
       ForwardTile<96, 96, 2, 128, 2, 1, Overlap::kValues, Output::kDirect, false, false, true>,
@@ -292,11 +300,6 @@ struct ForwardProgramTiles<96, 96> {
   static constexpr int kFewerWarpGroups = 2;
   static constexpr int kFewerCost = 108;
   static constexpr int kFewerStartsCost = 108;
-  // Where there are few keys, more of the last tile would be ragged.
-  template <class Tile>
-  static constexpr bool suits(const CallSizes& sizes, int64_t /*units*/, bool /*one_sided*/) {
-    return Tile::kKeys != 96 || sizes.kv_len > 1024;
-  }
 };
 
 // Of 256 rows two tiles of two warpgroups are full: 128 sequences take 0.181 ms with a soft cap
@@ -342,29 +345,35 @@ struct ForwardProgramTiles<192, 128> : TilesForAllSizes {
   static constexpr int kFewerStartsCost = 100;
 };
 
+// 112 keys: 0.716 ms against 0.741 with a table read at q - kv (4096 tokens), 0.764 against 0.792
+// with a mask array.
 template <>
-struct ForwardProgramTiles<192, 192> : TilesForAllSizes {
+struct ForwardProgramTiles<192, 192> : LongTilesForLongRows<112> {
   using Tiles = ProgramTiles<
       ForwardTile<192, 192, 2, 64, 2, 1, Overlap::kValues, Output::kDirect, true, false, true>,
       WithKeyTerms<192, 192, 2, 96, 2, 1, Overlap::kValues, Output::kDirect, true>,
+      ForwardTile<192, 192, 2, 112, 2, 1, Overlap::kValues, Output::kDirect, true>,
       ForwardTile<192, 192, 2, 96, 2, 1, Overlap::kValues, Output::kDirect, true>,
       ForwardTile<192, 192, 2, 64, 2, 1, Overlap::kValues, Output::kDirect, true>>;
-  static constexpr int kWithSlope = 2;
-  static constexpr int kWithRanges = 2;
+  static constexpr int kWithSlope = 3;
+  static constexpr int kWithRanges = 3;
   static constexpr int kFewerWarpGroups = 0;
   static constexpr int kFewerCost = 100;
   static constexpr int kFewerStartsCost = 100;
 };
 
+// 80 keys: 0.920 ms against 0.989 with a table read at q - kv (4096 tokens), 0.974 against 1.045
+// with a mask array, but 0.474 against 0.435 with two segments. They do not fit with a soft cap.
 template <>
-struct ForwardProgramTiles<256, 256> : TilesForAllSizes {
+struct ForwardProgramTiles<256, 256> : LongTilesForLongRows<80> {
   using Tiles = ProgramTiles<
       ForwardTile<256, 256, 2, 64, 2, 1, Overlap::kValues, Output::kDirect, true, false, true>,
       WithKeyTerms<256, 256, 2, 64, 2, 1, Overlap::kValues, Output::kDirect, true>,
+      ForwardTile<256, 256, 2, 80, 2, 1, Overlap::kValues, Output::kDirect, true>,
       ForwardTile<256, 256, 2, 64, 2, 1, Overlap::kValues, Output::kDirect, true>,
       ForwardTile<256, 256, 2, 48, 2, 1, Overlap::kValues, Output::kDirect, true>>;
-  static constexpr int kWithSlope = 2;
-  static constexpr int kWithRanges = 2;
+  static constexpr int kWithSlope = 3;
+  static constexpr int kWithRanges = 3;
   static constexpr int kFewerWarpGroups = 0;
   static constexpr int kFewerCost = 100;
   static constexpr int kFewerStartsCost = 100;
@@ -468,11 +477,32 @@ struct BackwardTileFor<64, 64> {
   using Type = BackwardTile<64, 64, 128, 128, 2, 2, KeyOwners::kBlock, 2, 2>;
 };
 
+// dk and dv take 32 registers less than at 128, which hold all of k: 525 TFLOP/s at S = 8192,
+// causal 496, against 516 and 482 without. The second panel of 64 columns is half empty, yet dq is
+// computed in both halves. The tile of 128 takes 1.10 to 1.14 times as long.
+template <>
+struct BackwardTileFor<96, 96> {
+  using Type = BackwardTile<96, 96, 64, 128, 2, 2, KeyOwners::kBlock, 1, 6>;
+};
+
 // dk and dv take 128 registers a thread, which leaves room for the scores of 64 rows, and for two
 // steps of k: 594 TFLOP/s against 587 without at S = 8192, causal 571 against 562. A third spills.
 template <>
 struct BackwardTileFor<128, 128> {
   using Type = BackwardTile<128, 128, 64, 128, 2, 2, KeyOwners::kBlock, 1, 2>;
+};
+
+// As at 256, with room for a second dout: 486 against 437 at S = 8192, causal 471 against 435. The
+// tile of 256 takes 1.14 to 1.17 times as long.
+template <>
+struct BackwardTileFor<192, 192> {
+  using Type = BackwardTile<192, 192, 64, 64, 2, 2, KeyOwners::kPair>;
+};
+
+// Here a second dout makes no difference. The tile of 256 takes 1.12 to 1.15 times as long.
+template <>
+struct BackwardTileFor<192, 128> {
+  using Type = BackwardTile<192, 128, 64, 64, 2, 1, KeyOwners::kPair>;
 };
 
 // Adds to dq bind at this head size: 64 keys by themselves allow 616 TFLOP/s, 80 (the most whose dk
@@ -499,10 +529,28 @@ struct BackwardProgramTiles<64, 64> {
 };
 
 template <>
+struct BackwardProgramTiles<96, 96> {
+  using Tiles = ProgramTiles<BackwardTile<96, 96, 64, 128, 2, 2, KeyOwners::kBlock, 1, 0, 2>,
+                             BackwardTile<96, 96, 64, 128, 2, 2, KeyOwners::kBlock>>;
+  static constexpr int kWithSlope = 1;
+};
+
+template <>
 struct BackwardProgramTiles<128, 128> {
   using Tiles = ProgramTiles<BackwardTile<128, 128, 64, 128, 2, 2, KeyOwners::kBlock, 1, 0, 2>,
                              BackwardTile<128, 128, 64, 128, 2, 2, KeyOwners::kBlock>>;
   static constexpr int kWithSlope = 1;
+};
+
+template <>
+struct BackwardProgramTiles<192, 192> {
+  using Tiles = ProgramTiles<BackwardTile<192, 192, 64, 64, 2, 2, KeyOwners::kPair>>;
+  static constexpr int kWithSlope = 0;
+};
+template <>
+struct BackwardProgramTiles<192, 128> {
+  using Tiles = ProgramTiles<BackwardTile<192, 128, 64, 64, 2, 1, KeyOwners::kPair>>;
+  static constexpr int kWithSlope = 0;
 };
 
 template <>

@@ -101,13 +101,13 @@ class ConsumerSteps {
   int place_ = 0;  // 8 * (minus the remaining steps) + (steps so far) % 8
 };
 
-// dq = ds k, or dq += ds k, for 64 queries and the columns of a part.
-template <class Traits>
-__device__ __forceinline__ void multiply_dq(float (&dq)[Traits::kDqPartDims / 2], uint64_t ds,
-                                            uint64_t k, bool accumulate) {
+// dq = ds k, or dq += ds k, for 64 queries and some columns.
+template <class Traits, int kColumns>
+__device__ __forceinline__ void multiply_dq(float (&dq)[kColumns / 2], uint64_t ds, uint64_t k,
+                                            bool accumulate) {
 #pragma unroll
   for (int step = 0; step < Traits::kKeys / 16; ++step) {
-    Wgmma<Traits::kDqPartDims>::template ss<Traits::kMath, 0, 1>(
+    Wgmma<kColumns>::template ss<Traits::kMath, 0, 1>(
         dq, ds + descriptor_step(step / 4 * Traits::kRowPanelBytes + step % 4 * 32),
         k + descriptor_step(step * 16 * Traits::kPanelRowBytes), accumulate || step != 0);
   }

@@ -21,7 +21,6 @@ struct PairConsumers {
   static constexpr int kRows = Traits::kRows;
   static constexpr int kKeys = Traits::kKeys;
   static constexpr Math kMath = Traits::kMath;
-  static constexpr int kDim = Tile::kHeadDim;
   // The thread that deals with the other block.
   static constexpr int kMessenger = 128;
 
@@ -61,19 +60,22 @@ struct PairConsumers {
   }
 
   // In the order of the fragments, for the warp that adds them.
-  template <int kGroup>
+  template <int kGroup, int kElements>
   __device__ __forceinline__ static void stage_dq(const SharedMemory& smem, int odd,
-                                                  const float (&dq)[32]) {
+                                                  const float (&dq)[kElements]) {
     const int thread = late_thread();
     const uint32_t target = smem.staged_dq(kGroup * 4 + thread / 32, odd) + thread % 32 * 16;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) store_shared_f32x4(target + i * 512, dq + 4 * i);
+    for (int i = 0; i < kElements / 4; ++i) store_shared_f32x4(target + i * 512, dq + 4 * i);
     named_barrier_arrive(kDqFull, Traits::kConsumerThreads + 32);
   }
 
   template <int kGroup>
   __device__ __forceinline__ static void consume(const BackwardArgs& args, SharedMemory& smem) {
     constexpr bool kValues = kGroup == 0;
+    // Of s or dp, what it sums over; of dv or dk, its columns.
+    constexpr int kScoreDim = kValues ? Tile::kHeadDim : Tile::kValueDim;
+    constexpr int kSumDim = kValues ? Tile::kValueDim : Tile::kHeadDim;
     constexpr int kSums = kValues ? 0 : Score::kKeySums;
     const int thread = threadIdx.x % 128;
     const int column = Fragment::column(thread);
@@ -85,16 +87,18 @@ struct PairConsumers {
         wgmma_descriptor(shared_address(kValues ? smem.q[0] : smem.dout[0]), 16, 1024);
     const uint64_t columns_b = wgmma_descriptor(shared_address(kValues ? smem.dout[0] : smem.q[0]),
                                                 Traits::kRowPanelBytes, 1024);
-    // dq: a panel of columns.
+    // dq: a panel of columns, or a half of one.
+    using DqPart = typename Traits::template DqPart<kGroup>;
+    const int rank = cluster_rank();
+    const int dq_bytes = DqPart::column_in_panel(rank) * 2;
     const uint64_t ds_rows = wgmma_descriptor(shared_address(smem.ds[0]), 16, 1024);
     const uint64_t peer_ds_rows = wgmma_descriptor(shared_address(smem.peer_ds[0]), 16, 1024);
-    const int dq_panel = cluster_rank() * Traits::kDqPanels + kGroup;
-    const uint64_t dq_k =
-        wgmma_descriptor(shared_address(smem.k[0]) + dq_panel * Traits::kKeyPanelBytes,
-                         Traits::kKeyPanelBytes, 1024);
-    const uint64_t dq_peer_k =
-        wgmma_descriptor(shared_address(smem.peer_k) + kGroup * Traits::kKeyPanelBytes,
-                         Traits::kKeyPanelBytes, 1024);
+    const uint64_t dq_k = wgmma_descriptor(
+        shared_address(smem.k[0]) + DqPart::panel(rank) * Traits::kKeyPanelBytes + dq_bytes,
+        Traits::kKeyPanelBytes, 1024);
+    const uint64_t dq_peer_k = wgmma_descriptor(
+        shared_address(smem.peer_k) + DqPart::own_panel(rank) * Traits::kKeyPanelBytes + dq_bytes,
+        Traits::kKeyPanelBytes, 1024);
 
     ConsumerSteps<Traits> steps(smem);
     TicketReader<Traits::kBlocks> reader;
@@ -110,8 +114,8 @@ struct PairConsumers {
       int done = 0;  // steps of this tile
 
       KeySums<kSums> key_sums;
-      float sum[kDim / 2];  // dv or dk
-      float dq[32];
+      float sum[kSumDim / 2];  // dv or dk
+      float dq[DqPart::kColumns / 2];
 #pragma unroll
       for (float& value : sum) value = 0.f;
 
@@ -121,8 +125,8 @@ struct PairConsumers {
         const uint64_t offset = (steps.odd() ^ 1) * descriptor_step(Traits::kScoreBytes);
         discard(dq);
         wgmma_fence();
-        multiply_dq<Traits>(dq, ds_rows + offset, dq_k, false);
-        multiply_dq<Traits>(dq, peer_ds_rows + offset, dq_peer_k, true);
+        multiply_dq<Traits, DqPart::kColumns>(dq, ds_rows + offset, dq_k, false);
+        multiply_dq<Traits, DqPart::kColumns>(dq, peer_ds_rows + offset, dq_peer_k, true);
         wgmma_commit();
       };
       const auto wait_peer_ds = [&] {
@@ -144,8 +148,8 @@ struct PairConsumers {
         hold(sum);
         bool seen[2];
         find_seen(seen, block.mask, first_key);
-        stage<Traits, kDim>(kValues ? smem.v[0] : smem.k[0], sum,
-                            kValues ? 1.f : args.problem.scale, seen);
+        stage<Traits, kSumDim>(kValues ? smem.v[0] : smem.k[0], sum,
+                               kValues ? 1.f : args.problem.scale, seen);
         fence_proxy_async();
         (kValues ? smem.dv_full : smem.dk_full).arrive();
       };
@@ -196,7 +200,7 @@ struct PairConsumers {
         } else {
           discard(x);
         }
-        issue_scores<kMath, kDim, Traits::kKeyPanelBytes, Traits::kRowPanelBytes, kRows>(
+        issue_scores<kMath, kScoreDim, Traits::kKeyPanelBytes, Traits::kRowPanelBytes, kRows>(
             x, rows_a, rows_b + (kValues ? steps.q_offset() : steps.dout_offset()), kStarts);
         // The first step has no dq to compute: what this product makes of the buffers is dropped. A
         // branch around it would make the compiler wait for all others.
@@ -231,7 +235,7 @@ struct PairConsumers {
           named_barrier_arrive(kPFull, Traits::kConsumerThreads);
           steps.release_q();
           steps.wait_dout();
-          issue_gradient<Traits, kDim>(sum, packed, columns_b + steps.dout_offset());
+          issue_gradient<Traits, kSumDim>(sum, packed, columns_b + steps.dout_offset());
           prepare_next(after);
         } else {
           named_barrier_sync(kPFull, Traits::kConsumerThreads);
@@ -255,7 +259,7 @@ struct PairConsumers {
           send_ds(smem, steps, odd, packed);
           steps.wait_q();
           if constexpr (Mask::kWalks) after = smem.staged[steps.q_stage()];
-          issue_gradient<Traits, kDim>(sum, packed, columns_b + steps.q_offset());
+          issue_gradient<Traits, kSumDim>(sum, packed, columns_b + steps.q_offset());
         }
         wgmma_wait<1>();
         hold(dq);

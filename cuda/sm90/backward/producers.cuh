@@ -67,10 +67,12 @@ struct BackwardProducers {
     if (lane == 0) {
       mbarrier_arrive_expect_tx(barrier, kPanels * kPanelBytes + kVectorBytes);
       if (kVector && Traits::kPaired && !cut) {
-        constexpr int kShare = kPanels / Traits::kBlocks;
+        constexpr int kShare = (kPanels + Traits::kBlocks - 1) / Traits::kBlocks;
         const int begin = cluster_rank() * kShare;
+        const int end =
+            kShare * Traits::kBlocks > kPanels ? min(begin + kShare, kPanels) : begin + kShare;
 #pragma unroll 1
-        for (int panel = begin; panel < begin + kShare; ++panel) {
+        for (int panel = begin; panel < end; ++panel) {
           tensor_load_multicast(shared_address(target + panel * kPanelBytes), from.map, barrier,
                                 (1 << Traits::kBlocks) - 1, from.column + panel * 64, first, head,
                                 from.inner, from.outer);
@@ -211,7 +213,7 @@ struct BackwardProducers {
   __device__ __forceinline__ static void load_peer_k(const BackwardArgs& args, SharedMemory& smem,
                                                      const Keys& keys, uint32_t& landed_phase) {
     const int peer_key = keys.first_key ^ kKeys;  // a tile starts at a multiple of 2 kKeys
-    const int column = cluster_rank() * Traits::kDqPanels * 64;
+    const int column = cluster_rank() * Traits::kDqPanelsBefore * Traits::kPanelColumns;
     load_tile<kKeys, Traits::kDqPanels, false>(
         {&args.k, keys.inner * args.k_batch_step[0], keys.outer * args.k_batch_step[1],
          args.problem.kv_len, keys.seen, column},
@@ -388,7 +390,8 @@ struct BackwardProducers {
   // the warpgroup's ds is the gradient of is stored beside.
   __device__ __forceinline__ static void add_dq(const BackwardArgs& args, SharedMemory& smem,
                                                 int part) {
-    constexpr int kParts = Tile::kHeadDim / Traits::kDqPartDims;  // beside one another
+    // Beside one another.
+    constexpr int kParts = Traits::kPanels * Traits::kPanelColumns / Traits::kDqPartDims;
     const int lane = threadIdx.x % 32;
     const int col = part % kParts * Traits::kDqPartDims;
     named_barrier_arrive(kDqEmpty + part, 128 + 32);
@@ -445,11 +448,16 @@ struct BackwardProducers {
     }
   }
 
-  // Adds dq of a pair's block: eight lanes, one for each consumer warp, add 16 rows by 64 columns.
+  // Adds dq of a pair's block: eight lanes, one for each consumer warp, add 16 rows by its columns.
   __device__ __forceinline__ static void add_pair_dq(const BackwardArgs& args, SharedMemory& smem) {
     const int lane = threadIdx.x % 32;
     const bool adds = lane < Traits::kConsumerThreads / 32;
-    const int col = (cluster_rank() * Traits::kDqPanels + lane / 4 % 2) * 64;
+    using First = typename Traits::template DqPart<0>;
+    using Second = typename Traits::template DqPart<1>;
+    const bool second = lane / 4 % 2 == 1;
+    const int rank = cluster_rank();
+    const int col = second ? Second::column(rank) : First::column(rank);
+    const int columns = second ? Second::kColumns : First::kColumns;
     named_barrier_arrive(kDqEmpty, 128 + 32);
     Reader reader;
     uint32_t odd = 0;
@@ -471,7 +479,7 @@ struct BackwardProducers {
         if (adds) {
           fence_proxy_async();  // on this side of the barrier as in add_dq
           const int part_row = row + lane % 4 * 16;
-          const int bytes = DqOrder::row_bytes(args.workspace, part_row, col, Traits::kDqPartDims);
+          const int bytes = DqOrder::row_bytes(args.workspace, part_row, col, columns);
           if (bytes > 0) {
             bulk_reduce_add(args.workspace.dq_of(args.workspace_data, head_index) +
                                 DqOrder::offset(args.workspace, part_row, col),

@@ -31,7 +31,7 @@ struct SingleConsumers {
   __device__ __forceinline__ static void issue_dq(float (&dq)[kDqElements], uint64_t ds,
                                                   uint64_t k) {
     wgmma_fence();
-    multiply_dq<Traits>(dq, ds, k, false);
+    multiply_dq<Traits, Traits::kDqPartDims>(dq, ds, k, false);
     wgmma_commit();
   }
 
@@ -262,7 +262,10 @@ struct SingleConsumers {
         // dq leaves while dk's product runs.
         hand_over_dq(args, smem, dq, group);
         wgmma_wait<0>();
-        if constexpr (Mask::kWalks) after = staged();
+        if constexpr (Mask::kWalks) {
+          after = staged();
+          __syncwarp();  // all lanes have read
+        }
         steps.release_q();
         block.advance(after, row, head);
       }
