@@ -213,8 +213,7 @@ struct StoredGradient {
 };
 
 // Keys and values in a pool of pages. Those of a sequence lie in pages table[0], table[1] ... of
-// its row; numbers outside of 0 ... count - 1 mean the nearest, and those of pages in which no key
-// is seen are not looked at.
+// its row; numbers outside of 0 ... count - 1 mean the nearest.
 struct Pages {
   const int32_t* table;  // (prod B, S / size); nullptr: keys and values are contiguous
   int32_t log2_size;     // of a page, in keys: kLeastLog2Size to kMostLog2Size

@@ -205,7 +205,8 @@ def _of_segments(query_ids, key_ids) -> tuple[Any, ...]:
 
 def _without_unseen(operands: Operands, mask: DenseMask | None) -> Operands:
     """With zeros where a mask hides a whole row or key: a kernel multiplies what it hides by 0,
-    which NaN and infinity survive. Those that get ranges see to it themselves."""
+    which NaN and infinity survive. Forward and backward kernels that get ranges see to it
+    themselves."""
     keys = _plan.seen_keys(operands, mask)
     if keys is None:
         return operands

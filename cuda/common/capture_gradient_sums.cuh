@@ -74,16 +74,6 @@ struct GradientOutput {
   }
 };
 
-// Sum over the lanes whose numbers differ in the bits of `lanes`.
-template <int kLanes>
-__device__ __forceinline__ float lane_sum(float value) {
-#pragma unroll
-  for (int distance = 1; distance < 32; distance *= 2) {
-    if (kLanes & distance) value += __shfl_xor_sync(~0u, value, distance);
-  }
-  return value;
-}
-
 // Numbers of the row and the column of a thread's first element.
 struct FirstElement {
   int row, key;
@@ -98,9 +88,9 @@ class CaptureSums {
   using Walk = GradientWalk<Mask, Program, Load, Tile::kRows, Tile::kKeys>;
 
   // `staging`: Tile::kStagingFloats of shared memory.
-  __device__ __forceinline__ CaptureSums(const Problem& problem, const Captures& captures,
-                                         const CaptureGradient& plan, float* staging)
-      : problem_(problem), captures_(captures), plan_(plan), staging_(staging) {}
+  __device__ __forceinline__ CaptureSums(const Problem& problem, const CaptureGradient& plan,
+                                         float* staging)
+      : problem_(problem), plan_(plan), staging_(staging) {}
 
   // Of the thread's warp in a tile.
   __device__ __forceinline__ static int warp_row(int warp) {
@@ -256,8 +246,7 @@ class CaptureSums {
 
   // From a row's number to its position among the keys.
   __device__ __forceinline__ int diagonal_of(const GradientItem& item) const {
-    const Mask mask(problem_, item.batch);
-    return problem_.band.bottom_right ? mask.kv_len() - mask.q_len() : 0;
+    return jaxflash::diagonal_of(problem_, Mask(problem_, item.batch));
   }
 
   template <class Elements>
@@ -408,7 +397,6 @@ class CaptureSums {
   }
 
   const Problem& problem_;
-  const Captures& captures_;
   const CaptureGradient& plan_;
   float* const staging_;
   // Both axes owned: every element. One: its sums over the other. None: the sum of all.

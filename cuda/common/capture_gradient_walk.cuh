@@ -40,8 +40,8 @@ struct GradientWalk {
   int64_t key_tiles;   // of an item
   int64_t next, end, group;
 
-  __device__ __forceinline__ void begin(const Problem& problem, const Captures& captures,
-                                        const CaptureGradient& plan, int64_t block) {
+  __device__ __forceinline__ void begin(const Problem& problem, const CaptureGradient& plan,
+                                        int64_t block) {
     piece.part = static_cast<int>(block % plan.parts);
     piece.number = block / plan.parts;
     piece.key_tile = static_cast<int>(piece.number % plan.key_tiles);

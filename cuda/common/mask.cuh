@@ -69,6 +69,12 @@ struct NoneHidden {
   __device__ __forceinline__ bool hold(int) const { return false; }
 };
 
+// From a row's number to its position among the keys.
+template <class Mask>
+__device__ __forceinline__ int diagonal_of(const Problem& problem, const Mask& mask) {
+  return problem.band.bottom_right ? mask.kv_len() - mask.q_len() : 0;
+}
+
 // A band around the diagonal, cut at the sequence's own lengths: row i sees the keys
 // i + lo ... i + hi (both included) that lie in [0, kv_len), if i < q_len.
 class BandMask {

@@ -55,7 +55,7 @@ inline const char* mask_name(MaskKind mask) {
 
 // Calls use(Tile{}) for the tile of that number; the last for every number beyond.
 template <class First, class... Rest, class Use>
-Status use_tile(ProgramTiles<First, Rest...>, int number, const Use& use) {
+auto use_tile(ProgramTiles<First, Rest...>, int number, const Use& use) {
   if constexpr (sizeof...(Rest) > 0) {
     if (number > 0) return use_tile(ProgramTiles<Rest...>{}, number - 1, use);
   }

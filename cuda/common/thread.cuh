@@ -1,4 +1,5 @@
-// Who the calling thread is, in a way that the compiler cannot compute ahead.
+// Who the calling thread is, in a way that the compiler cannot compute ahead, and what lanes find
+// together.
 #pragma once
 
 #include "common/integers.h"
@@ -24,5 +25,17 @@ __device__ __forceinline__ uint32_t ctaid_x() {
   asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
   return block;
 }
+
+// Sum over the lanes whose numbers differ in the bits of kLanes.
+template <int kLanes>
+__device__ __forceinline__ float lane_sum(float value) {
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    if (kLanes & distance) value += __shfl_xor_sync(~0u, value, distance);
+  }
+  return value;
+}
+// Over the four lanes that share a row of an accumulator.
+__device__ __forceinline__ float sum_of_row(float value) { return lane_sum<3>(value); }
 
 }  // namespace jaxflash

@@ -47,7 +47,7 @@ struct BackwardWorkspace {
   size_t delta;   // float32 (batch, head, rows)
   size_t turns;   // uint32 (batch, head, rows / kWorkspaceTurnRows): key tiles that added their dq
   size_t added;   // uint32 (batch, head): key tiles whose dq is complete, once for each adding warp
-  size_t ticket;  // uint64: the next work item of a deterministic run
+  size_t ticket;  // uint64: the next work item, where blocks draw them
   size_t bytes;
 
   JAXFLASH_HOST_DEVICE float* dq_of(void* base, int64_t head) const {

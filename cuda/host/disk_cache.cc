@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <type_traits>
 
 #include "host/sha256.h"
 
@@ -16,7 +17,7 @@ namespace jaxflash {
 namespace {
 
 // Changes with the layout of a file.
-constexpr char kMagic[] = "jaxflash kernel 2\n";
+constexpr char kMagic[] = "jaxflash kernel 3\n";
 constexpr size_t kLargestFile = size_t{1} << 28;
 
 std::string checksum_of(const std::string& text) {
@@ -26,6 +27,7 @@ std::string checksum_of(const std::string& text) {
 
 template <class T>
 void append(std::string* text, const T& value) {
+  static_assert(std::has_unique_object_representations_v<T>, "no bytes between its members");
   text->append(reinterpret_cast<const char*>(&value), sizeof(value));
 }
 void append(std::string* text, const std::string& value) {
@@ -163,10 +165,13 @@ bool read_cached(const std::string& key, Compilation* compilation) {
   Reader reader(payload);
   std::string written_for;
   Compilation read;
+  uint8_t serialised = 0;
   if (!reader.take(&written_for) || written_for != key || !reader.take(&read.lowered_name) ||
-      !reader.take(&read.costs) || !reader.take(&read.cubin) || !reader.done()) {
+      !reader.take(&read.costs.registers) || !reader.take(&read.costs.spilled) ||
+      !reader.take(&serialised) || !reader.take(&read.cubin) || !reader.done()) {
     return false;
   }
+  read.costs.serialised = serialised != 0;
   *compilation = std::move(read);
   return true;
 }
@@ -177,7 +182,9 @@ void write_cached(const std::string& key, const Compilation& compilation) {
   std::string payload;
   append(&payload, key);
   append(&payload, compilation.lowered_name);
-  append(&payload, compilation.costs);
+  append(&payload, compilation.costs.registers);
+  append(&payload, compilation.costs.spilled);
+  append(&payload, static_cast<uint8_t>(compilation.costs.serialised));
   append(&payload, compilation.cubin);
   write_file(folder, key, kMagic + checksum_of(payload) + payload);
 }

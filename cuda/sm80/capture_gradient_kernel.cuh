@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::Tile::kBlocksPerSM)
                 "fits");
   Walk& walk = *reinterpret_cast<Walk*>(smem + Traits::kWalk);
   GradientItem* const items = reinterpret_cast<GradientItem*>(smem + Traits::kItems);
-  if (threadIdx.x == 0) walk.begin(problem, captures, plan, block);
+  if (threadIdx.x == 0) walk.begin(problem, plan, block);
   __syncwarp();
   if (threadIdx.x < 32) walk.advance(problem, captures, plan, items[0]);
   __syncthreads();
@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::Tile::kBlocksPerSM)
 
   // ---- Main loop --------------------------------------------------------------------------------
 
-  Sums sums(problem, captures, plan, reinterpret_cast<float*>(smem + Traits::kStaging));
+  Sums sums(problem, plan, reinterpret_cast<float*>(smem + Traits::kStaging));
 
   // Row and column number of the thread's first element. Through another instruction each time, so
   // that the compiler does not keep them.
@@ -97,8 +97,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::Tile::kBlocksPerSM)
   };
   // From a row's number to its position among the keys.
   const auto diagonal_of = [&](const GradientItem& item) {
-    const Mask mask(problem, item.batch);
-    return problem.band.bottom_right ? mask.kv_len() - mask.q_len() : 0;
+    return jaxflash::diagonal_of(problem, Mask(problem, item.batch));
   };
 
   if (items[0].exists) {

@@ -1,4 +1,4 @@
-// One wrapper per instruction, named after it: the only place with inline assembly of this family.
+// One wrapper per instruction, named after it: where inline assembly of this family belongs.
 // Shared-memory addresses are 32-bit addresses of the shared window.
 #pragma once
 

@@ -122,7 +122,7 @@ class ProgramScores {
     const int b = batch_number(captures, problem, batch), h = head_number(captures, head);
     head_ = Program::head(captures, problem, batch, b, h);
     if constexpr (kDrops) dropout_ = Program::dropout(captures, problem, batch, b, h);
-    diagonal_ = problem.band.bottom_right ? mask.kv_len() - mask.q_len() : 0;
+    diagonal_ = diagonal_of(problem, mask);
   }
   __device__ __forceinline__ void begin_tile(int row, int key) {
     row_ = row;

@@ -14,6 +14,7 @@
 #include "common/mask.cuh"
 #include "common/tangent_reference.h"
 #include "common/tensor.cuh"
+#include "common/thread.cuh"
 #include "problem.h"
 #include "sm80/query_work.cuh"
 #include "sm80/scores.cuh"
@@ -21,12 +22,6 @@
 #include "sm80/tile.cuh"
 
 namespace jaxflash::sm80 {
-
-// Sums over a row, whose columns are spread over four lanes.
-__device__ __forceinline__ float sum_of_row(float x) {
-  x += __shfl_xor_sync(~0u, x, 1);
-  return x + __shfl_xor_sync(~0u, x, 2);
-}
 
 template <class Traits, class AnyMask, class Scores>
 __global__ void __launch_bounds__(Traits::Tile::kThreads, Traits::Tile::kBlocksPerSM)

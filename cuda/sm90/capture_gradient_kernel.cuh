@@ -104,7 +104,7 @@ struct CaptureGradientProducer {
     for (int64_t round = 0; round * gridDim.x < args.parts; ++round) {
       const int64_t part = part_of(args, round);
       if (part >= args.parts) continue;
-      if (lane == 0) walk.begin(problem, captures, args.plan, part);
+      if (lane == 0) walk.begin(problem, args.plan, part);
       __syncwarp();
       for (int64_t first = walk.next; first < walk.end; first += 32) {
         GradientItem item = {};
@@ -439,7 +439,7 @@ struct CaptureGradientConsumers {
         shared_address(smem.operands[0]) + group * 64 * Traits::kPanelRowBytes, 16, 1024);
     const uint64_t keys =
         wgmma_descriptor(shared_address(smem.operands[0]) + Traits::kRowPanelBytes, 16, 1024);
-    Sums sums(problem, args.captures, args.plan, reinterpret_cast<float*>(smem.staging));
+    Sums sums(problem, args.plan, reinterpret_cast<float*>(smem.staging));
     Scores scores(args);
     Ring<Traits::kStages> ring;
     float s[kKeys / 2], dp[kKeys / 2];

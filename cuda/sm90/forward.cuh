@@ -225,12 +225,12 @@ Status forward_args(const ForwardParams& params, int start_capture, int multipro
 }
 
 // The kernel's shared memory has been allowed. `merge` is for tiles that share keys,
-// `start_capture` for those that load what products start from. `after_walk`: the kernel that walks
-// has been launched before this one.
+// `start_capture` for those that load what products start from. `cleared`: a kernel launched before
+// this one has cleared the counter of drawn tiles.
 template <Math kMath, class Tile>
 Status launch_forward(Kernel<ForwardArgs> kernel, Kernel<ForwardArgs> merge,
                       const ForwardParams& params, cudaStream_t stream, int start_capture = -1,
-                      bool after_walk = false) {
+                      bool cleared = false) {
   using Traits = ForwardTraits<Tile, kMath, BandMask>;
   const Problem& problem = params.problem;
   if (batch_size(problem) == 0 || problem.q_heads == 0 || problem.q_len == 0) return {};
@@ -245,8 +245,7 @@ Status launch_forward(Kernel<ForwardArgs> kernel, Kernel<ForwardArgs> merge,
   cudaError_t error = cudaSuccess;
   Start start = Start::kAfter;
   if (args.drawn != nullptr) {
-    // Of two kernels only one draws.
-    if (!after_walk) {
+    if (!cleared) {
       error = launch(Kernel<uint32_t*>(clear_kernel), Start::kAfter, Grid{1}, 32, 0, stream,
                      args.drawn);
     }
@@ -424,11 +423,11 @@ template <Math kMath, int kHeadDim, int kValueDim = kHeadDim>
 Status forward_program(const ForwardParams& params, const LoadedKernel& kernel,
                        cudaStream_t stream) {
   const auto launch_one = [&](auto tiles, const LoadedTile& of_tile, const ForwardParams& params,
-                              bool after_walk) {
+                              bool cleared) {
     return use_tile(tiles, of_tile.tile, [&](auto tile) {
       return detail::launch_forward<kMath, decltype(tile)>(
           Kernel<ForwardArgs>(of_tile.handle), Kernel<ForwardArgs>(kernel.merge), params, stream,
-          kernel.start_capture, after_walk);
+          kernel.start_capture, cleared);
     });
   };
   if (kernel.merge != nullptr) {
@@ -438,8 +437,11 @@ Status forward_program(const ForwardParams& params, const LoadedKernel& kernel,
   if (!kernel.has_walk()) return launch_one(tiles, kernel, params, false);
   ForwardParams walked = params;
   walked.problem.ranges.has_walk = true;
-  const Status status = launch_one(tiles, kernel.walk, walked, false);
-  return status.ok() ? launch_one(tiles, kernel, walked, true) : status;
+  if (Status status = launch_one(tiles, kernel.walk, walked, false); !status.ok()) return status;
+  // Of the two only one draws; but which tiles do not, each has decided for itself.
+  const bool cleared =
+      use_tile(tiles, kernel.walk.tile, [](auto tile) { return draws_tiles<decltype(tile)>; });
+  return launch_one(tiles, kernel, walked, cleared);
 }
 
 }  // namespace jaxflash::sm90

@@ -12,6 +12,7 @@
 #include "common/mask.cuh"
 #include "common/tangent_reference.h"
 #include "common/tensor.cuh"
+#include "common/thread.cuh"
 #include "sm90/hardware/pipeline.cuh"
 #include "sm90/hardware/wgmma.cuh"
 #include "sm90/products.cuh"
@@ -230,11 +231,6 @@ struct TangentConsumers {
                                                       const HeldOperand<kHeld>& held = {}) {
     sm90::issue_scores<kMath, Traits::kPieceColumns, Traits::kQPanelBytes, Traits::kKeyPanelBytes,
                        kKeys>(x, a, b, adds, held);
-  }
-
-  __device__ __forceinline__ static float sum_of_row(float x) {
-    x += __shfl_xor_sync(~0u, x, 1);
-    return x + __shfl_xor_sync(~0u, x, 2);
   }
 
   // What a thread knows of its two rows.

@@ -165,7 +165,7 @@ class ProgramLogits {
     for (int lower = 0; lower < 2; ++lower) {
       columns_[lower] = Program::column(head_, own_key + 8 * lower);
     }
-    diagonal_ = args.problem.band.bottom_right ? block.mask.kv_len() - block.mask.q_len() : 0;
+    diagonal_ = diagonal_of(args.problem, block.mask);
   }
 
   // What the products of a step start from, as it lies in memory: pairs of neighbouring keys, in

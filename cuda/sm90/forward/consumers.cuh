@@ -169,6 +169,7 @@ struct ForwardConsumers {
       if constexpr (kWalks) {
         buffers.wait_k();
         look_ahead();
+        __syncwarp();  // all lanes have looked
       }
       buffers.skip_keys();
       advance(plan);

@@ -56,12 +56,6 @@ struct KeyTermColumns {
   }
 };
 
-// From a row's number to its position among the keys.
-template <class Mask>
-__device__ __forceinline__ int diagonal_of(const Problem& problem, const Mask& mask) {
-  return problem.band.bottom_right ? mask.kv_len() - mask.q_len() : 0;
-}
-
 // What a program that follows the distance (Program::kFollowsDistance) adds, slope * (q - key), in
 // parts: slope * (middle - key) for the key, of a tile with this middle, and slope * (q - middle)
 // for the row. So what is rounded grows with the distance.

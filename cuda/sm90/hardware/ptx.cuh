@@ -1,5 +1,5 @@
-// One wrapper per instruction, named after it: the only place with inline assembly, apart from the
-// matrix products in wgmma.cuh. Shared-memory addresses are 32-bit addresses of the shared window.
+// One wrapper per instruction, named after it: where inline assembly belongs, apart from the matrix
+// products in wgmma.cuh. Shared-memory addresses are 32-bit addresses of the shared window.
 #pragma once
 
 #include "common/element.cuh"
