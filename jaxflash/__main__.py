@@ -155,7 +155,17 @@ def _calls(arguments: argparse.Namespace) -> list[_check.Call]:
     calls = []
     for length in arguments.length or ([4096] if on_gpu else [512]):
         kv_len = _or(arguments.kv_length, length)
-        sizes = dict(batch=batch, length=length, kv_length=kv_len, heads=heads, head_size=head_size)
+        kv_heads = _or(arguments.kv_heads, heads)
+        value_size = _or(arguments.value_head_size, head_size)
+        sizes = dict(
+            batch=batch,
+            length=length,
+            kv_length=kv_len,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_size=head_size,
+            value_head_size=value_size,
+        )
         for name, size in sizes.items():
             if not 1 <= size < 2**31:
                 raise ValueError(
@@ -166,9 +176,9 @@ def _calls(arguments: argparse.Namespace) -> list[_check.Call]:
             q_len=length,
             kv_len=kv_len,
             q_heads=heads,
-            kv_heads=_or(arguments.kv_heads, heads),
+            kv_heads=kv_heads,
             head_dim=head_size,
-            value_dim=_or(arguments.value_head_size, head_size),
+            value_dim=value_size,
             dtype=arguments.dtype or ("bfloat16" if on_gpu else "float32"),
             scale=arguments.scale,
             is_causal=arguments.causal,

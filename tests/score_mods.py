@@ -198,7 +198,8 @@ def _elementary(score, b, h, q, kv):
     x = 0.3 * score
     y = jnp.sin(x) + 0.1 * jnp.exp(-jnp.square(x)) + jnp.log1p(jnp.abs(x)) + jnp.power(x, 3)
     y = y + jnp.sqrt(x * x + 1.0) + jax.nn.sigmoid(x) / (1.0 + x**2) - jnp.expm1(0.1 * x) + x**5
-    return y + jnp.cos(0.5 * q) * jax.lax.rsqrt(1.0 + kv.astype(jnp.float32)) - jnp.log(2.0 + x * x)
+    y = y + jnp.cos(0.5 * q) * jax.lax.rsqrt(1.0 + kv.astype(jnp.float32))
+    return y - jnp.log(2.0 + x * x) + 0.1 * jnp.log2(3.0 + x * x)
 
 
 def _custom_derivative(score, b, h, q, kv):

@@ -200,6 +200,8 @@ def test_json_has_no_nan_and_no_infinity(monkeypatch, capsys, tmp_path, number, 
     [
         (["--kv-heads", "3"], "multiple of the number of key heads"),
         (["--head-size", "0"], "--head-size must be at least 1"),
+        (["--value-head-size", "-3"], "--value-head-size must be at least 1"),
+        (["--kv-heads", "-1"], "--kv-heads must be at least 1"),
         (["--heads", "9" * 20], "--heads must be at least 1 and below 2**31"),
         (["--length", "2000000000", "--heads", "64"], "the arrays of the call would take"),
         (["--length", "4000000", "--bias", "TS"], "the arrays of the call would take"),
@@ -268,6 +270,13 @@ def test_error_on_a_slice_of_rows(monkeypatch):
     call = dataclasses.replace(call, causal_alignment="bottom_right")
     ours, *_ = _check.measure(call, "forward", None, 0.01)
     assert ours["error"] is None
+
+
+def test_gradients_of_nothing():
+    """Where each query sees one key, the gradients of query and key are what rounding leaves."""
+    call = _check.Call(1, 128, 128, 2, 2, 16, 16, segments=200)
+    ours, *_ = _check.measure(call, "backward", None, 0.01)
+    assert ours["passed"], ours
 
 
 @pytest.mark.parametrize("file", [True, False])

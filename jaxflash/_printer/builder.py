@@ -335,6 +335,8 @@ class Builder:
             return graph.select(positive, constant(1.0), negated)
         if name == "exp":
             return graph.atom("exp2", graph.scaled(x, LOG2_E))
+        if name == "log2":
+            return graph.atom("log2", x)
         if name == "log":
             return graph.scaled(graph.atom("log2", x), _LN_2)
         if name == "logistic":
