@@ -49,8 +49,8 @@ FEATURES = (
     Feature("`alibi_slopes` and their gradient"),
     Feature(
         "`score_mod` and the gradients of what it captures",
-        but=", except, with `deterministic_backward`, the gradient of an array indexed by an "
-        "expression in `q` or `kv`",
+        but=", except, with `deterministic_backward`, [some of these gradients]"
+        "(#gradients-on-the-blockwise-path)",
     ),
     Feature("`dropout_rate`"),
     Feature("`varlen_attention` (packed)"),
@@ -168,14 +168,13 @@ def reasons_against_gradient(
         gradients = _kernel_program.gradients(spec, operands, (capture,))
     except NotPrintable as reason:
         return (f"the derivative of {name} by what it captures {reason}",)
-    scatters = gradients is not None and any(load.scatter for load in gradients.loads)
-    reasons = []
-    if spec.deterministic_backward and scatters:
-        reasons.append(
-            "deterministic_backward with the gradient of an array that score_mod reads by an index "
-            "computed of q or kv"
-        )
-    return tuple(reasons)
+    if gradients is None or not spec.deterministic_backward:
+        return ()
+    causes = dict.fromkeys(load.scattered for load in gradients.loads if load.scatter)
+    return tuple(
+        f"deterministic_backward with the gradient of an array that score_mod reads {cause}"
+        for cause in causes
+    )
 
 
 def reasons_against_tangents(
