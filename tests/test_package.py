@@ -17,7 +17,7 @@ import pytest
 
 import jaxflash
 from another_process import run_python
-from jaxflash import _ffi, _support
+from jaxflash import _config, _ffi, _support
 
 _ROOT = pathlib.Path(__file__).parents[1]
 
@@ -234,6 +234,13 @@ def test_show_config(capsys):
     if _ffi.extension.kernels:
         assert "nvcc" in text
         assert "sm80" in text
+        for line in re.findall(r"^    sm\d\d .*", text, re.MULTILINE):
+            assert line.endswith("at run time") == ("tangent" in line)
+
+
+def test_passes_compiled_at_run_time():
+    text = (_ROOT / "cmake/kernels.cmake").read_text()
+    assert f"set(run_time_passes {' '.join(_config.RUN_TIME_PASSES)})" in text
 
 
 def test_ffi_api_version():
