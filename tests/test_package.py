@@ -174,8 +174,9 @@ def test_imports_go_one_way():
 
 
 def test_paths_are_apart():
-    """Custom calls need nothing of the blockwise path, and the definition, against which both are
-    tested, has nothing of either."""
+    """Custom calls need nothing of the blockwise path, at any remove. The definition, against which
+    both are tested, imports nothing of either itself; `masks`, which has the meaning of masks, does
+    for plans."""
     imports = _imports()
 
     def below(module: str) -> set[str]:
