@@ -1,4 +1,5 @@
-"""What the kernels cover: one table of features, asked before a call and printed for the docs."""
+"""Why the kernels cannot take a call, its gradients or its tangents, and the warnings that say so;
+`FEATURES` and `TRANSFORMS` are the support table of the documents, and nothing else."""
 
 from __future__ import annotations
 
@@ -96,9 +97,10 @@ def reasons_against_kernels(spec: AttentionSpec, operands: Operands) -> tuple[st
                     f"{name} head size {size}: the {math} kernels in this installation take "
                     f"1 to {largest}"
                 )
+    limit = f"2**{MAX_LENGTH.bit_length() - 1}"
     for name, length in (("query", query.shape[-3]), ("key", key.shape[-3])):
         if isinstance(length, int) and length > MAX_LENGTH:
-            reasons.append(f"{name} length {length}: the kernels take at most 2**30")
+            reasons.append(f"{name} length {length}: the kernels take at most {limit}")
     return (*reasons, *_reasons_against_program(spec, operands))
 
 
