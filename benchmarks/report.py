@@ -213,7 +213,13 @@ def _summaries(built: list[Line]) -> str:
                     f"S >= {shortest}: geometric mean {mean:.3f}, lowest "
                     f"{found[worst]:.3f} ({worst})"
                 )
-    return "\n".join(text)
+    if not text:
+        return ""
+    explained = (
+        "A ratio over a bar is that ratio divided by the bar. *FlashAttention-2's bar* is that of "
+        "FlashAttention-2 as it was recorded, in place of the best peer."
+    )
+    return "\n".join((explained, "", *text))
 
 
 def _intro(results: Results) -> str:
@@ -247,7 +253,8 @@ def page_block(results: Results) -> str:
     explained = (
         "A case is head size, length and mask (16,384 tokens, 2048 / head size heads, bfloat16) or "
         "a shape of `benchmarks/cases.py`; *x* is the peer's time divided by ours; in brackets, "
-        "the same for the best recorded peer of any framework or, without one, for a goal."
+        "its *bar*: the same for the best recorded peer of any framework or, without one, for a "
+        "goal."
     )
     tables = [_page_table(group) for group in (others, tangents) if group]
     return "\n\n".join(

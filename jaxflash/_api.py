@@ -169,9 +169,9 @@ def dot_product_attention(
         ``DotAlgorithmPreset`` with float32 operands or several products (``X3`` ...) counts as
         HIGHEST, any other as DEFAULT.
       deterministic_backward: gradients are bitwise the same from run to run, as the output always
-        is. Gradients of arrays that score_mod indexes by an expression in ``q`` or ``kv``, such as
-        a table of ``q - kv``, then take the blockwise path: on a GPU their last bits may still
-        differ, unless XLA is told to be deterministic.
+        is. Gradients of some arrays that score_mod reads, such as a table of ``q - kv``, then take
+        the blockwise path: on a GPU their last bits may still differ, unless XLA is told to be
+        deterministic.
 
     Returns:
       Output ``(*B, T, N, h)`` in the dtype of query. With ``return_residual``, a pair of the output

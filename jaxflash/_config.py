@@ -10,11 +10,14 @@ import jaxlib.version
 
 from jaxflash import _ffi
 
+# cmake/kernels.cmake: run_time_passes.
+RUN_TIME_PASSES = ("tangent",)
+
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """One compiled kernel: it takes heads up to `head_dim` for queries and keys, `value_dim` for
-    values."""
+    """One kernel of this installation: it takes heads up to `head_dim` for queries and keys,
+    `value_dim` for values. Those of `RUN_TIME_PASSES` are compiled when a program needs them."""
 
     family: str  # "sm80": every GPU from Ampere on; "sm90": Hopper
     pass_: str  # "forward", "backward", "tangent"
@@ -94,7 +97,8 @@ class Config:
         by_kind = itertools.groupby(self.variants, lambda v: (v.family, v.pass_, v.math))
         for (family, pass_, math), variants in by_kind:
             head_sizes = " ".join(variant.head_sizes for variant in variants)
-            lines.append(f"    {family} {pass_:<8} {math:<8} head sizes up to {head_sizes}")
+            when = ", compiled at run time" if pass_ in RUN_TIME_PASSES else ""
+            lines.append(f"    {family} {pass_:<8} {math:<8} head sizes up to {head_sizes}{when}")
         for device in self.devices:
             major, minor = device.compute_capability
             lines.append(

@@ -89,7 +89,8 @@ def with_plan(spec: AttentionSpec, path: Path, operands: Operands) -> Operands:
     return _plan.with_plan(spec, operands, shown)
 
 
-# As above; operation by operation, evaluating a mask takes many times as long, and more memory.
+# Compiled as one program: operation by operation, evaluating a mask takes many times as long, and
+# more memory.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
 def planned(
     spec: AttentionSpec,
@@ -475,8 +476,9 @@ def _tangents(forward: _Forward, args: Sequence, results: Sequence, moving: dict
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _with_every_derivative(spec: AttentionSpec, path: Path, operands: Operands):
-    # Of a rule of custom_jvp partial evaluation lets go: derivatives of a scan's or a checkpoint's
-    # gradient meet the primitive, and its rule.
+    # Partial evaluation (of a scan or a checkpoint whose gradient is taken) keeps the equations of
+    # this function and drops its custom_jvp rule. A derivative of that gradient meets the primitive
+    # alone, which has a rule of its own.
     given = operands.named()
     return tuple(_primitive.bind(_Forward(spec, path, tuple(given)), *given.values()))
 

@@ -192,8 +192,9 @@ def in_classes(way: Callable, spec: AttentionSpec, operands: Operands, *arrays) 
 
 
 def into_heads(x, batch_rank: int, dilation: int):
-    """(*B, length, heads, ...) with the classes as further heads, which costs nothing: the rows of
-    a class are as far apart as those of all heads of the others."""
+    """An array (*B, length, heads, ...) as (*B, length // dilation, dilation * heads, ...): each
+    class of positions that are a multiple of the dilation apart becomes further heads. Nothing
+    moves: `dilation` neighbouring positions are read as one with that many times the heads."""
     *batch, length, heads = x.shape[: batch_rank + 2]
     return x.reshape(*batch, length // dilation, dilation * heads, *x.shape[batch_rank + 2 :])
 

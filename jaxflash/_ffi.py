@@ -71,7 +71,7 @@ def band_attributes(spec: AttentionSpec) -> dict:
 
 
 def of_all_or_each(x, lead):
-    """An array that is the same for all leading indices as it is, others in full."""
+    """The array broadcast to the leading axes `lead`; as it is where its own are all of size 1."""
     if all(is_one(n) for n in x.shape[: len(lead)]):
         return x
     return jnp.broadcast_to(x, (*lead, *x.shape[len(lead) :]))

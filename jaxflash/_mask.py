@@ -213,7 +213,7 @@ def window(left: int | None, right: int | None, alignment: Alignment = "top_left
     return Window(left, right, alignment)
 
 
-def lengths(query: ArrayLike | None = None, key_value: ArrayLike | None = None) -> Lengths:
+def lengths(query: ArrayLike | None = None, key_value: ArrayLike | None = None) -> Mask:
     """Queries and keys from a length on are padding, which sees nothing and is not seen.
 
     Args:
@@ -243,7 +243,7 @@ def lengths(query: ArrayLike | None = None, key_value: ArrayLike | None = None) 
     return Lengths(checked("query", query), checked("key_value", key_value))
 
 
-def segments(query_ids: ArrayLike, key_ids: ArrayLike | None = None) -> Segments:
+def segments(query_ids: ArrayLike, key_ids: ArrayLike | None = None) -> Mask:
     """Queries see the keys with their own id: documents packed into a row, in any order.
 
     Args:
@@ -266,7 +266,7 @@ def segments(query_ids: ArrayLike, key_ids: ArrayLike | None = None) -> Segments
     return Segments(*_arguments.with_one_dtype(name, query_ids, key_ids))
 
 
-def intervals(begin: ArrayLike, end: ArrayLike, of: Literal["query", "key"] = "query") -> Intervals:
+def intervals(begin: ArrayLike, end: ArrayLike, of: Literal["query", "key"] = "query") -> Mask:
     """Each query sees the keys of one interval, from `begin` up to, but excluding, `end`.
 
     Args:
@@ -305,7 +305,7 @@ def intervals(begin: ArrayLike, end: ArrayLike, of: Literal["query", "key"] = "q
     return Intervals(checked("begin", begin), checked("end", end), of)
 
 
-def dense(array: ArrayLike) -> Dense:
+def dense(array: ArrayLike) -> Mask:
     """A bool array, True = attend. The argument `mask` also takes such an array directly.
 
     Args:
@@ -330,9 +330,10 @@ def function(f: Callable[..., Any], *captures: Any) -> Mask:
 
     It is never stored as an array over queries and keys: it is compiled into the kernels, and one
     pass over it finds which tiles they can skip. One of integers that depends on ``q - kv`` alone
-    and shows a band becomes that band. Arrays that it captures are operands of the call:
-    other values compile nothing new. They have no gradient, and an index out of bounds is clamped,
-    as always in JAX.
+    needs neither if it shows a band that contains distance 0, or every n-th key of one, under
+    conditions that docs/masks.md has. Arrays that it captures are operands of the call: other
+    values compile nothing new. They have no gradient, and an index out of bounds is clamped, as
+    always in JAX.
 
     Args:
       f: traced once for each call and identified by what it computes: equal functions compile once.
@@ -387,7 +388,7 @@ def fitted(mask: Mask, sizes: Sizes) -> Mask:
     def fit(name, x, shape, words):
         return None if x is None else _arguments.broadcastable(name, x, shape, words)
 
-    # Made anew: what became of the leaves of a pytree, nobody has checked.
+    mask = _anew(mask)
     match mask:
         case And(terms) | Or(terms):
             return type(mask)(tuple(fitted(term, sizes) for term in terms))
@@ -411,37 +412,47 @@ def fitted(mask: Mask, sizes: Sizes) -> Mask:
                     )
             return Planned(fitted(of, sizes), found, lead)
         case Lengths(query, key_value):
-            mask = lengths(query, key_value)
             return Lengths(
-                fit("masks.lengths: query", mask.query, batch, "(*batch)"),
-                fit("masks.lengths: key_value", mask.key_value, batch, "(*batch)"),
+                fit("masks.lengths: query", query, batch, "(*batch)"),
+                fit("masks.lengths: key_value", key_value, batch, "(*batch)"),
             )
         case Segments(query_ids, key_ids):
-            mask = segments(query_ids, key_ids)
-            query_ids = key_ids = mask.query_ids
-            if mask.key_ids is not None:
-                key_ids = mask.key_ids
-            elif q_len != kv_len:
-                raise ValueError(
-                    f"masks.segments: key_ids must be given where queries ({q_len}) and keys "
-                    f"({kv_len}) differ in length; got query_ids {query_ids.shape} alone"
-                )
+            if key_ids is None:
+                key_ids = query_ids
+                if q_len != kv_len:
+                    raise ValueError(
+                        f"masks.segments: key_ids must be given where queries ({q_len}) and keys "
+                        f"({kv_len}) differ in length; got query_ids {query_ids.shape} alone"
+                    )
             return Segments(
                 fit("masks.segments: query_ids", query_ids, (*batch, q_len), "(*batch, T)"),
                 fit("masks.segments: key_ids", key_ids, (*batch, kv_len), "(*batch, S)"),
             )
         case Intervals(begin, end, of):
-            mask = intervals(begin, end, of)
             length, letter = (q_len, "T") if of == "query" else (kv_len, "S")
             shape, words = (*batch, heads, length), f"(*batch, query heads, {letter})"
             return Intervals(
-                fit("masks.intervals: begin", mask.begin, shape, words),
-                fit("masks.intervals: end", mask.end, shape, words),
+                fit("masks.intervals: begin", begin, shape, words),
+                fit("masks.intervals: end", end, shape, words),
                 of,
             )
         case Dense(array):
             shape = (*batch, heads, q_len, kv_len)
-            return Dense(fit("masks.dense: array", dense(array).array, shape, LOGITS))
+            return Dense(fit("masks.dense: array", array, shape, LOGITS))
+    return mask
+
+
+def _anew(mask: Mask) -> Mask:
+    """Of new arrays: what became of the leaves of a pytree, nobody has checked."""
+    match mask:
+        case Lengths(query, key_value):
+            return lengths(query, key_value)
+        case Segments(query_ids, key_ids):
+            return segments(query_ids, key_ids)
+        case Intervals(begin, end, of):
+            return intervals(begin, end, of)
+        case Dense(array):
+            return dense(array)
         case Function(f, captures):
             return function(f, *captures)
     return mask

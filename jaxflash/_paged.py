@@ -118,7 +118,8 @@ def paged_attention(
 
     Raises:
       ValueError: an argument is invalid; the text names it, what was given and what is allowed.
-      NotImplementedError: ``implementation="cuda"``, and the kernels do not take this call; or a
+      NotImplementedError: ``implementation="cuda"``, and the kernels do not take this call, or the
+        program is compiled for another platform than CUDA (then raised when it is lowered); or a
         derivative was asked for, which this function does not have; or `jax.vmap` maps `sink`.
 
     Warns:

@@ -360,6 +360,8 @@ class View:
         """The view that an equation makes of this one (its first operand) and of scalar operands;
         None if it makes something else.
         """
+        if not eqn.outvars:  # `jax.debug.print`
+            return None
         name, params, out = eqn.primitive.name, eqn.params, eqn.outvars[0].aval
         if name in ("convert_element_type", "stop_gradient", "copy", "copy_p", "pvary"):
             more = {"convert_element_type": (out.dtype,), "stop_gradient": (None,)}.get(name, ())

@@ -46,7 +46,7 @@ class Steps(NamedTuple):
 
     matched: Callable[[Any, Any], Intervals]
     summarised: Callable[[Intervals], tuple[Any, Any, Any]]
-    # Of ids all of `Ranges` before them.
+    # From the ids: the fields of `Ranges` up to `hulls`.
     of_segments: Callable[[Any, Any], tuple[Any, ...]]
 
 

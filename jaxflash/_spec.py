@@ -85,8 +85,8 @@ class Operands(NamedTuple):
     ``mask_value`` becomes ``mask_captures`` with its predicate.
     ``query_positions`` and ``key_positions`` replace the row and column numbers that the band of
     the spec (causal, window) compares; they come from packed sequences, not from the caller, and so
-    do the boundaries. With one object for both of these, as far as numbers are apart positions are,
-    too, and there are none.
+    do the boundaries. There are no positions if the caller gave one object for the boundaries of
+    queries and of keys: row and column numbers are then as far apart as positions are.
     """
 
     query: Any  # (*B, T, N, H)

@@ -1,4 +1,5 @@
-"""What the kernels cover: one table of features, asked before a call and printed for the docs."""
+"""Why the kernels cannot take a call, its gradients or its tangents, and the warnings that say so;
+`FEATURES` and `TRANSFORMS` are the support table of the documents, and nothing else."""
 
 from __future__ import annotations
 
@@ -49,8 +50,8 @@ FEATURES = (
     Feature("`alibi_slopes` and their gradient"),
     Feature(
         "`score_mod` and the gradients of what it captures",
-        but=", except, with `deterministic_backward`, the gradient of an array indexed by an "
-        "expression in `q` or `kv`",
+        but=", except, with `deterministic_backward`, [some of these gradients]"
+        "(#gradients-on-the-blockwise-path)",
     ),
     Feature("`dropout_rate`"),
     Feature("`varlen_attention` (packed)"),
@@ -96,9 +97,10 @@ def reasons_against_kernels(spec: AttentionSpec, operands: Operands) -> tuple[st
                     f"{name} head size {size}: the {math} kernels in this installation take "
                     f"1 to {largest}"
                 )
+    limit = f"2**{MAX_LENGTH.bit_length() - 1}"
     for name, length in (("query", query.shape[-3]), ("key", key.shape[-3])):
         if isinstance(length, int) and length > MAX_LENGTH:
-            reasons.append(f"{name} length {length}: the kernels take at most 2**30")
+            reasons.append(f"{name} length {length}: the kernels take at most {limit}")
     return (*reasons, *_reasons_against_program(spec, operands))
 
 
@@ -168,14 +170,13 @@ def reasons_against_gradient(
         gradients = _kernel_program.gradients(spec, operands, (capture,))
     except NotPrintable as reason:
         return (f"the derivative of {name} by what it captures {reason}",)
-    scatters = gradients is not None and any(load.scatter for load in gradients.loads)
-    reasons = []
-    if spec.deterministic_backward and scatters:
-        reasons.append(
-            "deterministic_backward with the gradient of an array that score_mod reads by an index "
-            "computed of q or kv"
-        )
-    return tuple(reasons)
+    if gradients is None or not spec.deterministic_backward:
+        return ()
+    causes = dict.fromkeys(load.scattered for load in gradients.loads if load.scatter)
+    return tuple(
+        f"deterministic_backward with the gradient of an array that score_mod reads {cause}"
+        for cause in causes
+    )
 
 
 def reasons_against_tangents(

@@ -117,7 +117,8 @@ def varlen_attention(
 
     Raises:
       ValueError: an argument is invalid; the text names it, what was given and what is allowed.
-      NotImplementedError: ``implementation="cuda"``, and the kernels do not take this call.
+      NotImplementedError: ``implementation="cuda"``, and the kernels do not take this call, or the
+        program is compiled for another platform than CUDA (then raised when it is lowered).
 
     Warns:
       SlowPathWarning: as in `jaxflash.dot_product_attention`.

@@ -75,6 +75,23 @@ def test_debug_callbacks_are_called(jit):
     assert set(seen) == set(np.ndindex(2, 6, 6))
 
 
+def test_debug_callbacks_of_captured_arrays():
+    """Which have no result that a view could be."""
+    seen = []
+    table = jnp.arange(6, dtype=jnp.float32)
+
+    def score_mod(score, b, h, q, kv):
+        jax.debug.callback(lambda x: seen.append(float(x)), table[kv])
+        jax.debug.callback(lambda x: seen.append(float(x[0])), table)
+        return score + table[kv]
+
+    out = jaxflash.dot_product_attention(*_qkv(), score_mod=score_mod, implementation="xla")
+    jax.block_until_ready(out)
+    jax.effects_barrier()
+    assert set(seen) == set(range(6))
+    assert jaxflash.supported(*_qkv(), score_mod=score_mod)
+
+
 def _cap_of(array):
     """With a derivative of its own, in reverse only, and not by the array that it closes over."""
 

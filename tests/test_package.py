@@ -17,7 +17,7 @@ import pytest
 
 import jaxflash
 from another_process import run_python
-from jaxflash import _ffi, _support
+from jaxflash import _config, _ffi, _support
 
 _ROOT = pathlib.Path(__file__).parents[1]
 
@@ -174,8 +174,9 @@ def test_imports_go_one_way():
 
 
 def test_paths_are_apart():
-    """Custom calls need nothing of the blockwise path, and the definition, against which both are
-    tested, has nothing of either."""
+    """Custom calls need nothing of the blockwise path, at any remove. The definition, against which
+    both are tested, imports nothing of either itself; `masks`, which has the meaning of masks, does
+    for plans."""
     imports = _imports()
 
     def below(module: str) -> set[str]:
@@ -234,6 +235,13 @@ def test_show_config(capsys):
     if _ffi.extension.kernels:
         assert "nvcc" in text
         assert "sm80" in text
+        for line in re.findall(r"^    sm\d\d .*", text, re.MULTILINE):
+            assert line.endswith("at run time") == ("tangent" in line)
+
+
+def test_passes_compiled_at_run_time():
+    text = (_ROOT / "cmake/kernels.cmake").read_text()
+    assert f"set(run_time_passes {' '.join(_config.RUN_TIME_PASSES)})" in text
 
 
 def test_ffi_api_version():

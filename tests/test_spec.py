@@ -428,6 +428,32 @@ def test_gradients_of_captures_on_cuda(name, implementation):
     assert lowering_warnings(False, deterministic_backward=True) == []
 
 
+@needs_kernels
+@pytest.mark.parametrize(
+    ("shape", "read", "cause"),
+    [
+        ((N, T + S), lambda x, b, h, q, kv: x[h, q - kv + S], "at an index computed of q or kv"),
+        ((N, T - 1), lambda x, b, h, q, kv: x[h, q], "at q along an axis that is not as long"),
+        ((S, S), lambda x, b, h, q, kv: x[kv, kv], "at kv in two axes"),
+        ((N, 20_000), lambda x, b, h, q, kv: x[h, 2 * b], f"have {N * 20_000} elements"),
+        ((N, 60_000 // N), lambda x, b, h, q, kv: x[h, 2 * b], None),
+        ((N, T), lambda x, b, h, q, kv: x[h, q], None),
+    ],
+)
+def test_why_additions_have_no_order(shape, read, cause):
+    """The warning names what is in the way of this array."""
+
+    def gradient(attend):
+        def loss(x, *qkv):
+            return jnp.sum(attend(*qkv, score_mod=lambda score, *i: score + read(x, *i)))
+
+        return lambda *qkv: jax.grad(loss)(jnp.ones(shape, jnp.float32), *qkv)
+
+    texts = _lowering_warnings("cuda", function=gradient, deterministic_backward=True)
+    assert len(texts) == (cause is not None)
+    assert all("an array that score_mod reads" in text and cause in text for text in texts)
+
+
 def test_slow_path_warning_can_be_an_error():
     _support._warned.clear()
     with warnings.catch_warnings():

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 # cuda/problem.h: kMaxLength, kMaxCaptures, kMaxCaptureRank, kMaxKeySums.
 MAX_LENGTH, MAX_CAPTURES, MAX_CAPTURE_RANK, MAX_KEY_SUMS = 1 << 30, 8, 6, 2
-# Operations one within the other, which take up to three calls each of Python's thousand.
+# Nodes of the graph one within the other, which take up to three calls each of Python's thousand.
 MAX_DEPTH = 200
 # As Python names what a capture or a sink holds, and as the kernels store it.
 CAPTURE_DTYPES = {

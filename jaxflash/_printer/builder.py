@@ -172,7 +172,8 @@ class Builder:
             _refuse(eqn, "has no counterpart in CUDA")
         if result.depth > MAX_DEPTH:
             raise NotPrintable(
-                f"has {result.depth} operations one within the other; allowed are {MAX_DEPTH}"
+                f"has {result.depth} operations one within the other as printed, with what its "
+                f"derivative needs; allowed are {MAX_DEPTH}"
             )
         if str(out.dtype) == "int64" and wraps(result):
             self._too_wide[eqn.outvars[0]] = eqn

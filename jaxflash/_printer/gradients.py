@@ -33,8 +33,10 @@ class Load:
         capture: number of the capture.
         query_axis: its axis whose index is q, each value of which one row has; or -1.
         key_axis: its axis whose index is kv, likewise.
-        scatter: whether some other index depends on q or kv: nothing orders the additions.
-        diagonal: whether it does so through their difference alone.
+        scattered: why nothing orders the additions, in words that follow "an array that is read";
+            empty where blocks own its elements.
+        diagonal: whether nothing does, and indices depend on q and kv through their difference
+            alone.
         narrow: whether the gradient has the capture's dtype, not float32.
         stored: whether it is the gradient of the score, which the backward kernel may store.
         summed: whether backward kernels may compute it themselves: it is the only load of its
@@ -45,12 +47,17 @@ class Load:
     capture: int
     query_axis: int
     key_axis: int
-    scatter: bool
+    scattered: str
     diagonal: bool
     narrow: bool
     stored: bool = False
     summed: bool = False
     sums_batch: bool = False
+
+    @property
+    def scatter(self) -> bool:
+        """Whether nothing orders the additions."""
+        return bool(self.scattered)
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -97,26 +104,34 @@ class LoadRoots:
         """A load of a capture of some type, in a call of `lengths`, of queries and of keys; `alone`
         if the capture has no other, `stored` if that is it."""
         axes = [-1, -1]
-        elsewhere = False
+        scattered = ""
         for axis, i in enumerate(index):
             if i.op == "input" and i.value in ("q", "kv"):
                 which = ("q", "kv").index(i.value)
-                # Where clamping brings several rows to one element, they do not own it.
-                if axes[which] < 0 and at_most(lengths[which], array.shape[axis]):
+                if axes[which] >= 0:
+                    scattered = f"at {i.value} in two axes"
+                elif at_most(lengths[which], array.shape[axis]):
                     axes[which] = axis
-                    continue
-            elsewhere = elsewhere or i.deps != 0
+                else:
+                    # Where clamping brings several rows to one element, they do not own it.
+                    scattered = f"at {i.value} along an axis that is not as long as the call"
+            elif i.deps:
+                scattered = "at an index computed of q or kv"
         slices = math.prod(n for axis, n in enumerate(array.shape) if axis not in axes)
-        scatter = elsewhere or not at_most(slices, _MAX_SLICES)
-        query_axis, key_axis = (-1, -1) if scatter else axes
-        diagonal = scatter and all(map(depends_on_difference, index))
+        if not scattered and not at_most(slices, _MAX_SLICES):
+            scattered = (
+                f"and whose axes that neither q nor kv indexes have {slices} elements (blocks own "
+                f"at most {_MAX_SLICES})"
+            )
+        query_axis, key_axis = (-1, -1) if scattered else axes
+        diagonal = bool(scattered) and all(map(depends_on_difference, index))
         dtype = str(array.dtype)
         # Each element is stored once, by one of many blocks.
         once = query_axis >= 0 and key_axis >= 0 and alone and dtype != "float32"
         is_stored = stored is not None
         narrow = is_stored or (once and at_most(_MIN_NARROW, math.prod(array.shape)))
         load = Load(
-            capture, query_axis, key_axis, scatter, diagonal, narrow, is_stored,
+            capture, query_axis, key_axis, scattered, diagonal, narrow, is_stored,
             sums_batch=is_stored and stored.sums_batch,
         )  # fmt: skip
         return cls(load, dtype, index, partial)
@@ -124,7 +139,7 @@ class LoadRoots:
     @classmethod
     def of_key_sum(cls, key_sum: KeySum) -> LoadRoots:
         """As if an array (heads, keys) of each batch element had been added, with that factor."""
-        load = Load(-1, -1, 1, scatter=False, diagonal=False, narrow=False)
+        load = Load(-1, -1, 1, scattered="", diagonal=False, narrow=False)
         return cls(load, "float32", (), key_sum.partial)
 
     @property

@@ -23,9 +23,9 @@ class Request:
         drops: whether there is a capture that is `_dropout.kernel_parameters`.
         paired: captures whose last axis has an even number of elements, one for each key, in a pass
             whose threads have neighbouring keys of a row.
-        starts: captures of such rows that are all loaded before the products, if these can start
-            from what the logit adds to them, over the scale: that is neither 0 nor so small that
-            quotients overflow.
+        starts: those of `paired` whose elements may be loaded before the products of a tile, which
+            then start from what the logit adds to the score, divided by the scale; none where the
+            scale is so small that the quotient might overflow, or very large.
         sides: "before" and "behind", on which side of a query keys may be visible, where products
             can start from what is proportional to the distance; or none.
         moving: captures of the program that have tangents.

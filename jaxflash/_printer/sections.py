@@ -51,7 +51,8 @@ class Section:
 
 @dataclasses.dataclass(frozen=True)
 class Logits(Section):
-    """
+    """The logit of an element and its derivative by the score.
+
     Attributes:
         logit: in units of log 2.
         slope: d logit / d score.
