@@ -41,6 +41,21 @@ def test_soft_cap_is_a_product_a_tanh_and_a_product():
     assert slope[3:] == ["-x", "fmaf(x, x, 1.0f)", "x"]  # 1 - t * t of the same t
 
 
+@pytest.mark.parametrize("of", [lambda s: s, jnp.tanh], ids=["score", "tanh"])
+def test_squares_of_squares_are_not_multiplied_out(of):
+    """Of a power of 2^12 there are some thirty products, of its derivative as many again."""
+
+    def function(s, b, h, q, kv):
+        x = of(s)
+        for _ in range(12):
+            x = x * x
+        return x
+
+    printed, _ = print_function(function)
+    assert len(_operations(printed)) < 40
+    assert len(_operations(printed, "logit_and_slope")) < 80
+
+
 def test_alibi_is_one_fma_and_the_distance():
     def alibi(s, b, h, q, kv, distance):
         return s - jnp.asarray(SLOPES)[h] * jnp.abs(distance).astype(jnp.float32)

@@ -37,6 +37,10 @@ from jaxflash._printer.node import (
     wraps,
 )
 
+# Of a monomial: products of more are instructions as they come, one within the other, so that a
+# square of a square of ... is not multiplied out.
+_MOST_FACTORS = 8
+
 
 class Graph:
     """Makes nodes, simplified."""
@@ -286,6 +290,8 @@ class Graph:
                 ((a, coefficient),) = terms.items()
                 factor = _times(factor, coefficient)
             factors += a.args if a.op == "product" else (a,)
+        if len(factors) > _MOST_FACTORS:
+            return self.atom("times", x, y)
         factors.sort(key=lambda n: n.number)
         return self.scaled(self.atom("product", *factors), factor)
 
@@ -295,6 +301,8 @@ class Graph:
         if of_x is None or of_y is None or of_x[0] is not of_y[0]:
             return None
         atom, left = of_x
+        if max(left) + max(of_y[1]) > _MOST_FACTORS:
+            return None
         powers: dict[int, float] = {}
         for i, a in left.items():
             for j, b in of_y[1].items():
