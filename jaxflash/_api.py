@@ -252,11 +252,21 @@ def dot_product_attention(
         precision=precision,
         deterministic_backward=deterministic_backward,
     )
+    out, lse = run(spec, operands, score_mod, implementation)
+    return (out, lse) if return_residual else out
+
+
+def run(
+    spec: _spec.AttentionSpec,
+    operands: _spec.Operands,
+    score_mod: ScoreMod | None,
+    implementation: Implementation | None,
+) -> tuple[jax.Array, jax.Array]:
+    """(out, lse) of a call whose other arguments have been checked."""
     with _sharding.mesh_of(*jax.tree.leaves(operands)):
         spec, operands = _scores.compose(spec, operands, score_mod)
         path = choose_path(spec, operands, implementation)
-        out, lse = _derivatives.attention(spec, path, operands)
-    return (out, lse) if return_residual else out
+        return _derivatives.attention(spec, path, operands)
 
 
 def supported(

@@ -290,4 +290,9 @@ def _sharding_rule(kernel: Pass, broadcasts) -> tuple[str, tuple[str, ...]]:
     )
     rule = f"{operands} -> {results}"
     names = dict.fromkeys(re.findall(r"\w+", rule))  # in order of appearance, as Shardy wants
-    return rule, tuple(name for name in names if name in "tshv" or name.startswith(("one", "c")))
+    return rule, tuple(filter(_stays_whole, names))
+
+
+def _stays_whole(factor: str) -> bool:
+    """Lengths and head sizes (see `_passes.Pass`), axes of size 1, and those of a capture."""
+    return factor in {"t", "s", "h", "v"} or factor.startswith(("one", "c"))

@@ -59,9 +59,8 @@ def compose(
         # Nothing could be indexed in axes of size 0.
         spec = dataclasses.replace(spec, logits_soft_cap=None)
         nothing = dict.fromkeys(("bias", "mask", "alibi_slopes", "mask_value", *PLANNED))
-        if operands.query.shape[-2] == 0:
-            nothing["sink"] = None
-        return spec, operands._replace(**nothing)
+        sink = operands.sink if operands.query.shape[-2] > 0 else None
+        return spec, operands._replace(**nothing, sink=sink)
     spec, operands = _with_predicate(spec, operands, in_classes and score_mod is None)
     batch_rank = len(operands.query.shape) - 3
     dtype = compute_dtype(operands.query.dtype)

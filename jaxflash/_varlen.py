@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jaxflash import _derivatives, _ranges, _scores, _sharding, _spec
-from jaxflash._api import CausalAlignment, Implementation, PackedOptions, Window, choose_path
+from jaxflash import _ranges, _spec
+from jaxflash._api import CausalAlignment, Implementation, PackedOptions, Window, run
 from jaxflash._arguments import array, flag
 
 _FEW_BOUNDARIES = 2048  # which are compared with one another
@@ -190,10 +190,7 @@ def varlen_attention(
         query_boundaries=cu_seqlens_q,
         key_boundaries=cu_seqlens_kv,
     )
-    with _sharding.mesh_of(*jax.tree.leaves(operands)):
-        spec, operands = _scores.compose(spec, operands, score_mod)
-        path = choose_path(spec, operands, implementation)
-        out, lse = _derivatives.attention(spec, path, operands)
+    out, lse = run(spec, operands, score_mod, implementation)
     return (out, lse) if return_residual else out
 
 
