@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -91,15 +92,15 @@ def print_program(request: Request) -> Printed:
     """
     program, predicates = request.program, request.predicates
     graph = Graph(request.distance_is_difference)
-    logit, slope = Builder(graph).build(program)
-    slope = graph.shown(slope, logit)
+    roots = _Roots(graph, program)
+    logit, slope = roots.logit, roots.shown_slope
     visible, captures = _visible(graph, predicates, len(program.capture_types))
     words = _words(graph, predicates, len(program.capture_types)) if request.words else None
     tangent = graph.constant(0.0)
     for capture in request.moving:
         dtype = str(program.capture_types[capture].dtype)
-        for index, partial in Builder(graph).build_partials(program, capture)[1].items():
-            moved = graph.multiply(graph.shown(partial, logit), graph.load(captures, dtype, index))
+        for index, partial in roots.partials(capture).items():
+            moved = graph.multiply(partial, graph.load(captures, dtype, index))
             tangent = graph.add(tangent, moved)
         captures += 1
     sink = None
@@ -114,7 +115,7 @@ def print_program(request: Request) -> Printed:
     if addend is None and request.starts:
         start, started = _started(graph, logit, slope, request)
     logits = _logits(graph, logit, slope, addend)
-    sums, _ = _key_sums(graph, request)
+    sums, _ = _key_sums(roots, request)
     sections = _given(
         logits,
         _of(Visible, visible),
@@ -125,9 +126,9 @@ def print_program(request: Request) -> Printed:
         _of(DistanceSlopes, slopes),
         words,
         KeyWeights(tuple(x.weight for x in sums)) if sums else None,
-        _of(StoredGradient, _stored(graph, request)),
+        _of(StoredGradient, _stored(roots, request)),
         Diagonals(logits),
-        _of(SumAlongDiagonals, _diagonal_sum(graph, request)),
+        _of(SumAlongDiagonals, _diagonal_sum(roots, request)),
         Dropout(captures) if request.drops else None,
     )
     source, numbered = struct(graph, sections, request.paired)
@@ -181,13 +182,13 @@ def print_gradients(request: Request) -> PrintedGradients:
     program = request.program
     graph = Graph(request.distance_is_difference)
     loads: list[LoadRoots] = []
-    logit, slope = Builder(graph).build(program)
-    sums, key_loads = _key_sums(graph, request)
+    roots = _Roots(graph, program)
+    sums, key_loads = _key_sums(roots, request)
     summed = {x.capture for x in key_loads}
-    stored = _stored(graph, request)
+    stored = _stored(roots, request)
     for capture in (i for i in request.wanted if i not in summed):
         array = program.capture_types[capture]
-        partials = _partials(graph, program, capture)
+        partials = roots.partials(capture)
         loads += [
             LoadRoots.of(
                 capture,
@@ -200,14 +201,14 @@ def print_gradients(request: Request) -> PrintedGradients:
             )
             for index, partial in partials.items()
         ]
-    along = _diagonal_sum(graph, request)
+    along = _diagonal_sum(roots, request)
     if along is not None:
         (at,) = (i for i, x in enumerate(loads) if x.load.capture == along.capture)
         load = dataclasses.replace(loads[at].load, summed=True)
         loads[at] = dataclasses.replace(loads[at], load=load)
     visible, captures = _visible(graph, request.predicates, len(program.capture_types))
-    addend, start = _added(graph, logit, slope, request)
-    logits = _logits(graph, logit, slope, addend)
+    addend, start = _added(graph, roots.logit, roots.slope, request)
+    logits = _logits(graph, roots.logit, roots.slope, addend)
     all_loads = (*loads, *map(LoadRoots.of_key_sum, sums))
     # Gradients do not ask for the sink.
     dropout = captures + (request.sink_dtype is not None)
@@ -244,14 +245,30 @@ def _given(*sections: Section | None) -> list[Section]:
     return [x for x in sections if x is not None]
 
 
-def _partials(graph: Graph, program: Program, capture: int) -> dict[tuple[Node, ...], Node]:
-    """d logit / d loaded value by the indices of the loads of a capture, where it is not 0."""
-    logit, partials = Builder(graph).build_partials(program, capture)
-    shown = {i: graph.shown(x, logit) for i, x in partials.items()}
-    return {i: x for i, x in shown.items() if x is not graph.constant(0.0)}
+class _Roots:
+    """The logit of a program and its derivatives, each built once."""
+
+    def __init__(self, graph: Graph, program: Program):
+        self.graph, self._program = graph, program
+        self.logit, self.slope = Builder(graph).build(program)
+        self._partials: dict[int, dict[tuple[Node, ...], Node]] = {}
+
+    @functools.cached_property
+    def shown_slope(self) -> Node:
+        """The slope, 0 where the program hides."""
+        return self.graph.shown(self.slope, self.logit)
+
+    def partials(self, capture: int) -> dict[tuple[Node, ...], Node]:
+        """d logit / d loaded value by the indices of the loads of a capture, where it is not 0."""
+        if capture not in self._partials:
+            logit, partials = Builder(self.graph).build_partials(self._program, capture)
+            shown = {i: self.graph.shown(x, logit) for i, x in partials.items()}
+            zero = self.graph.constant(0.0)
+            self._partials[capture] = {i: x for i, x in shown.items() if x is not zero}
+        return self._partials[capture]
 
 
-def _key_sums(graph: Graph, request: Request) -> tuple[list[KeySum], list[KeyLoad]]:
+def _key_sums(roots: _Roots, request: Request) -> tuple[list[KeySum], list[KeyLoad]]:
     """The sums over the queries that the backward kernel computes for the gradients that are
     wanted, and the loads that they serve: all those of a capture, or none."""
     sums: dict[Node, KeySum] = {}
@@ -260,13 +277,15 @@ def _key_sums(graph: Graph, request: Request) -> tuple[list[KeySum], list[KeyLoa
     if request.sizes is None or not request.wanted:
         return [], []
     sizes = dict(request.sizes)
-    logit, slope = Builder(graph).build(program)
-    slope = graph.shown(slope, logit)
     for capture in request.wanted:
         shape = program.capture_types[capture].shape
-        partials = _partials(graph, program, capture)
+        partials = roots.partials(capture)
         axes = [a for index in partials if (a := key_axes(index, shape, sizes)) is not None]
-        weights = [w for x in partials.values() if (w := key_weight(graph, x, slope)) is not None]
+        weights = [
+            w
+            for x in partials.values()
+            if (w := key_weight(roots.graph, x, roots.shown_slope)) is not None
+        ]
         if not len(axes) == len(weights) == len(partials):
             continue
         more = {w: KeySum(w, x) for w, x in zip(weights, partials.values(), strict=True)}
@@ -278,17 +297,15 @@ def _key_sums(graph: Graph, request: Request) -> tuple[list[KeySum], list[KeyLoa
     return list(sums.values()), loads
 
 
-def _stored(graph: Graph, request: Request) -> StoredLoad | None:
+def _stored(roots: _Roots, request: Request) -> StoredLoad | None:
     """The first capture whose gradient is wanted and that of the score; None without one."""
     program = request.program
     if request.sizes is None or not request.storable:
         return None
     sizes = dict(request.sizes)
-    logit, slope = Builder(graph).build(program)
-    slope = graph.shown(slope, logit)
     for capture in (i for i in request.wanted if i in request.storable):
         shape = program.capture_types[capture].shape
-        partials = _partials(graph, program, capture)
+        partials = roots.partials(capture)
         if len(partials) != 1:
             continue
         ((index, partial),) = partials.items()
@@ -296,25 +313,22 @@ def _stored(graph: Graph, request: Request) -> StoredLoad | None:
         for sums, counts in ((False, sizes), (True, of_one)):
             if sums and not request.sums_batch:
                 continue
-            if is_stored(graph, index, shape, partial, slope, counts):
+            if is_stored(roots.graph, index, shape, partial, roots.shown_slope, counts):
                 return StoredLoad(capture, index, sums)
     return None
 
 
-def _diagonal_sum(graph: Graph, request: Request) -> DiagonalSum | None:
+def _diagonal_sum(roots: _Roots, request: Request) -> DiagonalSum | None:
     """What the backward kernel sums along diagonals: for the first capture whose gradient is wanted
     and whose only load has one value there, and a factor of d score that the head knows."""
-    program = request.program
     if not (request.wanted and request.sums_diagonals):
         return None
-    logit, slope = Builder(graph).build(program)
-    slope = graph.shown(slope, logit)
     for capture in request.wanted:
-        partials = _partials(graph, program, capture)
+        partials = roots.partials(capture)
         if len(partials) != 1:
             continue
         ((index, partial),) = partials.items()
-        weight = key_weight(graph, partial, slope)
+        weight = key_weight(roots.graph, partial, roots.shown_slope)
         if (
             any(i.deps for i in index)
             and all(map(depends_on_difference, index))
