@@ -392,20 +392,25 @@ PAGED = tuple(
 )
 
 
-def _size(head_dim: int, bar: Bar | None = None, value_dim: int | None = None) -> Case:
+def _size(
+    head_dim: int,
+    forward: Bar | None = None,
+    backward: Bar | None = None,
+    value_dim: int | None = None,
+) -> Case:
     name = f"size/{head_dim}" if value_dim is None else f"size/{head_dim}-{value_dim}"
     return Case(name, 4, 4096, 16, head_dim, value_dim=value_dim, is_causal=True, by_default=False,
-                forward=bar)  # fmt: skip
+                forward=forward, backward=backward)  # fmt: skip
 
 
 # Head sizes between the powers of two, which have to be cheaper than the next power.
 SIZES = (
-    _size(80, Bar(1.0, "size/96")),
-    _size(96, Bar(1 / 0.85, "size/128")),
-    _size(112, Bar(1.0, "size/128")),
+    _size(80, Bar(1.0, "size/96"), Bar(1.0, "size/96")),
+    _size(96, Bar(1 / 0.85, "size/128"), Bar(1 / 0.9, "size/128")),
+    _size(112, Bar(1.0, "size/128"), Bar(1.0, "size/128")),
     _size(128),
-    _size(160, Bar(1 / 0.85, "size/256")),
-    _size(192, Bar(1 / 0.95, "size/256")),
+    _size(160, Bar(1 / 0.85, "size/256"), Bar(1 / 0.85, "size/256")),
+    _size(192, Bar(1 / 0.95, "size/256"), Bar(1 / 0.85, "size/256")),
     _size(192, value_dim=128),
     _size(256),
 )
