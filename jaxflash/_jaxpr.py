@@ -14,7 +14,14 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, get_abstract_mesh, use_abstract_mesh
+from jax.sharding import (
+    AbstractMesh,
+    AxisType,
+    NamedSharding,
+    PartitionSpec,
+    get_abstract_mesh,
+    use_abstract_mesh,
+)
 
 if TYPE_CHECKING:
     from jax.extend import core  # takes as long to import as the rest of the package
@@ -37,19 +44,30 @@ def is_literal(atom) -> TypeGuard[core.Literal]:
     return hasattr(atom, "val")
 
 
-def traced(function: Callable, types) -> core.ClosedJaxpr:
-    types = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in types]
-    with outside_of_explicit_meshes():
+def traced(function: Callable, types, mesh: Any = None) -> core.ClosedJaxpr:
+    """The jaxpr of a function of the given types: on no mesh, or replicated on an explicit one."""
+    if mesh is None:
+        types = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in types]
+        with outside_of_explicit_meshes():
+            return jax.make_jaxpr(function)(*types)
+    replicated = NamedSharding(mesh, PartitionSpec())
+    types = [jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=replicated) for t in types]
+    with use_abstract_mesh(mesh):
         return jax.make_jaxpr(function)(*types)
 
 
 def outside_of_explicit_meshes() -> contextlib.AbstractContextManager:
-    """Where what a function makes is of the types of its arguments, which have no mesh, and where
-    the branches and loops that it holds can be evaluated on any."""
+    """Where what a function makes is of the types of its arguments, which have no mesh."""
     axis_types = get_abstract_mesh().axis_types
     if AxisType.Explicit in axis_types and AxisType.Manual not in axis_types:
         return use_abstract_mesh(AbstractMesh((), ()))
     return contextlib.nullcontext()
+
+
+def explicit_mesh(arrays: Sequence[Any]) -> Any:
+    """The mesh of arrays with explicit axes, or None."""
+    meshes = (jax.typeof(x).sharding.mesh for x in arrays)
+    return next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None)
 
 
 def as_function(closed: core.ClosedJaxpr) -> Callable[..., list[Any]]:
@@ -160,17 +178,21 @@ def evaluate(eqns, values: dict[core.Var, Any], calls: dict[str, str] | None = N
             element = jax.lax.dynamic_slice(inputs[0], starts, sizes, allow_negative_indices=False)
             results = [element.reshape(())]
         elif calls and eqn.primitive.name in calls:
-            inner = eqn.params[calls[eqn.primitive.name]]
-            jaxpr = getattr(inner, "jaxpr", inner)
-            inside = dict(zip(jaxpr.invars, inputs, strict=True))
-            inside.update(zip(jaxpr.constvars, getattr(inner, "consts", ()), strict=True))
-            evaluate(jaxpr.eqns, inside, calls)
-            results = [read(inside, atom) for atom in jaxpr.outvars]
+            results = _evaluated(eqn.params[calls[eqn.primitive.name]], inputs, calls)
         elif _is_of_types_alone(eqn):
             results = inputs
         else:
-            results = bound(eqn, inputs)
+            results = bound(eqn, inputs, calls)
         values.update(zip(eqn.outvars, results, strict=True))
+
+
+def _evaluated(held, inputs: Sequence[Any], calls: dict[str, str]) -> list[Any]:
+    """The results of a jaxpr that an equation holds."""
+    jaxpr = getattr(held, "jaxpr", held)
+    values = dict(zip(jaxpr.invars, inputs, strict=True))
+    values.update(zip(jaxpr.constvars, getattr(held, "consts", ()), strict=True))
+    evaluate(jaxpr.eqns, values, calls)
+    return [read(values, atom) for atom in jaxpr.outvars]
 
 
 _OF_INDICES = frozenset({"broadcast_in_dim", "concatenate"})
@@ -201,31 +223,119 @@ def _gathered_elements(eqns) -> dict[core.Var, list[Any]]:
 
 
 def _is_of_types_alone(eqn) -> bool:
-    """Whether an equation is there for the types that values have inside `shard_map`: a cast to one
-    that varies over more mesh axes, of which `bound` adds those that are needed; or a sum over no
-    axes, as transposes have it."""
+    """Whether an equation is there for the types that values have: inside `shard_map` a cast to one
+    that varies over more mesh axes, of which `bound` adds those that are needed, or a sum over no
+    axes, as transposes have it; on an explicit mesh another sharding."""
     name = eqn.primitive.name
-    return name == "pvary" or (name == "reduce_sum" and not eqn.params["axes"])
+    return name in ("pvary", "reshard") or (name == "reduce_sum" and not eqn.params["axes"])
 
 
-# Equations that hold others: their operands must have the types that those were traced with.
-_HOLDING_OTHERS = frozenset({"cond", "scan", "while"})
-
-
-def bound(eqn, inputs: Sequence[Any]) -> Sequence[Any]:
-    """The results of an equation."""
+def bound(eqn, inputs: Sequence[Any], calls: dict[str, str] | None = None) -> Sequence[Any]:
+    """The results of an equation, with the given kinds of calls inlined in what it holds."""
     # Inside `shard_map` an equation wants operands that vary over the same mesh axes.
-    varying = [jax.typeof(x).manual_axis_type.varying for x in inputs]
-    if eqn.primitive.name in _HOLDING_OTHERS:
-        wanted = [atom.aval.manual_axis_type.varying for atom in eqn.invars]
-    else:
-        wanted = [frozenset().union(*varying)] * len(inputs)
-    inputs = [
-        jax.lax.pcast(x, tuple(axes - own), to="varying") if axes - own else x
-        for x, own, axes in zip(inputs, varying, wanted, strict=True)
-    ]
-    results = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
+    axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in inputs))
+    inputs = _varying(inputs, axes)
+    name = eqn.primitive.name
+    if name in _HOLDING_OTHERS:
+
+        def function(held):
+            return lambda *inputs: _varying(_evaluated(held, inputs, calls or CALLS), axes)
+
+        return _HOLDING_OTHERS[name](eqn, inputs, function)
+    params = {
+        key: None if key in _SHARDINGS and _names_explicit_mesh(value) else value
+        for key, value in eqn.params.items()
+    }
+    results = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(params))
     return results if eqn.primitive.multiple_results else [results]
+
+
+def _varying(values: Sequence[Any], axes: frozenset[Any]) -> list[Any]:
+    """Values as those that vary over all of these mesh axes."""
+    missing = [tuple(axes - jax.typeof(x).manual_axis_type.varying) for x in values]
+    return [
+        jax.lax.pcast(x, more, to="varying") if more else x
+        for x, more in zip(values, missing, strict=True)
+    ]
+
+
+# Parameters that say where a result lies.
+_SHARDINGS = frozenset({"sharding", "out_sharding"})
+
+
+def _names_explicit_mesh(sharding) -> bool:
+    return isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types
+
+
+# ---- Equations that hold others ------------------------------------------------------------------
+
+# The types in what they hold, with meshes and mesh axes, are those of the place where they were
+# traced. So they are made anew of functions, which take the types of their operands; these, and
+# what the functions return, vary over the same mesh axes.
+
+
+def _branches(eqn, inputs: Sequence[Any], function: Callable) -> Sequence[Any]:
+    index, *operands = inputs
+    branches = [function(held) for held in eqn.params["branches"]]
+    if eqn.params.get("branches_platforms") is None:
+        return jax.lax.switch(index, branches, *operands)
+    # `jax.lax.platform_dependent`, whose branches say which platform they are for.
+    branches = tuple(jax.make_jaxpr(branch)(*operands) for branch in branches)
+    return eqn.primitive.bind(*inputs, **{**eqn.params, "branches": branches})
+
+
+def _scan(eqn, inputs: Sequence[Any], function: Callable) -> Sequence[Any]:
+    params, held = eqn.params, eqn.params["jaxpr"]
+
+    def are_carried(outside, inside):
+        """Others than those of each step have the rank of one step outside, too."""
+        pairs = zip(outside, inside, strict=True)
+        return [len(x.aval.shape) == len(y.shape) for x, y in pairs]
+
+    num_carried = sum(are_carried(eqn.outvars, held.out_avals))
+    first_step = sum(are_carried(eqn.invars, held.in_avals))  # of what each step has its own of
+    first_carried = first_step - num_carried
+    constants, step = inputs[:first_carried], function(held)
+
+    def body(carry, of_step):
+        results = step(*constants, *carry, *of_step)
+        return results[:num_carried], results[num_carried:]
+
+    initial, of_steps = list(inputs[first_carried:first_step]), list(inputs[first_step:])
+    options = {name: params[name] for name in ("length", "reverse", "unroll")}
+    carry, of_steps = jax.lax.scan(body, initial, of_steps, **options)
+    return [*carry, *of_steps]
+
+
+def _while(eqn, inputs: Sequence[Any], function: Callable) -> Sequence[Any]:
+    of_condition, of_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    first = of_condition + of_body
+    condition, body = function(eqn.params["cond_jaxpr"]), function(eqn.params["body_jaxpr"])
+
+    def goes_on(carry):
+        return condition(*inputs[:of_condition], *carry)[0]
+
+    def step(carry):
+        return body(*inputs[of_condition:first], *carry)
+
+    # Of `jax.vmap` of a loop: every element has its own end.
+    def some_go_on(carry):
+        return jnp.any(goes_on(carry))
+
+    def step_of_some(carry):
+        going = goes_on(carry)
+
+        def moved(x, y):
+            return jnp.where(jax.lax.expand_dims(going, range(going.ndim, x.ndim)), x, y)
+
+        return list(map(moved, step(carry), carry))
+
+    is_batched = eqn.params["cond_jaxpr"].out_avals[0].shape != ()
+    loop = (some_go_on, step_of_some) if is_batched else (goes_on, step)
+    return jax.lax.while_loop(*loop, list(inputs[first:]))
+
+
+_HOLDING_OTHERS = {"cond": _branches, "scan": _scan, "while": _while}
 
 
 def read(values: dict[core.Var, Any], atom):

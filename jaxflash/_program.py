@@ -12,6 +12,7 @@ causal, window and ALiBi compare them; all int32.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -130,7 +131,11 @@ def check_rules(program: Program) -> None:
 
 
 def trace(
-    function: Callable, captures: Sequence[Any], dtype, inlined: dict[str, str] = _jaxpr.CALLS
+    function: Callable,
+    captures: Sequence[Any],
+    dtype,
+    inlined: dict[str, str] = _jaxpr.CALLS,
+    mesh: Any = None,
 ) -> tuple[Program, tuple[Any, ...]]:
     """The program of ``function(score, b, h, q, kv, distance, *captures)``, and all its captures:
     the given ones, then the arrays that the function closes over, complex ones as two each.
@@ -140,12 +145,13 @@ def trace(
         captures: arrays that the function takes as arguments, or their types.
         dtype: of the score and of the result.
         inlined: equations that are replaced by what they call.
+        mesh: an explicit one that the call lies on, or None.
 
     Raises:
         ValueError: the function closes over a Ref, which is no array.
         NotImplementedError: it asks for an axis of `jax.vmap`.
     """
-    closed = _jaxpr.traced(_of_varying(function), (*_argument_types(dtype), *captures))
+    closed = _traced(function, (*_argument_types(dtype), *captures), mesh)
     for x in closed.consts:
         if isinstance(x, jax.Ref):
             raise ValueError(
@@ -168,13 +174,16 @@ def trace(
     return Program(_jaxpr.identity(closed), shapes, closed), (*captures, *closed_over)
 
 
-def trace_predicate(function: Callable, captures: Sequence[Any]) -> tuple[Program, tuple[Any, ...]]:
+def trace_predicate(
+    function: Callable, captures: Sequence[Any], mesh: Any = None
+) -> tuple[Program, tuple[Any, ...]]:
     """As `trace`, of ``function(b, h, q, kv, *captures) -> bool``; no derivative is asked for."""
 
     def of_score(score, b, h, q, kv, distance, *captures):
         return function(b, h, q, kv, *captures)
 
-    return trace(of_score, captures, jnp.float32, {**_jaxpr.CALLS, **_jaxpr.CUSTOM_DERIVATIVES})
+    calls = {**_jaxpr.CALLS, **_jaxpr.CUSTOM_DERIVATIVES}
+    return trace(of_score, captures, jnp.float32, calls, mesh)
 
 
 def _check_axes(jaxpr) -> None:
@@ -225,12 +234,28 @@ def _(primals, tangents):
     )
 
 
-def _of_varying(function: Callable) -> Callable:
-    """The function, of arguments that vary as those of a call inside `shard_map` may: what they
-    decide and what they are mixed with then has one type in all branches and steps of loops."""
+def _traced(function: Callable, types, mesh: Any) -> core.ClosedJaxpr:
+    """The jaxpr of a function and what it closes over. Its loops and branches want values of one
+    type, with mesh and mesh axes, and what the arguments are mixed with has those of the call:
+    types of the arguments are tried until they go together."""
     axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
-    if not axes:
-        return function
+    ways = [functools.partial(_jaxpr.traced, function, types)]
+    if axes:
+        # As the arguments of a call inside `shard_map` may.
+        ways.insert(0, functools.partial(_jaxpr.traced, _of_varying(function, axes), types))
+    elif mesh is not None:
+        ways.append(functools.partial(_jaxpr.traced, function, types, mesh))
+    try:
+        return ways[0]()
+    except Exception:
+        for way in ways[1:]:
+            with contextlib.suppress(Exception):
+                return way()
+        raise
+
+
+def _of_varying(function: Callable, axes: tuple[str, ...]) -> Callable:
+    """The function, of arguments that vary over mesh axes."""
 
     def of_varying(*arguments):
         return function(*(jax.lax.pcast(x, axes, to="varying") for x in arguments))

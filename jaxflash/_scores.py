@@ -83,7 +83,7 @@ def compose(
             own.append((rows, (1,) * batch_rank, rows.shape))
     types = tuple(jax.ShapeDtypeStruct(sizes, x.dtype) for x, _, sizes in own)
     if score_mod is not None:
-        program, closed_over = _with_score_mod(built_in, types, score_mod, dtype)
+        program, closed_over = _with_score_mod(built_in, types, score_mod, dtype, _mesh(operands))
     elif built_in.parts:
         mesh = jax.sharding.get_abstract_mesh()  # see `_jaxpr.identity`
         program, closed_over = _built_in_program(built_in, types, dtype, mesh), ()
@@ -93,6 +93,12 @@ def compose(
     captures += [_reshaped(x, (1,) * batch_rank + x.shape) for x in closed_over]
     spec = dataclasses.replace(spec, logits_soft_cap=None, program=program)
     return spec, operands._replace(bias=None, alibi_slopes=None, captures=tuple(captures))
+
+
+def _mesh(operands: Operands):
+    """The mesh with explicit axes that a call lies on, or None."""
+    arrays = (operands.query, operands.key, operands.value)
+    return _jaxpr.explicit_mesh([x for x in arrays if not is_abstract(x)])
 
 
 def _reshaped(x, shape):
@@ -198,7 +204,7 @@ def _built_in_program(built_in: _BuiltIn, types, dtype, mesh) -> Program:
     return dataclasses.replace(program, parts=built_in.parts, axes=built_in.axes)
 
 
-def _with_score_mod(built_in: _BuiltIn, types, score_mod: ScoreMod, dtype):
+def _with_score_mod(built_in: _BuiltIn, types, score_mod: ScoreMod, dtype, mesh):
     """(program, arrays that score_mod captures)."""
     score_mod = checked_score_mod(score_mod)
 
@@ -208,7 +214,7 @@ def _with_score_mod(built_in: _BuiltIn, types, score_mod: ScoreMod, dtype):
             b, q, kv = built_in.packing.local(captures[-1], q, kv)
         return score_mod(score, b, h, q, kv).astype(dtype)
 
-    program, captures = trace(function, types, dtype)
+    program, captures = trace(function, types, dtype, mesh=mesh)
     parts = (*built_in.parts, "score_mod")
     program = dataclasses.replace(program, parts=parts, axes=built_in.axes)
     return program, captures[len(types) :]
@@ -224,7 +230,7 @@ def _with_predicate(
     offset = functools.partial(_offset, operands)
     function, own = _predicate.function_of(operands.mask_value, batch_rank, offset)
     types = tuple(jax.ShapeDtypeStruct(x.shape, x.array.dtype) for x in own)
-    predicate, captures = trace_predicate(function, types)
+    predicate, captures = trace_predicate(function, types, _mesh(operands))
     banded = None if captures else _as_band(spec, operands, predicate, in_classes)
     if banded is not None:
         nothing = dict.fromkeys(("mask_value", *PLANNED))

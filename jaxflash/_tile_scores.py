@@ -554,9 +554,7 @@ def _head_axes(capture: int, program: _Split, slicings) -> tuple[int, ...]:
 def _over_tile(function: Callable, arrays: Sequence[Any], whole: Sequence[Any] = ()):
     """A function of scalars, and of the sequence `whole`, over arrays of one rank and sizes 1 or
     full; so is the result."""
-    if not arrays:
-        return function(whole)
-    rank = arrays[0].ndim
+    rank = arrays[0].ndim if arrays else 0
     mapped = [axis for axis in range(rank) if any(x.shape[axis] != 1 for x in arrays)]
     for axis in reversed(mapped):
         in_axes = [0 if x.shape[axis] != 1 else None for x in arrays]
@@ -564,17 +562,18 @@ def _over_tile(function: Callable, arrays: Sequence[Any], whole: Sequence[Any] =
     squeezed = [
         jax.lax.squeeze(x, [axis for axis in range(rank) if x.shape[axis] == 1]) for x in arrays
     ]
-    function = _with_compiler_shardings(function, arrays, mapped)
+    function = _with_compiler_shardings(function, arrays, whole, mapped)
     return jax.lax.expand_dims(
         function(whole, *squeezed), [axis for axis in range(rank) if axis not in mapped]
     )
 
 
-def _with_compiler_shardings(function: Callable, arrays: Sequence[Any], mapped: Sequence[int]):
-    """On an explicit mesh, the function of those axes of the arrays as on others: there `jax.vmap`
-    of what users write would ask for shardings that they did not think of."""
-    explicit = (jax.typeof(x).sharding for x in arrays if jax.typeof(x).sharding.spec)
-    mesh = next((s.mesh for s in explicit if AxisType.Explicit in s.mesh.axis_types), None)
+def _with_compiler_shardings(
+    function: Callable, arrays: Sequence[Any], whole: Sequence[Any], mapped: Sequence[int]
+):
+    """On an explicit mesh, the function of `whole` and those axes of the arrays as on others: there
+    `jax.vmap` of what users write would ask for shardings that they did not think of."""
+    mesh = _jaxpr.explicit_mesh([*arrays, *whole])
     if mesh is None:
         return function
     specs = [padded(jax.typeof(x).sharding.spec, x.ndim) for x in arrays]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 
 import jax
@@ -13,7 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxflash
-from jaxflash import _ffi, _support
+from jaxflash import _ffi, _program, _support, masks
 from jaxprs import compiled_custom_calls
 from marks import needs_kernels
 from meshes import cpu_mesh
@@ -234,33 +235,159 @@ def test_elements_of_an_array_of_several_devices(element, kind):
 
 
 _POINTS = np.linspace(-3.0, 3.0, S, dtype=np.float32)
-_ON_EXPLICIT_MESHES = {
+# Loops and branches that read an array, alone or together with the score.
+_HOLDING_OTHERS = {
     "loop": lambda t, s, b, h, q, kv: jax.lax.fori_loop(0, 3, lambda _, x: 0.9 * x + t[0, 0], s),
+    "loop over an array": lambda t, s, b, h, q, kv: jax.lax.fori_loop(
+        0, 3, lambda n, x: jnp.sin(x) + t[h, n], s
+    ),
+    "loop from a constant": lambda t, s, b, h, q, kv: jax.lax.fori_loop(
+        0, 3, lambda n, x: x.at[n].set(s * t[h, n]), jnp.zeros(3)
+    ).sum(),
+    "loop beside the score": lambda t, s, b, h, q, kv: (
+        s + jax.lax.fori_loop(0, 2, lambda n, x: x * t[h, n], t[0, 0])
+    ),
+    "scan": lambda t, s, b, h, q, kv: jnp.hstack(
+        jax.lax.scan(lambda x, y: (jnp.sin(x) + y, x * y), s, t[h], reverse=True, unroll=3)
+    )[2],
+    "while": lambda t, s, b, h, q, kv: (
+        s * t[h, 0]
+        + jax.lax.stop_gradient(jax.lax.while_loop(lambda x: x < t[h, 1], lambda x: x + 0.5, s))
+    ),
+    "mapped while": lambda t, s, b, h, q, kv: (
+        s
+        * jax.lax.stop_gradient(
+            jax.vmap(
+                lambda y: jax.lax.while_loop(lambda x: x < y, lambda x: x + 0.5 + 0.0 * t[0, 0], s)
+            )(t[h])
+        ).mean()
+    ),
     "branch": lambda t, s, b, h, q, kv: jax.lax.cond(q > kv, lambda: s, lambda: s + t[h, kv]),
+    "branch of operands": lambda t, s, b, h, q, kv: jax.lax.cond(
+        q > kv, lambda x, y: x * y * t[0, 0], lambda x, y: x, s, t[h, 0]
+    ),
+    "switch": lambda t, s, b, h, q, kv: jax.lax.switch(
+        (q + kv) % 3, [lambda x: x * t[h, 0], lambda x: x, jnp.sin], s
+    ),
+    "branch of a loop": lambda t, s, b, h, q, kv: jax.lax.fori_loop(
+        0, 2, lambda n, x: jax.lax.cond(x > t[h, n], jnp.sin, jax.jit(lambda x: x * t[0, 1]), x), s
+    ),
+    "platform": lambda t, s, b, h, q, kv: jax.lax.platform_dependent(
+        s, cpu=lambda x: x * t[h, 0], default=lambda x: x * t[h, 0]
+    ),
+    "interpolation": lambda t, s, b, h, q, kv: s + jnp.interp(s, _POINTS, t[1]),
+}
+_ON_EXPLICIT_MESHES = _HOLDING_OTHERS | {
     "index from the score": lambda t, s, b, h, q, kv: s + t[0, jnp.int32(4.0 * s)],
     "row": lambda t, s, b, h, q, kv: s + t[b].mean() + jnp.cumsum(t, 1)[h, kv],
     "function of the array": lambda t, s, b, h, q, kv: s + (2.0 * t).T[kv, h],
-    "interpolation": lambda t, s, b, h, q, kv: s + jnp.interp(s, _POINTS, t[1]),
+}
+_fresh = itertools.count(1)
+
+
+def _loss(attention, function):
+    """A loss of queries, keys, values and a table, whose program no other call has had."""
+    constant = 0.125 * next(_fresh)
+
+    def loss(qkv, table):
+        def score_mod(*arguments):
+            return function(table, *arguments) + constant
+
+        return jnp.sum(jnp.sin(attention(*qkv, score_mod=score_mod)))
+
+    return jax.jit(jax.value_and_grad(loss, (0, 1)))
+
+
+def _table():
+    return jnp.asarray(np.random.default_rng(3).standard_normal((N, S)), jnp.float32)
+
+
+_attention = functools.partial(jaxflash.dot_product_attention, implementation="xla")
+
+
+@pytest.mark.parametrize("first", ["plain", "replicated"])
+@pytest.mark.parametrize("function", _ON_EXPLICIT_MESHES.values(), ids=_ON_EXPLICIT_MESHES)
+def test_functions_on_explicit_meshes(function, first):
+    """Whatever a function does with scalars and arrays that no device shares, and wherever the
+    program was traced first."""
+    qkv, table = random_qkv(), _table()
+    expected = _loss(jaxflash.reference.dot_product_attention, function)(qkv, table)
+    mesh = cpu_mesh(jax.sharding.AxisType.Explicit, x=2, y=2)
+    split = jax.device_put(qkv, NamedSharding(mesh, P("x", None, "y")))
+    places = [table, jax.device_put(table, NamedSharding(mesh, P()))]
+    step = _loss(_attention, function)
+    for place in places if first == "plain" else reversed(places):
+        actual = step(split, place)
+        for x, y in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
+            np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("function", _HOLDING_OTHERS.values(), ids=_HOLDING_OTHERS)
+def test_programs_of_replicated_arrays(function):
+    """They are those of arrays on no mesh."""
+    mesh = cpu_mesh(jax.sharding.AxisType.Explicit, x=2)
+    programs = []
+
+    @jax.jit
+    def trace(query, table):
+        def program(score, b, h, q, kv, distance):
+            return function(table, score, b, h, q, kv)
+
+        of = jax.typeof(query).sharding.mesh
+        programs.append(_program.trace(program, (), jnp.float32, mesh=of if of.shape else None)[0])
+        return query
+
+    query, table = jnp.zeros(2), _table()
+    trace(query, table)
+    trace(*(jax.device_put(x, NamedSharding(mesh, P())) for x in (query, table)))
+    plain, replicated = programs
+    assert plain == replicated
+
+
+@pytest.mark.parametrize("function", _HOLDING_OTHERS.values(), ids=_HOLDING_OTHERS)
+def test_replicated_arrays_inside_shard_map(function):
+    """The score varies over mesh axes, and what loops and branches read does not."""
+    qkv, table = random_qkv(), _table()
+    expected = _loss(jaxflash.reference.dot_product_attention, function)(qkv, table)
+
+    def loss(qkv, table):
+        def attend(table, *qkv):
+            return _attention(*qkv, score_mod=functools.partial(function, table))
+
+        specs = dict(in_specs=(P(), *(P("x"),) * 3), out_specs=P("x"))
+        out = jax.shard_map(attend, mesh=cpu_mesh(x=2), **specs)(table, *qkv)
+        return jnp.sum(jnp.sin(out))
+
+    actual = jax.jit(jax.value_and_grad(loss, (0, 1)))(qkv, table)
+    for x, y in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5)
+
+
+_MASKS = {
+    "loop": lambda t, b, h, q, kv: jax.lax.fori_loop(
+        0, 3, lambda n, x: x | (t[h, n] > t[0, kv]), q >= kv
+    ),
+    "branch": lambda t, b, h, q, kv: (
+        (q == kv) | jax.lax.cond(q > kv, lambda y: t[h, y] > 0, lambda y: y % 2 == 0, kv)
+    ),
 }
 
 
-@pytest.mark.parametrize("function", _ON_EXPLICIT_MESHES.values(), ids=_ON_EXPLICIT_MESHES)
-def test_functions_on_explicit_meshes(function):
-    """Whatever a function does with scalars and arrays that no device shares."""
-    qkv = random_qkv()
-    table = jnp.asarray(np.random.default_rng(3).standard_normal((N, S)), jnp.float32)
+@pytest.mark.parametrize("place", ["explicit", "shard_map"])
+@pytest.mark.parametrize("function", _MASKS.values(), ids=_MASKS)
+def test_masks_of_replicated_arrays(function, place):
+    qkv, table = random_qkv(), _table()
 
-    def loss(qkv, table):
-        score_mod = functools.partial(function, table)
-        out = jaxflash.dot_product_attention(*qkv, score_mod=score_mod, implementation="xla")
-        return jnp.sum(jnp.sin(out))
+    def attend(table, *qkv, attention=_attention):
+        mask = masks.function(lambda b, h, q, kv: function(table, b, h, q, kv))
+        return attention(*qkv, mask=mask)
 
-    step = jax.jit(jax.value_and_grad(loss, (0, 1)))
-    expected = step(qkv, table)
-    explicit = (jax.sharding.AxisType.Explicit,) * 2
-    mesh = jax.make_mesh((2, 2), ("x", "y"), explicit, devices=jax.devices("cpu")[:4])
-    split = jax.device_put(qkv, NamedSharding(mesh, P("x", None, "y")))
-    for place in (lambda x: x, lambda x: jax.device_put(x, NamedSharding(mesh, P()))):
-        actual = step(split, place(table))
-        for x, y in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
-            np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5)
+    expected = attend(table, *qkv, attention=jaxflash.reference.dot_product_attention)
+    if place == "explicit":
+        mesh = cpu_mesh(jax.sharding.AxisType.Explicit, x=2)
+        qkv = jax.device_put(qkv, NamedSharding(mesh, P("x")))
+        actual = jax.jit(attend)(jax.device_put(table, NamedSharding(mesh, P())), *qkv)
+    else:
+        specs = dict(in_specs=(P(), *(P("x"),) * 3), out_specs=P("x"))
+        actual = jax.jit(jax.shard_map(attend, mesh=cpu_mesh(x=2), **specs))(table, *qkv)
+    np.testing.assert_allclose(actual, expected, rtol=2e-4, atol=2e-5)
