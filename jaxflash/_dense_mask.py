@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxflash._ranges import Shown
 
-Pass = Literal["forward", "backward"]
+PassName = Literal["forward", "backward"]
 
 # Of a mask's axes (h, q, kv): what runs along a fragment's rows in the kernels of a pass.
 _PACKED = {"forward": 2, "backward": 1}
@@ -47,13 +47,13 @@ def axes(mask) -> tuple[int, ...]:
     return tuple(i for i, size in enumerate(mask.shape[-3:]) if size != 1)
 
 
-def packed_axis(mask, pass_: Pass) -> int | None:
+def packed_axis(mask, pass_: PassName) -> int | None:
     """Which of (h, q, kv) is in words, if one is."""
     axis = _PACKED[pass_]
     return axis if axis in axes(mask) else None
 
 
-def word_shape(rows, keys, pass_: Pass) -> tuple[Any, ...]:
+def word_shape(rows, keys, pass_: PassName) -> tuple[Any, ...]:
     """Of the words that a pass reads of a mask (rows, keys): see DenseMaskParams in
     cuda/problem.h."""
     if pass_ == "backward":
@@ -65,7 +65,7 @@ def word_shape(rows, keys, pass_: Pass) -> tuple[Any, ...]:
 _WORD_AXES = {"forward": (2, 1, 2), "backward": (1, 2)}
 
 
-def own_type(mask, pass_: Pass) -> jax.ShapeDtypeStruct:
+def own_type(mask, pass_: PassName) -> jax.ShapeDtypeStruct:
     """That of a pass's elements, without batch axes."""
     own = axes(mask)
     if packed_axis(mask, pass_) is None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxflash import _dense_mask, _dropout, _scores
 from jaxflash import _extension as extension
-from jaxflash._dense_mask import DenseMask, Pass
+from jaxflash._dense_mask import DenseMask, PassName
 from jaxflash._printer import CAPTURE_DTYPES, MAX_CAPTURES, NotPrintable
 from jaxflash._printer.request import Request
 from jaxflash._program import Program, trace
@@ -128,7 +128,7 @@ def split_by_heads(
 def make(
     spec: AttentionSpec,
     operands: Operands,
-    pass_: Pass,
+    pass_: PassName,
     always: bool = False,
     wanted: Sequence[int] = (),
 ) -> KernelProgram | None:
@@ -184,7 +184,7 @@ def _check_count(captures: int, more: str = "") -> None:
 def _program(
     spec: AttentionSpec,
     operands: Operands,
-    pass_: Pass,
+    pass_: PassName,
     moving: tuple[int, ...] = (),
     wanted: tuple[int, ...] = (),
 ) -> KernelProgram:
@@ -267,7 +267,7 @@ def gradients(
 
 
 def _request(
-    spec: AttentionSpec, operands: Operands, pass_: Pass, wanted: tuple[int, ...]
+    spec: AttentionSpec, operands: Operands, pass_: PassName, wanted: tuple[int, ...]
 ) -> Request:
     """What programs of a pass and gradients have in common."""
     request = Request(
@@ -400,7 +400,7 @@ def gradient_of_sum(load: KeyLoad, x, capture):
 
 
 def _parts(
-    spec: AttentionSpec, operands: Operands, pass_: Pass
+    spec: AttentionSpec, operands: Operands, pass_: PassName
 ) -> tuple[Program, tuple[Program, ...]]:
     """The score program, and the predicates of masks."""
     predicates = []

@@ -21,7 +21,7 @@ from jaxflash import (
     _plan,
     _ranges,
 )
-from jaxflash._dense_mask import DenseMask, Pass
+from jaxflash._dense_mask import DenseMask, PassName
 from jaxflash._kernel_program import KernelGradients, KernelProgram
 from jaxflash._mask import Sizes
 from jaxflash._ranges import Shown
@@ -138,7 +138,7 @@ def tangent(
     )
 
 
-def read_mask(mask, pass_: Pass, q_len, kv_len) -> DenseMask:
+def read_mask(mask, pass_: PassName, q_len, kv_len) -> DenseMask:
     """What a pass reads of a mask for calls of such lengths."""
     packed = _dense_mask.packed_axis(mask, pass_)
     read = _partition.over_batch(
@@ -171,7 +171,7 @@ def shown(spec: AttentionSpec, sizes: Sizes, captures: Sequence[Any]) -> Shown:
     return Shown(*_partition.over_batch(evaluate)(*numbers, *with_heads))
 
 
-def _read(operands: Operands, pass_: Pass) -> DenseMask | None:
+def _read(operands: Operands, pass_: PassName) -> DenseMask | None:
     if operands.mask is None:
         return None
     return read_mask(operands.mask, pass_, operands.query.shape[-3], operands.key.shape[-3])
@@ -184,13 +184,13 @@ def _ranges_of(spec: AttentionSpec, operands: Operands, mask: DenseMask | None):
     return _ranges.of_call(spec, operands, *shown, steps=steps, has_visits=has_visits)
 
 
-def _matched(query_ids, key_ids) -> _ranges.Intervals:
-    return _ranges.Intervals(
+def _matched(query_ids, key_ids) -> _ranges.ElementIntervals:
+    return _ranges.ElementIntervals(
         *_partition.over_batch(_batch_calls.MatchSegments())(query_ids, key_ids)
     )
 
 
-def _summarised(intervals: _ranges.Intervals):
+def _summarised(intervals: _ranges.ElementIntervals):
     kernel = _batch_calls.SummariseRanges(
         has_solid=intervals.keys_solid is not None,
         has_inside=intervals.keys_inside is not None,
@@ -238,7 +238,7 @@ def _made_for(
     """What a pass has to know of a call."""
     has_predicate = operands.mask is not None or spec.predicate is not None
     mask = _passes.MaskKind.of(ranges, has_predicate)
-    return _banded(spec, operands), _passes.Lengths.of(operands), program, mask
+    return _banded(spec, operands), _passes.GivenLengths.of(operands), program, mask
 
 
 def _given(*optional) -> list[Any]:

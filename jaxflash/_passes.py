@@ -79,7 +79,7 @@ def may_walk(q_len, kv_len) -> bool:
     return not is_known or q_len * kv_len >= _LEAST_WALK
 
 
-class Lengths(tuple):
+class GivenLengths(tuple):
     """Which of (query lengths, key/value lengths) are given."""
 
     def __new__(cls, query: bool, key_value: bool):
@@ -92,7 +92,7 @@ class Lengths(tuple):
         )
 
 
-def _attributes(spec: AttentionSpec, lengths: Lengths, mask: MaskKind) -> dict:
+def _attributes(spec: AttentionSpec, lengths: GivenLengths, mask: MaskKind) -> dict:
     return dict(
         **band_attributes(spec),
         scale=np.float32(spec.scale),
@@ -150,7 +150,7 @@ class Pass:
     def __init__(
         self,
         spec: AttentionSpec,
-        lengths: Lengths,
+        lengths: GivenLengths,
         program: KernelProgram | None,
         mask: MaskKind,
         operand_axes: tuple[Sequence[str], ...],
@@ -379,7 +379,7 @@ class PagedForward(Forward):
     def __init__(self, spec, program):
         pool = ("cpage", "cslot", "k")
         axes = ("tnh", (*pool, "h"), (*pool, "v"), ("ctable",), "")
-        lengths, dense, unbatched = Lengths(False, True), (True,) * 5, frozenset((1, 2))
+        lengths, dense, unbatched = GivenLengths(False, True), (True,) * 5, frozenset((1, 2))
         Pass.__init__(self, spec, lengths, program, MaskKind(), axes, dense, unbatched)
         self.result_axes = ("tnv", "tn")
         self.result_sums = ((), ())

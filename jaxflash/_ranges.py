@@ -25,7 +25,7 @@ _WORD = 32
 _FAR = 1 << 30
 
 
-class Intervals(NamedTuple):
+class ElementIntervals(NamedTuple):
     """What the ranges of a call are made of."""
 
     keys_of_row: Any  # as in Ranges
@@ -44,8 +44,8 @@ class Intervals(NamedTuple):
 class Steps(NamedTuple):
     """How ranges are made; the kernels have faster ways."""
 
-    matched: Callable[[Any, Any], Intervals]
-    summarised: Callable[[Intervals], tuple[Any, Any, Any]]
+    matched: Callable[[Any, Any], ElementIntervals]
+    summarised: Callable[[ElementIntervals], tuple[Any, Any, Any]]
     # From the ids: the fields of `Ranges` up to `hulls`.
     of_segments: Callable[[Any, Any], tuple[Any, ...]]
 
@@ -61,7 +61,7 @@ class Ranges(NamedTuple):
     # which it hides all keys. The last pair: blocks of 64 rows and 64 keys of which rows see
     # something, and how many more lie in the hulls of blocks of rows, outside of their gaps.
     hulls: Any
-    row_visits: Any = None  # as in Intervals
+    row_visits: Any = None  # as in ElementIntervals
     key_visits: Any = None
     query_ids: Any = None  # (*B, T); with ids, equal ones see each other
     key_ids: Any = None  # (*B, S)
@@ -171,10 +171,10 @@ def in_blocks(mask):
     for axis in (-1, -2):
         if mask.shape[axis] != 1:
             some, whole = any_of_groups(some, axis, BLOCK), all_of_groups(whole, axis, BLOCK)
-    return Blocks(whole, ~some, jnp.any(mask, axis=-1), jnp.any(mask, axis=-2))
+    return BlockSummary(whole, ~some, jnp.any(mask, axis=-1), jnp.any(mask, axis=-2))
 
 
-class Blocks(NamedTuple):
+class BlockSummary(NamedTuple):
     """See `of_blocks`."""
 
     whole: Any
@@ -183,7 +183,7 @@ class Blocks(NamedTuple):
     key_is_seen: Any
 
 
-def blocks_of_rows(sees, first=None) -> Blocks:
+def blocks_of_rows(sees, first=None) -> BlockSummary:
     """What blocks of rows (..., T, S) show, which begin with the first of a block or, if that
     is given, with number `first` of its 64, which may be traced: then there is a block more."""
     *lead, count, _ = sees.shape
@@ -207,7 +207,7 @@ def blocks_of_rows(sees, first=None) -> Blocks:
     row_sees = of_eight >> _bits(of_eight.ndim, -1) & np.uint8(1) != 0
     row_sees = row_sees.reshape(*lead, BLOCK * blocks)
     row_sees = row_sees if first is None else jnp.roll(row_sees, -first, axis=-1)
-    return Blocks(
+    return BlockSummary(
         all_of_groups(every, -1, BLOCK),
         ~any_of_groups(some, -1, BLOCK),
         row_sees[..., :count],
@@ -316,7 +316,9 @@ def _word_bits(rank: int):
     return np.arange(_WORD, dtype=np.int32).reshape(*(1,) * (rank - 1), _WORD)
 
 
-def _of_batch(operands: Operands, shown: tuple[Shown, ...], has_visits: bool) -> Intervals | None:
+def _of_batch(
+    operands: Operands, shown: tuple[Shown, ...], has_visits: bool
+) -> ElementIntervals | None:
     """What all of some masks show, of all heads together, without that axis: since the kernels read
     ranges of every batch element."""
     if not shown:
@@ -331,7 +333,7 @@ def _of_batch(operands: Operands, shown: tuple[Shown, ...], has_visits: bool) ->
     keys, rows, keys_inside, rows_inside = (
         jnp.broadcast_to(x, (*batch, *x.shape[-2:])) for x in (*hulls, *insides)
     )
-    intervals = Intervals(keys, rows, keys_inside=keys_inside, rows_inside=rows_inside)
+    intervals = ElementIntervals(keys, rows, keys_inside=keys_inside, rows_inside=rows_inside)
     if not has_visits:
         return intervals
     visits = (
@@ -394,13 +396,13 @@ def _as_ranks(query_ids, key_ids):
     return jnp.where(known, query_ranks, -1), key_ids
 
 
-def matched(query_ids, key_ids) -> Intervals:
+def matched(query_ids, key_ids) -> ElementIntervals:
     """Of segments, ids (*B, T) and (*B, S) of int32."""
 
     def for_one(query_ids, key_ids):
         keys, keys_solid = _matches(query_ids, key_ids)
         rows, rows_solid = _matches(key_ids, query_ids)
-        return Intervals(keys, rows, keys_solid, rows_solid)
+        return ElementIntervals(keys, rows, keys_solid, rows_solid)
 
     for _ in range(query_ids.ndim - 1):
         for_one = jax.vmap(for_one)
@@ -458,15 +460,15 @@ def ranks(ordered, ids, side: str = "left"):
     return jnp.searchsorted(ordered, ids, side=side, method=method).astype(jnp.int32)
 
 
-def _of_packed(query_ids, key_ids, query_boundaries, key_boundaries) -> Intervals:
+def _of_packed(query_ids, key_ids, query_boundaries, key_boundaries) -> ElementIntervals:
     keys = _present(query_ids, *_bounds(query_ids, key_boundaries, key_ids.shape[0]))
     rows = _present(key_ids, *_bounds(key_ids, query_boundaries, query_ids.shape[0]))
-    return Intervals(keys, rows)
+    return ElementIntervals(keys, rows)
 
 
 def _of_packed_band(
     spec: AttentionSpec, query_ids, key_ids, query_positions, key_positions, *boundaries
-) -> Intervals:
+) -> ElementIntervals:
     query_boundaries, key_boundaries = boundaries
     left, right = (_FAR if side is None else min(side, _FAR) for side in (spec.left, spec.right))
     # Row i of a sequence has the position of its first row plus i, which may be shifted.
@@ -481,7 +483,7 @@ def _of_packed_band(
         left,
         query_ids.shape[0],
     )
-    return Intervals(keys, rows)
+    return ElementIntervals(keys, rows)
 
 
 def _within(ids, boundaries, positions, before: int, after: int, length: int):
@@ -507,11 +509,11 @@ def _present(ids, begin, end):
     return jnp.stack((jnp.where(sees, begin, 0), jnp.where(sees, end, 0)), axis=-1)
 
 
-def summarised(intervals: Intervals) -> tuple[Any, Any, Any]:
+def summarised(intervals: ElementIntervals) -> tuple[Any, Any, Any]:
     """(row_blocks, key_blocks, hulls) of `Ranges`, as cuda/ranges.cu makes them."""
     solid = jnp.ones((), jnp.bool_)
 
-    def for_one(intervals: Intervals):
+    def for_one(intervals: ElementIntervals):
         keys, rows, keys_solid, rows_solid, keys_inside, rows_inside, row_visits, _ = intervals
         row_blocks = _blocks(keys, solid if keys_solid is None else keys_solid)
         key_blocks = _blocks(rows, solid if rows_solid is None else rows_solid)

@@ -18,7 +18,7 @@ from jaxflash._loops import Block, Blocks, Visits, cut
 from jaxflash._mask import INT32_MAX
 from jaxflash._sizes import is_one
 from jaxflash._spec import AttentionSpec, Operands, compute_dtype
-from jaxflash._tile_scores import Indices, Place, Sizes, TileScores
+from jaxflash._tile_scores import GroupedSizes, Indices, Place, TileScores
 
 
 class Tile(NamedTuple):
@@ -325,11 +325,11 @@ def captures_of(spec: AttentionSpec, operands: Operands) -> dict[str, Any]:
     }
 
 
-def sizes_of(operands: Operands) -> Sizes:
+def sizes_of(operands: Operands) -> GroupedSizes:
     *batch, q_len, q_heads, _ = operands.query.shape
     kv_len, kv_heads = operands.key.shape[-3:-1]
     is_part = operands.first_element is not None
-    return Sizes(tuple(batch), kv_heads, q_heads // kv_heads, q_len, kv_len, is_part)
+    return GroupedSizes(tuple(batch), kv_heads, q_heads // kv_heads, q_len, kv_len, is_part)
 
 
 def _number(name: str) -> int:

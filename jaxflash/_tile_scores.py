@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from jax.extend import core
 
 
-class Sizes(NamedTuple):
+class GroupedSizes(NamedTuple):
     """Of a call, in the words of the grouped logits."""
 
     batch: tuple[Any, ...]
@@ -68,7 +68,7 @@ class TileScores:
     each method; the others, `fixed`, are given once, as the caller has them.
     """
 
-    def __init__(self, program: Program, sizes: Sizes, dtype, fixed: dict[int, Any]):
+    def __init__(self, program: Program, sizes: GroupedSizes, dtype, fixed: dict[int, Any]):
         self._program = split = _split(program)
         self._sizes = sizes
         self._dtype = dtype
@@ -507,7 +507,7 @@ class _Slicing(NamedTuple):
         return jax.lax.expand_dims(x, [i for i, axis in enumerate(self.axes) if axis is None])
 
 
-def _slicing(program: _Split, load: _Load, sizes: Sizes) -> _Slicing | None:
+def _slicing(program: _Split, load: _Load, sizes: GroupedSizes) -> _Slicing | None:
     """None if the elements of a tile are no block."""
     batch_rank = len(sizes.batch)
     rank = batch_rank + 4

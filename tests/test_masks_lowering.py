@@ -421,7 +421,7 @@ def _random_ranges(lead, lengths, has_solid, has_inside):
         shapes = _ranges.shown_shapes(*lengths)[-2:]
         of_visits = (1,) if lead == (3,) else lead  # of all sequences, or of each
         inside += [rng.integers(-(2**31), 2**31, (*of_visits, *x)).astype(np.int32) for x in shapes]
-    return _ranges.Intervals(*hulls, *solid, *inside)
+    return _ranges.ElementIntervals(*hulls, *solid, *inside)
 
 
 @pytest.mark.gpu

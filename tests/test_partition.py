@@ -285,7 +285,7 @@ def test_ops_outlive_their_caches():
 def test_caches_forget():
     """Of ever other scales and lengths, whose programs they would keep alive."""
     spec, _ = _api.described(*3 * (jnp.zeros((1, 8, 1, 8), jnp.float32),))
-    lengths, mask = _passes.Lengths(False, False), _passes.MaskKind()
+    lengths, mask = _passes.GivenLengths(False, False), _passes.MaskKind()
     made = []
     for number in range(300):
         kernel = _passes.Forward(dataclasses.replace(spec, scale=1.0 + number), lengths, None, mask)
