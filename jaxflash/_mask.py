@@ -330,10 +330,10 @@ def function(f: Callable[..., Any], *captures: Any) -> Mask:
 
     It is never stored as an array over queries and keys: it is compiled into the kernels, and one
     pass over it finds which tiles they can skip. One of integers that depends on ``q - kv`` alone
-    needs neither if it shows a band that contains distance 0, or every n-th key of one, under
-    conditions that docs/masks.md has. Arrays that it captures are operands of the call: other
-    values compile nothing new. They have no gradient, and an index out of bounds is clamped, as
-    always in JAX.
+    needs neither if it shows a band that contains distance 0, or every n-th key of one, in a call
+    of known lengths, at most 2**24 together (from the bottom right: equal ones, and no sequence
+    lengths). Arrays that it captures are operands of the call: other values compile nothing new.
+    They have no gradient, and an index out of bounds is clamped, as always in JAX.
 
     Args:
       f: traced once for each call and identified by what it computes: equal functions compile once.

@@ -148,8 +148,9 @@ struct BackwardTraits {
   static constexpr int kDqPanels = (kPanels + kBlocks - 1) / kBlocks;
   static constexpr int kDqPanelsBefore = kPanels - kDqPanels;
   static_assert(!kPaired || kPanels == 3 || kPanels == 4);
-  // What a consumer warpgroup of a pair's block computes of dq, given the block's rank: a panel, or
-  // of three panels the half of the middle one.
+  // What a consumer warpgroup of a pair's block computes of dq, given the block's rank: a panel. Of
+  // three panels the first warpgroups have the outer ones, and the second ones half of the middle
+  // one each, because blocks walk in step, at the pace of the one with more to multiply and to add.
   template <int kGroup>
   struct DqPart {
     static constexpr bool kThree = kPanels == 3;

@@ -438,7 +438,8 @@ Status forward_program(const ForwardParams& params, const LoadedKernel& kernel,
   ForwardParams walked = params;
   walked.problem.ranges.has_walk = true;
   if (Status status = launch_one(tiles, kernel.walk, walked, false); !status.ok()) return status;
-  // Of the two only one draws; but which tiles do not, each has decided for itself.
+  // One of the two returns at once, so that one clear is enough. But each has chosen its own tile:
+  // the walk's may be one that draws nothing, and so has cleared nothing.
   const bool cleared =
       use_tile(tiles, kernel.walk.tile, [](auto tile) { return draws_tiles<decltype(tile)>; });
   return launch_one(tiles, kernel, walked, cleared);

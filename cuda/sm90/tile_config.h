@@ -479,7 +479,7 @@ struct BackwardTileFor<64, 64> {
 
 // dk and dv take 32 registers less than at 128, which hold all of k: 525 TFLOP/s at S = 8192,
 // causal 496, against 516 and 482 without. The second panel of 64 columns is half empty, yet dq is
-// computed in both halves. The tile of 128 takes 1.10 to 1.14 times as long.
+// computed in both halves. The tile of 128 takes 1.08 to 1.13 times as long.
 template <>
 struct BackwardTileFor<96, 96> {
   using Type = BackwardTile<96, 96, 64, 128, 2, 2, KeyOwners::kBlock, 1, 6>;

@@ -69,6 +69,7 @@ struct BackwardProducers {
       if (kVector && Traits::kPaired && !cut) {
         constexpr int kShare = (kPanels + Traits::kBlocks - 1) / Traits::kBlocks;
         const int begin = cluster_rank() * kShare;
+        // A constant number of panels where they can be divided evenly.
         const int end =
             kShare * Traits::kBlocks > kPanels ? min(begin + kShare, kPanels) : begin + kShare;
 #pragma unroll 1
