@@ -79,7 +79,7 @@ JAXFLASH_HOST_DEVICE inline int32_t block_words_of(int32_t length) {
   return (blocks_of(length) + 31) / 32;
 }
 // Pairs of Ranges::hulls.
-inline constexpr int kHulls = 4;
+enum RangeHull : int { kSeenKeys, kHiddenKeys, kHiddenRows, kWalkCounts, kHulls };
 // Blocks of 64 rows and 64 keys that a sequence's rows see something of, and how many more there
 // are in their intervals less one gap each.
 struct WalkCounts {
@@ -97,8 +97,8 @@ struct Ranges {
   const int32_t* rows_of_key;  // (prod B, S, 2)
   const int32_t* row_blocks;   // (prod B, ceil(T / kRangeBlock), 3, 2)
   const int32_t* key_blocks;   // (prod B, ceil(S / kRangeBlock), 3, 2)
-  // (prod B, kHulls, 2), hulls: of all rows' intervals; of the keys among them that a score program
-  // hides from all rows, and of rows from which it hides all. The last pair is WalkCounts.
+  // (prod B, kHulls, 2), hulls: of all rows' intervals; of the keys that no row sees, of a score
+  // program's mask those among them alone; of the rows that see no key. And WalkCounts.
   const int32_t* hulls;
   // For kernels that walk, what a score program shows of blocks. Of each block of rows, for 32
   // blocks of keys at a time, two words: a bit for each block of which some row sees some key, and

@@ -197,10 +197,10 @@ def dot_product_attention(
     linear memory. If a call runs on the kernels, so do its tangents and first gradients, but for a
     few of captured arrays, which warn; derivatives of gradients are computed blockwise.
 
-    NaN and infinity in keys that no query of the call sees, or in their tangents, reach neither the
-    result nor a derivative. On the kernels one argument, or one of the mask values that must all
-    allow a key, has to hide it from every query; segments do so for keys before the first and
-    after the last one that is seen.
+    NaN and infinity in keys that no query of the call sees, in queries that see no key, or in what
+    goes with either (values, tangents, cotangents) reach neither the result nor a derivative. On
+    the kernels one argument, or one of the mask values that must all allow a key, has to hide it
+    from every query, or the query from every key.
 
     Examples:
       Causal attention of eight query heads over two key heads, and its gradient::

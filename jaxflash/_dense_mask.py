@@ -32,14 +32,10 @@ class DenseMask(NamedTuple):
         elements: (*#B, *those of `own_type`): words along the packed axis, bits behind an end
             False; bools where no axis is packed.
         shown: what is visible.
-        sees: which rows see a key, (*#B, #N, T).
-        is_seen: which keys a row of some head sees, (*#B, S).
     """
 
     elements: Any
     shown: Shown
-    sees: Any
-    is_seen: Any
 
 
 def axes(mask) -> tuple[int, ...]:

@@ -120,9 +120,6 @@ def tangent(
         for name, x in zip(names, operands[:3], strict=True)
     ]
     mask = _read(operands, "forward")
-    operands = _without_unseen(operands, mask)
-    of_tangents = operands._replace(**dict(zip(names, moved, strict=True)))
-    moved = _without_unseen(of_tangents, mask)[:3]
     ranges = _ranges_of(spec, operands, mask)
     kernel = _passes.Tangent(*_made_for(spec, program, operands, ranges))
     return _partition.mapped(kernel)(
@@ -148,9 +145,7 @@ def read_mask(mask, pass_: PassName, q_len, kv_len) -> DenseMask:
     shown = Shown(*intervals)
     own = _dense_mask.own_type(mask, pass_)
     elements = (mask if packed is None else words).reshape(*mask.shape[:-3], *own.shape)
-    sees = shown.keys_of_row[..., 1] > 0
-    is_seen = jnp.any(shown.rows_of_key[..., 1] > 0, axis=-2)
-    return DenseMask(elements, shown, sees, is_seen)
+    return DenseMask(elements, shown)
 
 
 def shown(spec: AttentionSpec, sizes: Sizes, captures: Sequence[Any]) -> Shown:
@@ -201,25 +196,6 @@ def _summarised(intervals: _ranges.ElementIntervals):
 
 def _of_segments(query_ids, key_ids) -> tuple[Any, ...]:
     return _partition.over_batch(_batch_calls.SegmentRanges())(query_ids, key_ids)
-
-
-def _without_unseen(operands: Operands, mask: DenseMask | None) -> Operands:
-    """With zeros where a mask hides a whole row or key: a kernel multiplies what it hides by 0,
-    which NaN and infinity survive. Forward and backward kernels that get ranges see to it
-    themselves."""
-    keys = _plan.seen_keys(operands, mask)
-    if keys is None:
-        return operands
-    rows = _plan.seeing_rows(operands, mask)
-
-    def shown(x, visible):
-        return jnp.where(visible, x, jnp.zeros_like(x))
-
-    return operands._replace(
-        query=shown(operands.query, rows),
-        key=shown(operands.key, keys),
-        value=shown(operands.value, keys),
-    )
 
 
 def _banded(spec: AttentionSpec, operands: Operands) -> AttentionSpec:

@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxflash import _jaxpr, _ranges
-from jaxflash._dense_mask import DenseMask
 from jaxflash._loops import Block, blocks, cut, filled, loop, put
 from jaxflash._mask import Sizes
 from jaxflash._program import ARGUMENTS, Program
@@ -139,30 +138,3 @@ def shown(spec: AttentionSpec, sizes: Sizes, captures: Sequence[Any]) -> Shown:
     # What asks for a number may not depend on it, as an element of an array of one.
     _, full = lead(spec.predicate, sizes, captures)
     return Shown(*(jnp.broadcast_to(x, (*full, *x.shape[len(full) :])) for x in found))
-
-
-def seeing_rows(operands: Operands, mask: DenseMask | None):
-    """Rows that see a key by dense mask and predicate, (*#B, #T, #N, 1); None: all."""
-    seeing = []
-    if mask is not None:
-        seeing.append(mask.sees)
-    if operands.rows_hull is not None:
-        seeing.append(operands.rows_hull[..., 1] > 0)
-    return _all(jnp.swapaxes(x, -1, -2)[..., None] for x in seeing)
-
-
-def seen_keys(operands: Operands, mask: DenseMask | None):
-    """Keys that a row of some head sees likewise, (*#B, #S, 1, 1); None: all."""
-    seen = []
-    if mask is not None:
-        seen.append(mask.is_seen)
-    if operands.keys_hull is not None:
-        seen.append(jnp.any(operands.keys_hull[..., 1] > 0, axis=-2))
-    return _all(x[..., None, None] for x in seen)
-
-
-def _all(arrays):
-    result = None
-    for x in arrays:
-        result = x if result is None else result & x
-    return result

@@ -57,8 +57,8 @@ class Ranges(NamedTuple):
     rows_of_key: Any  # (*B, S, 2)
     row_blocks: Any  # (*B, ceil(T / 64), 6), of 64 rows: hull, what all of them see, a gap
     key_blocks: Any  # (*B, ceil(S / 64), 6), likewise of 64 keys
-    # (*B, 8), hulls: of all rows; of keys that a program hides from all rows, and of rows from
-    # which it hides all keys. The last pair: blocks of 64 rows and 64 keys of which rows see
+    # (*B, 8), hulls: of all rows; of keys that no row sees, of a program's mask those among them
+    # alone; of rows that see no key. The last pair: blocks of 64 rows and 64 keys of which rows see
     # something, and how many more lie in the hulls of blocks of rows, outside of their gaps.
     hulls: Any
     row_visits: Any = None  # as in ElementIntervals
@@ -519,12 +519,11 @@ def summarised(intervals: ElementIntervals) -> tuple[Any, Any, Any]:
         key_blocks = _blocks(rows, solid if rows_solid is None else rows_solid)
         begin, end = jnp.min(row_blocks[:, 0]), jnp.max(row_blocks[:, 1])
         # Zeros that are split over an explicit mesh as `begin` is.
-        hidden, walk = (begin * 0,) * 4, (begin * 0,) * 2
-        if keys_inside is not None:
-            hidden = (*_hidden(rows, begin, end), *_hidden(keys))
+        walk = (begin * 0,) * 2
+        hidden_keys = _hidden(rows) if keys_inside is None else _hidden(rows, begin, end)
         if keys_inside is not None and row_visits is not None:
             walk = _count_walk(row_blocks[:, :2], keys_inside[:, 2:], row_visits[..., 0])
-        hulls = jnp.stack((begin, end, *hidden, *walk))
+        hulls = jnp.stack((begin, end, *hidden_keys, *_hidden(keys), *walk))
         return _with_inside(row_blocks, keys_inside), _with_inside(key_blocks, rows_inside), hulls
 
     *batch, _, _ = intervals.keys_of_row.shape

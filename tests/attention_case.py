@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -68,7 +69,9 @@ class AttentionCase:
     precision: str | None = None
     deterministic_backward: bool = False
     magnitude: float = 1.0  # standard deviation of the logits, before scale changes it
-    poison: bool = False  # NaN and infinity in keys, values and query rows that nothing may read
+    # NaN and infinity in keys, values, query rows and cotangents that nothing may read; "keys":
+    # in keys and values alone, where only two masks together hide rows.
+    poison: bool | Literal["keys"] = False
     visible_nan: bool = False  # NaN in one query row: exactly that row of the output is NaN
     gpu_only: bool = False  # too large for two CPU cores
     seed: int = 0
@@ -198,6 +201,11 @@ class AttentionCase:
             if self.segments == "pair":
                 # Starts at another id, so that some queries and some keys find no partner.
                 arrays["segment_ids"] = (query_ids, self._segments(rng, self.kv_length) + 1)
+            elif self.segments == "holes":
+                arrays["segment_ids"] = (
+                    _without_some(rng, query_ids, -1),
+                    _without_some(rng, self._segments(rng, self.kv_length), -2),
+                )
         if self.sink:
             arrays["sink"] = normal((self.q_heads,), "float32")
         if self.alibi is not None:
@@ -259,15 +267,34 @@ class AttentionCase:
         arrays["key"][hidden] = np.nan
         arrays["value"][hidden] = np.inf
         arrays["value"][hidden & (np.arange(self.kv_length)[:, None] % 2 == 0)] = np.nan
-        if "query_seq_lengths" in arrays:
-            rows = np.arange(self.q_len) >= arrays["query_seq_lengths"][..., None]
-            arrays["query"][rows] = np.nan
+        if self.poison != "keys":
+            arrays["query"][_blind(visible)] = np.nan
 
-    def cotangents(self) -> tuple[np.ndarray, np.ndarray]:
-        """Random cotangents of out and lse; where lse is -inf, its own must be ignored."""
+    def cotangents(self, clean: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        """Random cotangents of out and lse; where lse is -inf, its own must be ignored. `clean` as
+        of `arrays`."""
         rng = np.random.default_rng(self.seed + 1)
         out = rng.standard_normal(self.shapes["out"], np.float32).astype(jnp.dtype(self.dtype))
-        return out, rng.standard_normal(self.shapes["lse"], np.float32)
+        lse = rng.standard_normal(self.shapes["lse"], np.float32)
+        if self.poison and self.poison != "keys" and not clean:
+            rows = _blind(visibility(self, self.arrays(clean=True)))
+            out[rows] = lse[rows] = np.nan
+        return out, lse
+
+
+def _blind(visible) -> np.ndarray:
+    """Rows that see no key, in no head, (*B, T)."""
+    return ~visible.any(axis=(-3, -1))
+
+
+def _without_some(rng, ids, nobodys: int) -> np.ndarray:
+    """Ids with one that nobody else has in a fifth of the places, single ones and runs."""
+    single = rng.random(ids.shape) < 0.1
+    start = rng.integers(ids.shape[-1] // 2)
+    run = np.arange(ids.shape[-1]) - start
+    return np.where(single | ((run >= 0) & (run < ids.shape[-1] // 8)), nobodys, ids).astype(
+        np.int32
+    )
 
 
 def _edges(lengths: tuple[int, ...]) -> np.ndarray:

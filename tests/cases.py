@@ -395,6 +395,13 @@ PACKED = tuple(
                                     causal_alignment="bottom_right", q_heads=4, kv_heads=2),
         "packed-poison": dict(packed=(_SEQUENCES,), poison=True, local_window_size=(3, 2),
                               sink=True),
+        # Keys that nobody sees, and queries that see nothing, between others.
+        **{
+            f"packed-poison-{size}": dict(poison=True, q_len=490, head_dim=size, dtype=dtype,
+                                          packed=(_LONG_SEQUENCES, _LONG_SEQUENCES[::-1]))
+            for size, dtype in ((24, "float32"), (64, "bfloat16"), (128, "bfloat16"),
+                                (256, "float16"))
+        },
         "packed-alibi": dict(packed=(_SEQUENCES,), alibi="N", is_causal=True),
         "packed-keys-alibi": dict(packed=(_SEQUENCES, _KEYS_OF_SEQUENCES), alibi="N", kv_len=40,
                                   causal_alignment="bottom_right", local_window_size=(4, 9)),
@@ -922,15 +929,27 @@ FAULTS = (
          causal_alignment="bottom_right", dtype="float16"),
     _row("poison-mask", poison=True, mask="B11S"),
     # Keys that nobody sees among those that some do, in several tiles.
-    *(_row(f"poison-mask-{size}", poison=True, mask="B11S", q_len=200, kv_len=427, q_heads=4,
-           kv_heads=2, head_dim=size, dtype=dtype, **options)
+    *(_row(f"poison-mask-{size}", mask="B11S", q_len=200, kv_len=427, q_heads=4, kv_heads=2,
+           head_dim=size, dtype=dtype, **{**dict(poison=True), **options})
       for size, dtype, options in (
-          (64, "float16", {}), (96, "bfloat16", {}), (128, "bfloat16", dict(is_causal=True)),
-          (192, "bfloat16", dict(segments="pair")), (256, "bfloat16", dict(logits_soft_cap=5.0)),
+          (64, "float16", {}), (96, "bfloat16", {}),
+          (128, "bfloat16", dict(is_causal=True, poison="keys")),
+          (192, "bfloat16", dict(segments="pair", poison="keys")),
+          (256, "bfloat16", dict(logits_soft_cap=5.0)),
       )),
     _row("decode-poison-mask", poison=True, mask="B11S", batch=(3,), q_len=1, kv_len=2000,
          q_heads=4, kv_heads=2, head_dim=128, dtype="bfloat16"),
     _row("poison-segments", poison=True, segments="pair"),
+    # Likewise, and queries that see nothing among those that do.
+    *(_row(f"poison-segments-{size}", poison=True, segments="holes", q_len=200, kv_len=427,
+           q_heads=4, kv_heads=2, head_dim=size, dtype=dtype, **options)
+      for size, dtype, options in (
+          (40, "float32", {}), (64, "float16", {}), (96, "bfloat16", dict(dropout_rate=0.2)),
+          (128, "bfloat16", dict(is_causal=True, causal_alignment="bottom_right")),
+          (192, "bfloat16", dict(logits_soft_cap=5.0)), (256, "bfloat16", {}),
+      )),
+    _row("decode-poison-segments", poison=True, segments="holes", batch=(3,), q_len=2, kv_len=2000,
+         q_heads=4, kv_heads=2, head_dim=128, dtype="bfloat16"),
     _row("visible-nan", visible_nan=True, q_len=70, dtype="bfloat16"),
 )  # fmt: skip
 

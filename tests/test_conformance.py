@@ -67,7 +67,15 @@ def test_tangents(case):
     [
         case
         for case in CASES
-        if case.name in ("bfloat16", "float16", "lengths-window-gqa", "segments")
+        if case.name
+        in (
+            "bfloat16",
+            "float16",
+            "lengths-window-gqa",
+            "segments",
+            "poison-mask-64",
+            "poison-segments-64",
+        )
     ],
     ids=_name,
 )

@@ -12,8 +12,7 @@ import pytest
 
 import jaxflash
 import mask_values
-from jaxflash import _api, _derivatives, _kernels, _passes, _plan, _ranges, _tile, masks
-from jaxflash._dense_mask import DenseMask
+from jaxflash import _api, _derivatives, _passes, _plan, _ranges, _tile, masks
 from mask_values import MASK_VALUES
 from small_calls import SHAPE, B, H, N, S, T, random_qkv, value_and_meaning
 
@@ -399,26 +398,18 @@ def test_hulls_of_several_parts():
 
 
 def test_unseen_rows_and_keys():
-    """What a mask hides from all is known to a kernel, or replaced before it meets one."""
+    """What a mask hides from all is known to the kernels."""
     mask = masks.function(lambda b, h, q, kv: (kv >= 5) & ((h < 2) | (q < 7)) & (q != kv))
     mask &= np.arange(S) != 9
-    q, k, v = (jnp.full(x.shape, jnp.nan) for x in random_qkv())
+    q, k, v = random_qkv()
     spec, operands = _api.described(q, k, v, mask=mask)
     operands = _plan.with_plan(spec, operands, _plan.shown)
     visible = np.asarray(masks.as_array(mask, SHAPE))
     keys = np.any(visible, (1, 2))[..., None, None]
-    rows = np.swapaxes(np.any(visible, -1), -1, -2)[..., None]
-    assert operands.mask is not None
-    array = np.asarray(operands.mask)
-    read = DenseMask(array, (), array.any(-1), array.any((-3, -2)))
-    shown = _kernels._without_unseen(operands, read)
-    for x, seen in ((shown.query, rows), (shown.key, keys), (shown.value, keys)):
-        np.testing.assert_array_equal(np.isnan(x), np.broadcast_to(seen, x.shape))
-    # Kernels that get ranges find such rows and keys themselves.
     ranges = _ranges_of(spec, operands)
     seen = np.asarray(ranges.rows_of_key)[..., 0] < np.asarray(ranges.rows_of_key)[..., 1]
     np.testing.assert_array_equal(seen, keys[..., 0, 0])
-    assert rows.any(2).all()
+    assert np.any(visible, (1, 3)).all()
     blocks = -(-T // 64) * -(-S // 64)
     hulls = [0, S, 0, 10, 2**30, 0, blocks, 0]
     np.testing.assert_array_equal(ranges.hulls, np.tile(hulls, (B, 1)))

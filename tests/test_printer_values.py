@@ -256,7 +256,7 @@ def test_masks_in_words(kv_len, axes, beside, tmp_path):
     assert ("kAllInWords = true" in program.source) == (2 in axes and beside is None)
     own = _dense_mask.own_type(array, "forward")
     words = mask_values.packed(array[None], "forward").reshape(1, *own.shape)
-    read = _dense_mask.DenseMask(words, (), (), ())
+    read = _dense_mask.DenseMask(words, ())
     captures = jax.device_get(_kernel_program.captures(spec, operands, read))
     library = CompiledPrograms([program.source], tmp_path)
     h, q, kv = (rng.integers(0, n, POINTS).astype(np.int32) for n in full)

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "common/conditional.h"
+#include "common/thread.cuh"
 #include "problem.h"
 
 namespace jaxflash {
@@ -48,19 +49,45 @@ __device__ __forceinline__ int beyond(Interval gap, int next, int multiple) {
   return inside ? max(next, gap.end / multiple * multiple) : next;
 }
 
-// Rows from which a score program hides all keys, or keys that it hides from all rows.
-struct HiddenElements {
-  Interval hull;          // they lie in this part of the array
-  const int2* intervals;  // of each element what it sees, or who sees it: an empty one
+// Rows that see no key, or keys that no row sees, between others.
+class HiddenElements {
+ public:
+  // kHiddenKeys or kHiddenRows of a sequence; `some`: whether there are any where it is asked.
+  __device__ __forceinline__ HiddenElements(const Problem& problem, int batch, RangeHull which,
+                                            bool some = true)
+      : problem_(&problem), batch_(batch), which_(which), some_(some) {}
 
   __device__ __forceinline__ bool meet(Interval elements) const {
+    if (!some_) return false;
+    const Interval hull = this->hull();
     return elements.begin < hull.end && elements.end > hull.begin;
   }
   __device__ __forceinline__ bool hold(int element) const {
-    if (element < hull.begin || element >= hull.end) return false;
-    const int2 interval = __ldg(intervals + element);
+    if (!meet({element, element + 1})) return false;
+    const Ranges& ranges = problem_->ranges;
+    const bool of_rows = which_ == kHiddenRows;
+    const int length = of_rows ? problem_->q_len : problem_->kv_len;
+    const int32_t* intervals = of_rows ? ranges.keys_of_row : ranges.rows_of_key;
+    const int2 interval =
+        __ldg(reinterpret_cast<const int2*>(intervals) + batch() * length + element);
     return interval.x >= interval.y;
   }
+
+ private:
+  // They lie in this part of the array. Loaded each time: producers would spill.
+  __device__ __forceinline__ Interval hull() const {
+    const int2 hull =
+        __ldg(reinterpret_cast<const int2*>(problem_->ranges.hulls) + batch() * kHulls + which_);
+    return {hull.x, hull.y};
+  }
+  // Or the compiler shares addresses with other roles of a kernel, and all keep them: the backward
+  // one at head size 64 spills 68 bytes in its consumers.
+  __device__ __forceinline__ int64_t batch() const { return forget(batch_); }
+
+  const Problem* problem_;
+  int batch_;
+  RangeHull which_;
+  bool some_;
 };
 
 // Those of a mask that does not know.
@@ -112,11 +139,11 @@ class BandMask {
   // The keys that some row of the sequence sees lie in this interval.
   __device__ __forceinline__ Interval seen_keys() const { return keys({0, q_len_}); }
 
-  // What a score program hides of them, and of the rows; `hull`: it lies there.
-  __device__ __forceinline__ Interval hull_of_hidden_keys() const { return {0, 0}; }
-  __device__ __forceinline__ Interval hull_of_hidden_rows() const { return {0, 0}; }
-  __device__ __forceinline__ Hidden hidden_keys(Interval /*hull*/) const { return {}; }
-  __device__ __forceinline__ Hidden hidden_rows(Interval /*hull*/) const { return {}; }
+  // Those of them that no row sees, and rows that see none; whether some of these lie there.
+  __device__ __forceinline__ Hidden hidden_keys(bool /*some*/) const { return {}; }
+  __device__ __forceinline__ Hidden hidden_rows(bool /*some*/) const { return {}; }
+  __device__ __forceinline__ bool hides_keys(Interval /*keys*/) const { return false; }
+  __device__ __forceinline__ bool hides_rows(Interval /*rows*/) const { return false; }
 
   // The keys that this row sees.
   __device__ __forceinline__ Interval keys_of_row(int row) const { return keys({row, row + 1}); }

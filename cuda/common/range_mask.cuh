@@ -21,7 +21,7 @@ class RangeMask {
   static constexpr bool kHasGaps = kOfProgram;
   static constexpr bool kWalks = false;
   static constexpr bool kFindsTurns = false;
-  using Hidden = Conditional<kOfProgram, HiddenElements, NoneHidden>;
+  using Hidden = HiddenElements;
 
   __device__ __forceinline__ RangeMask(const Problem& problem, int64_t batch)
       : band_(problem, batch), problem_(&problem), batch_(static_cast<int>(batch)) {}
@@ -74,19 +74,19 @@ class RangeMask {
     }
   }
   __device__ __forceinline__ Interval seen_keys() const {
-    return both(band_.seen_keys(), one(ranges().hulls, kHulls, 0));
+    return both(band_.seen_keys(), one(ranges().hulls, kHulls, kSeenKeys));
   }
-  __device__ __forceinline__ Interval hull_of_hidden_keys() const {
-    return kOfProgram ? one(ranges().hulls, kHulls, 1) : Interval{0, 0};
+  __device__ __forceinline__ Hidden hidden_keys(bool some) const {
+    return {*problem_, batch_, kHiddenKeys, some};
   }
-  __device__ __forceinline__ Interval hull_of_hidden_rows() const {
-    return kOfProgram ? one(ranges().hulls, kHulls, 2) : Interval{0, 0};
+  __device__ __forceinline__ Hidden hidden_rows(bool some) const {
+    return {*problem_, batch_, kHiddenRows, some};
   }
-  __device__ __forceinline__ Hidden hidden_keys(Interval hull) const {
-    return hidden(hull, ranges().rows_of_key, problem_->kv_len);
+  __device__ __forceinline__ bool hides_keys(Interval keys) const {
+    return hidden_keys(true).meet(keys);
   }
-  __device__ __forceinline__ Hidden hidden_rows(Interval hull) const {
-    return hidden(hull, ranges().keys_of_row, problem_->q_len);
+  __device__ __forceinline__ bool hides_rows(Interval rows) const {
+    return hidden_rows(true).meet(rows);
   }
   __device__ __forceinline__ bool full(Interval rows, Interval keys) const {
     const Interval common = common_keys(rows);
@@ -122,14 +122,6 @@ class RangeMask {
   __device__ __forceinline__ Interval one(const int32_t* intervals, int length, int i) const {
     const int2 interval = __ldg(reinterpret_cast<const int2*>(intervals) + element(length, i));
     return {interval.x, interval.y};
-  }
-  __device__ __forceinline__ Hidden hidden(Interval hull, const int32_t* intervals,
-                                           int length) const {
-    if constexpr (kOfProgram) {
-      return {hull, reinterpret_cast<const int2*>(intervals) + int64_t{batch_} * length};
-    } else {
-      return {};
-    }
   }
   // Of the blocks that meet `part`, all of them inside `length`, their intervals of one kind: the
   // hull of all, or what they share.

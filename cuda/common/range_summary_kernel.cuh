@@ -129,14 +129,10 @@ __global__ void __launch_bounds__(kRangeSummaryThreads)
   if (counts_walk) params.walks[number * row_blocks + own] = counts;
 }
 
-// One thread: those of a sequence.
-__device__ __forceinline__ void store_hulls(const RangeSummaryParams& params, int64_t number,
-                                            Interval seen, Interval hidden_keys,
-                                            Interval hidden_rows, WalkCounts walk) {
-  store_interval(params.hulls, kHulls * number, seen);
-  store_interval(params.hulls, kHulls * number + 1, hidden_keys);
-  store_interval(params.hulls, kHulls * number + 2, hidden_rows);
-  store_interval(params.hulls, kHulls * number + 3, {walk.visited, walk.left_out});
+// One thread: a pair of those of a sequence.
+__device__ __forceinline__ void store_hull(const RangeSummaryParams& params, int64_t number,
+                                           RangeHull which, Interval pair) {
+  store_interval(params.hulls, kHulls * number + which, pair);
 }
 
 // What is found of a sequence's rows.
@@ -200,10 +196,8 @@ __global__ void __launch_bounds__(kRangeSummaryThreads)
   SequenceSummary found{{kMaxLength, 0}, {kMaxLength, 0}, 0, 0};
   for (int block = threadIdx.x; block < row_blocks; block += kRangeSummaryThreads) {
     const int64_t at = number * row_blocks + block;
-    SequenceSummary own{interval_at(params.row_blocks, 3 * at), {kMaxLength, 0}, 0, 0};
-    if (of_mask) {
-      own.hidden = hull_of_hidden(hidden[block], block, {0, params.rows});
-    }
+    SequenceSummary own{interval_at(params.row_blocks, 3 * at),
+                        hull_of_hidden(hidden[block], block, {0, params.rows}), 0, 0};
     if (params.row_visits != nullptr) {
       const WalkCounts walk = params.walks[at];
       own.visited = walk.visited;
@@ -212,21 +206,20 @@ __global__ void __launch_bounds__(kRangeSummaryThreads)
     found = joined(found, own);
   }
   found = joined_over_block(found);
-  Interval keys{0, 0}, rows{0, 0};
-  if (of_mask) {
-    keys = {kMaxLength, 0};
-    for (int block = threadIdx.x; block < key_blocks; block += kRangeSummaryThreads) {
-      keys = joined(keys, hull_of_hidden(hidden[row_blocks + block], block, found.seen));
-    }
-    keys = joined_over_block(keys);
-    rows = found.hidden;
+  const Interval among = of_mask ? found.seen : Interval{0, params.keys};
+  Interval hidden_keys{kMaxLength, 0};
+  for (int block = threadIdx.x; block < key_blocks; block += kRangeSummaryThreads) {
+    hidden_keys = joined(hidden_keys, hull_of_hidden(hidden[row_blocks + block], block, among));
   }
+  hidden_keys = joined_over_block(hidden_keys);
   if (threadIdx.x != 0) return;
   const auto clamped = [](int64_t count) {
     return static_cast<int32_t>(min(count, int64_t{kMaxLength}));
   };
-  store_hulls(params, number, found.seen, keys, rows,
-              {clamped(found.visited), clamped(found.left_out)});
+  store_hull(params, number, kSeenKeys, found.seen);
+  store_hull(params, number, kHiddenKeys, hidden_keys);
+  store_hull(params, number, kHiddenRows, found.hidden);
+  store_hull(params, number, kWalkCounts, {clamped(found.visited), clamped(found.left_out)});
 }
 
 }  // namespace jaxflash

@@ -50,7 +50,8 @@ struct Cluster {
 __global__ void __launch_bounds__(kSegmentRangesThreads)
     segment_ranges_kernel(const __grid_constant__ SegmentRangesParams params) {
   extern __shared__ SegmentBucket table[];  // the buckets whose remainder by the blocks is the rank
-  __shared__ Interval hull;                 // of all rows, in the first block
+  // In the first block: the hulls of what all rows see, and of what sees, or is seen by, nothing.
+  __shared__ Interval seen, hidden;
   const Cluster cluster;
   const auto work = static_cast<int64_t>(blockIdx.x / cluster.size);
   const int64_t number = work / 2;
@@ -70,7 +71,7 @@ __global__ void __launch_bounds__(kSegmentRangesThreads)
   for (uint32_t i = threadIdx.x; i < words; i += kSegmentRangesThreads) {
     reinterpret_cast<uint32_t*>(table)[i] = ~0u;
   }
-  if (threadIdx.x == 0) hull = {kMaxLength, 0};
+  if (threadIdx.x == 0) seen = hidden = {kMaxLength, 0};
   cluster.sync();
 
   for (int first = 32 * warp; first < side.other_size; first += 32 * warps) {
@@ -96,15 +97,20 @@ __global__ void __launch_bounds__(kSegmentRangesThreads)
     block.reduce();
     if (lane != 0) continue;
     block.store(params.summary, number, of_rows, own);
-    if (of_rows) {
-      Interval& all = *cluster.of(0, &hull);
-      atomicMin(&all.begin, block.hull.begin);
-      atomicMax(&all.end, block.hull.end);
-    }
+    const auto join = [&](Interval* hull, Interval own_part) {
+      Interval& all = *cluster.of(0, hull);
+      atomicMin(&all.begin, own_part.begin);
+      atomicMax(&all.end, own_part.end);
+    };
+    if (of_rows) join(&seen, block.hull);
+    if (block.hidden != 0) join(&hidden, hull_of_hidden(block.hidden, own, {0, side.size}));
   }
   cluster.sync();  // nobody asks this block any more
-  if (of_rows && cluster.rank == 0 && threadIdx.x == 0) {
-    store_hulls(params.summary, number, hull, {0, 0}, {0, 0}, {0, 0});
+  if (cluster.rank != 0 || threadIdx.x != 0) return;
+  store_hull(params.summary, number, of_rows ? kHiddenRows : kHiddenKeys, hidden);
+  if (of_rows) {
+    store_hull(params.summary, number, kSeenKeys, seen);
+    store_hull(params.summary, number, kWalkCounts, {0, 0});
   }
 }
 

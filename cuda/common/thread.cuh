@@ -26,6 +26,14 @@ __device__ __forceinline__ uint32_t ctaid_x() {
   return block;
 }
 
+// Makes the compiler forget what it knows about a value. Addresses of fragments depend on the lane
+// and on such a coordinate; left alone, the compiler computes the addresses of all products before
+// the main loop and then has no registers left for the products.
+__device__ __forceinline__ int forget(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 // Sum over the lanes whose numbers differ in the bits of kLanes.
 template <int kLanes>
 __device__ __forceinline__ float lane_sum(float value) {

@@ -141,7 +141,7 @@ class Walked : public Mask {
 };
 
 __device__ __forceinline__ WalkCounts walk_counts_of(const Ranges& ranges, int64_t sequence) {
-  const Interval pair = interval_at(ranges.hulls, kHulls * sequence + kHulls - 1);
+  const Interval pair = interval_at(ranges.hulls, kHulls * sequence + kWalkCounts);
   return {pair.begin, pair.end};
 }
 

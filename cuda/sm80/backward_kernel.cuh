@@ -73,13 +73,12 @@ struct BlockWork {
   Mask mask;
   Interval rows;       // that see some of the block's keys
   Interval seen_keys;  // of the whole sequence
-  // Where a score program hides keys among them from all rows, and all keys from rows.
-  Interval hidden_keys_hull;
-  Interval hidden_rows_hull;
   Interval row_tiles;  // up to a gap
   int heads;           // query heads to walk: those of the group, or none
   int first_key;
-  bool aligned;  // rows of q and dout, to 16 bytes
+  bool hides_rows;  // some of `rows` see no key
+  bool hides_keys;  // no row sees some of the block's keys, which lie between others
+  bool aligned;     // rows of q and dout, to 16 bytes
   const Element* q;
   const Element* dout;
   Element* dk;
@@ -262,8 +261,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::Tile::kBlocksPerSm)
     const SeeingRows<kRows> seeing(mine.mask, {first_key, first_key + Tile::kKeys});
     mine.rows = seeing.rows;
     mine.seen_keys = mine.mask.seen_keys();
-    mine.hidden_keys_hull = mine.mask.hull_of_hidden_keys();
-    mine.hidden_rows_hull = mine.mask.hull_of_hidden_rows();
+    mine.hides_rows = mine.mask.hides_rows(mine.rows);
+    mine.hides_keys = mine.mask.hides_keys({first_key, first_key + Tile::kKeys});
     mine.row_tiles = seeing.first_tiles();
     mine.heads = mine.rows.begin < mine.rows.end ? group : 0;
     mine.first_key = first_key;
@@ -375,8 +374,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::Tile::kBlocksPerSm)
       clear_rows<kThreads>(v, blind_keys, threadIdx.x);
       __syncthreads();
     }
-    const auto hidden_rows = work.mask.hidden_rows(work.hidden_rows_hull);
-    const auto hidden_keys = work.mask.hidden_keys(work.hidden_keys_hull);
+    const auto hidden_rows = work.mask.hidden_rows(work.hides_rows);
+    const auto hidden_keys = work.mask.hidden_keys(work.hides_keys);
     const Interval tile_rows = {first_row, first_row + kRows};
     const Interval tile_keys = {work.first_key, work.first_key + Tile::kKeys};
     if (hidden_rows.meet(tile_rows) || hidden_keys.meet(tile_keys)) {

@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSM)
   Interval keys = seen_keys;
   constexpr int kTileMultiple = Scores::template kTileMultiple<Tile::kKeys>;
   keys.begin = keys.begin / kTileMultiple * kTileMultiple;
-  const auto hidden = mask.hidden_keys(mask.hull_of_hidden_keys());
+  const auto hidden = mask.hidden_keys(mask.hides_keys(seen_keys));
 
   const int gap_begin = begin_of(gap);
   const auto next_of = [&](int first_key) {
@@ -187,7 +187,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSM)
       }
     }
 
-    // Likewise of those that a score program hides from all rows.
+    // Likewise of those that no row sees.
     if (hidden.meet(tile_keys)) {
       clear_hidden_rows<32>(v_smem, hidden, tile_keys, lane_index());
       __syncwarp();

@@ -105,12 +105,4 @@ __device__ __forceinline__ uint32_t cvt_rna_tf32(float value) {
   return rounded;
 }
 
-// Makes the compiler forget what it knows about a value. Addresses of fragments depend on the lane
-// and on such a coordinate; left alone, the compiler computes the addresses of all products before
-// the main loop and then has no registers left for the products.
-__device__ __forceinline__ int forget(int value) {
-  asm volatile("" : "+r"(value));
-  return value;
-}
-
 }  // namespace jaxflash::sm80

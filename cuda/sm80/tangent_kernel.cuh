@@ -68,6 +68,8 @@ __global__ void __launch_bounds__(Traits::Tile::kThreads, Traits::Tile::kBlocksP
   constexpr int kTileMultiple = Scores::template kTileMultiple<Tile::kKeys>;
   keys.begin = keys.begin / kTileMultiple * kTileMultiple;
 
+  const auto hidden = mask.hidden_keys(mask.hides_keys(seen_keys));
+
   const int gap_begin = begin_of(gap);
   const auto next_of = [&](int first_key) {
     return next_tile<Tile::kKeys, kTileMultiple, Mask::kHasGaps>(first_key, gap_begin, [&] {
@@ -169,6 +171,11 @@ __global__ void __launch_bounds__(Traits::Tile::kThreads, Traits::Tile::kBlocksP
           clear_rows<32>(tv_smem, seen_keys.begin - first_key, lane_index());
           __syncwarp();
         }
+      }
+      if (hidden.meet(tile_keys)) {
+        clear_hidden_rows<32>(v_smem, hidden, tile_keys, lane_index());
+        clear_hidden_rows<32>(tv_smem, hidden, tile_keys, lane_index());
+        __syncwarp();
       }
 
       // Probabilities in place of products, and tangents of logits in place of theirs.

@@ -128,7 +128,9 @@ struct TangentLoader {
   __device__ __forceinline__ static void load_all(const TangentArgs& args, SharedMemory& smem,
                                                   const Work& work, int i) {
     const int lane = threadIdx.x % 32;
-    const SeenRows<NoneHidden> seen{work.mask.seen_keys(), {}};
+    const Interval keys = work.mask.seen_keys();
+    const SeenRows<typename Mask::Hidden> seen{keys,
+                                               work.mask.hidden_keys(work.mask.hides_keys(keys))};
     Ring<Tile::kStages> ring;
     uint32_t landed_phase = 0;
     if (lane == 0 && work.tiles.begin < work.tiles.end) load_q(args, smem, work, i);

@@ -142,7 +142,7 @@ struct BackwardProducers {
       const uint32_t position = drawer.next(smem.tickets, counter());
       if (position >= args.order.tiles()) return;
       const Block block(problem, args.tile<Score>(position));
-      const Hidden hidden = block.mask.hidden_rows(block.mask.hull_of_hidden_rows());
+      const Hidden hidden = block.mask.hidden_rows(block.mask.hides_rows(block.rows));
       const Source q = source(args, args.q, args.q_batch_step, block, hidden);
       const Source dout = source(args, args.dout, args.dout_batch_step, block, hidden);
       int row = block.first_row;
@@ -180,11 +180,12 @@ struct BackwardProducers {
 
   __device__ __forceinline__ static Keys keys_at(const BackwardArgs& args, uint32_t position) {
     const Block block(args.problem, args.tile<Score>(position));
+    const Interval tile = {block.first_key, block.first_key + Traits::kTileKeys};
     return {Traits::first_key(block),
             block.kv_head,
             inner_batch(args, block.batch),
             outer_batch(args, block.batch),
-            {block.mask.seen_keys(), block.mask.hidden_keys(block.mask.hull_of_hidden_keys())},
+            {block.mask.seen_keys(), block.mask.hidden_keys(block.mask.hides_keys(tile))},
             block.steps() > 0};
   }
 

@@ -107,7 +107,7 @@ struct ForwardProducers {
       plan.outer = outer;
       plan.mask = mask;
       plan.seen = mask.seen_keys();
-      if constexpr (Mask::kKnowsProgram) plan.hidden_hull = mask.hull_of_hidden_keys();
+      if constexpr (Mask::kVaries) plan.hides_keys = mask.hides_keys(plan.seen);
       plan.tiles = tiles;
     }
     if (lane < kWarpGroups) {
@@ -238,8 +238,7 @@ struct ForwardProducers {
     for (uint32_t count = 0;; ++count) {
       const Plan& plan = smem.plans.receive(count);
       if (!plan.exists) return;
-      const SeenRows<typename Mask::Hidden> seen{plan.seen,
-                                                 plan.mask.hidden_keys(plan.hidden_hull)};
+      const SeenRows<typename Mask::Hidden> seen{plan.seen, plan.mask.hidden_keys(plan.hides_keys)};
       const auto tiles = way_over<kKeys>(plan.tiles, plan.mask, plan.position_of_lane());
       Keys keys(args, plan, args.v_batch_step);
       smem.plans.release(count);

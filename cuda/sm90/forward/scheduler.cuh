@@ -579,8 +579,8 @@ struct TilePlan : PartTargets<kShares, kWarpGroups> {
     VisitsOf<Mask> tiles;  // of which some row of the block sees a key
     Visits<true> largest_visits;
   };
-  Interval seen;         // keys that some row of the sequence sees
-  Interval hidden_hull;  // where some of them are hidden from all rows
+  Interval seen;    // keys that some row of the sequence sees
+  bool hides_keys;  // no row sees some of them, which lie between others
   Unit units[kWarpGroups];
 
   // As in visits_of().
