@@ -41,6 +41,7 @@ struct ProgramDescription {
   Pass pass;
   const char* source;  // C++ that defines jaxflash::Program, see common/program.cuh
   bool unit_slope;     // Program::kUnitSlope
+  bool bounded;        // Program::kBounded
   Math math;
   int32_t head_dim;
   int32_t value_dim;

@@ -38,6 +38,7 @@ inline constexpr int kHarmlessWalkSpills = 192;
 // What the choice of a tile for a score program depends on.
 struct ProgramTraits {
   bool unit_slope;
+  bool bounded;
   bool ranges;        // the mask is one of ranges alone: segments, packed sequences
   bool walks;         // for the kernel that walks, see Walked
   bool one_sided;     // its band limits one side only

@@ -21,6 +21,7 @@ def compile_program(
     pass_name: str,
     source: str,
     unit_slope: bool,
+    bounded: bool,
     dtype: str,
     highest_precision: bool,
     head_dim: int,

@@ -49,6 +49,7 @@ class KernelProgram(NamedTuple):
         source: the C++ struct `jaxflash::Program`.
         numbered: see `_printer.cuda.Printed`.
         unit_slope: see there.
+        bounded: see there.
         exact_length: see there.
         capture_ranks: how many axes each of `captures` has, without batch axes.
         start_capture: the capture of which kernels can load what products start from in tiles, or
@@ -63,6 +64,7 @@ class KernelProgram(NamedTuple):
     source: str
     numbered: bool
     unit_slope: bool
+    bounded: bool
     exact_length: int | None
     capture_ranks: tuple[int, ...]
     start_capture: int | None
@@ -228,6 +230,7 @@ def _program(
         printed.source,
         printed.numbered,
         printed.unit_slope,
+        printed.bounded,
         printed.exact_length,
         ranks,
         start,

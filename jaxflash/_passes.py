@@ -108,6 +108,7 @@ def _program_attributes(program: KernelProgram | None, query, value) -> dict:
     return dict(
         program="" if program is None else program.source,
         unit_slope=np.bool_(program is None or program.unit_slope),
+        bounded=np.bool_(program is not None and program.bounded),
         head_dim=np.int64(query.shape[-1]),
         value_dim=np.int64(value.shape[-1]),
         dtype=query.dtype.name,

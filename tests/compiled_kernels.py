@@ -67,6 +67,7 @@ def compile_program(
             pass_name=pass_name,
             source=source,
             unit_slope="kUnitSlope = true" in source,
+            bounded="kBounded = true" in source,
             dtype=dtype,
             highest_precision=highest_precision,
             head_dim=head_dim,

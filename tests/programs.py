@@ -7,6 +7,7 @@ _PROGRAM = """\
 namespace jaxflash {{
 struct Program {{
   static constexpr bool kUnitSlope = {unit_slope};
+  static constexpr bool kBounded = false;
   static constexpr bool kAdds = {adds};
   static constexpr bool kMasks = false;
   static constexpr bool kHasWords = false;

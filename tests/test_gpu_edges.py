@@ -227,6 +227,32 @@ def test_tiny_values_behind_a_bias(head_dim, value_dim):
         _compare("out", np.asarray(out, np.float64) * 1e18, expected, f"; bias {name}")
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [1e-15, 1e9])
+@pytest.mark.parametrize(("head_dim", "value_dim"), _HEAD_SIZES)
+def test_values_at_the_ends_of_a_soft_cap(head_dim, value_dim, size):
+    """Where no reference is subtracted, probabilities are e^50 and e^-50."""
+    query, key, value, _ = _arrays(0, 130, 1300, head_dim, value_dim)
+    signs = np.where(np.arange(130) % 2 == 0, 100.0, -100.0)[:, None, None]
+    query = np.broadcast_to(signs, query.shape).astype(jnp.bfloat16)
+    value = ((value.astype(np.float32) + 1.0) * size).astype(jnp.bfloat16)
+    out, lse = jax.jit(
+        functools.partial(
+            jaxflash.dot_product_attention,
+            logits_soft_cap=50.0,
+            return_residual=True,
+            implementation="cuda",
+        )
+    )(query, np.abs(key) + 1, value)
+    group = query.shape[2] // value.shape[2]
+    mean = np.repeat(np.mean(np.asarray(value, np.float64), axis=1), group, axis=1)
+    np.testing.assert_allclose(
+        np.asarray(out, np.float64), np.broadcast_to(mean[:, None], out.shape), rtol=0.02
+    )
+    caps = np.where(np.arange(130) % 2 == 0, 50.0, -50.0)[:, None]
+    np.testing.assert_allclose(lse, np.broadcast_to(caps + np.log(1300), lse.shape), rtol=1e-3)
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("q_len", [0, 1, 65])

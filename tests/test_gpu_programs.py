@@ -33,6 +33,7 @@ def _problem(causal: bool, highest: bool) -> dict:
 def _program(source: str, query, value, captures, batch_rank: int) -> dict:
     return dict(
         program=source, unit_slope=np.bool_("kUnitSlope = true" in source),
+        bounded=np.bool_(False),
         head_dim=np.int64(query.shape[-1]), value_dim=np.int64(value.shape[-1]),
         dtype=query.dtype.name,
         capture_ranks=np.array([x.ndim - batch_rank for x in captures], np.int64),

@@ -403,7 +403,8 @@ _SPEC = dict(
 def _plain(query, value) -> dict:
     """The attributes of a call without a score program."""
     return dict(
-        program="", unit_slope=np.bool_(True), head_dim=np.int64(query.shape[-1]),
+        program="", unit_slope=np.bool_(True), bounded=np.bool_(False),
+        head_dim=np.int64(query.shape[-1]),
         value_dim=np.int64(value.shape[-1]), dtype=query.dtype.name,
         capture_ranks=np.array((), np.int64),
     )  # fmt: skip

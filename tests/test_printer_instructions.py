@@ -41,6 +41,27 @@ def test_soft_cap_is_a_product_a_tanh_and_a_product():
     assert slope[3:] == ["-x", "fmaf(x, x, 1.0f)", "x"]  # 1 - t * t of the same t
 
 
+@pytest.mark.parametrize(
+    ("function", "bounded"),
+    [
+        (lambda s, b, h, q, kv: 50.0 * jnp.tanh(s / 50.0), True),
+        (lambda s, b, h, q, kv: 60.0 * jnp.tanh(s / 60.0), False),
+        (lambda s, b, h, q, kv: 20.0 * jnp.tanh(jnp.asarray(SLOPES)[h] * s) - 30.0, True),
+        (lambda s, b, h, q, kv: 20.0 * jnp.tanh(s) + jnp.asarray(SLOPES)[h], False),
+        (lambda s, b, h, q, kv: jnp.clip(s, -40.0, 50.0), True),
+        (lambda s, b, h, q, kv: jnp.minimum(s, 50.0), False),
+        (lambda s, b, h, q, kv: jnp.where(q > kv, 4.0 * jnp.sin(s) * jnp.cos(s), 50.0), True),
+        (lambda s, b, h, q, kv: jnp.where(q > kv, s, 50.0), False),
+        (lambda s, b, h, q, kv: s, False),
+    ],
+)
+def test_bounded_logits(function, bounded):
+    """Their exponentials need no reference."""
+    printed, _ = print_function(function)
+    assert printed.bounded == bounded
+    assert f"kBounded = {str(bounded).lower()}" in printed.source
+
+
 @pytest.mark.parametrize("of", [lambda s: s, jnp.tanh], ids=["score", "tanh"])
 def test_squares_of_squares_are_not_multiplied_out(of):
     """Of a power of 2^12 there are some thirty products, of its derivative as many again."""

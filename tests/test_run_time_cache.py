@@ -265,7 +265,8 @@ _STAGES = """if True:
 
     def instantiate(name, **attributes):
         attributes = dict(
-            problem=problem, program="", unit_slope=np.bool_(True), head_dim=np.int64(64),
+            problem=problem, program="", unit_slope=np.bool_(True), bounded=np.bool_(False),
+            head_dim=np.int64(64),
             value_dim=np.int64(64), dtype="bfloat16", capture_ranks=np.zeros(0, np.int64),
             start_capture=np.int64(-1),
         ) | attributes

@@ -10,6 +10,7 @@
 //   bool kUnitSlope                                slope is 1 everywhere, and not asked for
 //   float addend(head, row, column, q, kv, distance)   with kUnitSlope: logit - scale * s, in log 2
 //   bool kAdds                                     the addend is not 0 everywhere
+//   bool kBounded                                  exponentials of logits need no reference
 //   bool kMasks                                    something is hidden, beside what the mask hides
 //   bool visible(head, row, column, q, kv, distance)   with kMasks: what is not; asked of tiles
 //                                                  that are not known to be visible as a whole

@@ -49,6 +49,7 @@ struct PassAttributes {
   ProblemAttributes problem;
   std::string_view program;  // source; empty: a plain call, and the others are not looked at
   bool unit_slope;
+  bool bounded;
   int64_t head_dim;
   int64_t value_dim;
   std::string_view dtype;
@@ -59,6 +60,7 @@ struct PassAttributes {
     use("problem", problem);
     use("program", program);
     use("unit_slope", unit_slope);
+    use("bounded", bounded);
     use("head_dim", head_dim);
     use("value_dim", value_dim);
     use("dtype", dtype);

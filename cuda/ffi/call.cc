@@ -83,6 +83,7 @@ ffi::Error describe_program(Pass pass, const PassAttributes& attributes,
   const bool limits_right = attributes.problem.right < kUnlimited;
   description->pass = pass;
   description->unit_slope = attributes.unit_slope;
+  description->bounded = attributes.bounded;
   description->math = *math;
   description->head_dim = static_cast<int32_t>(attributes.head_dim);
   description->value_dim = static_cast<int32_t>(attributes.value_dim);

@@ -246,7 +246,7 @@ void define_compiler(nb::module_& m) {
       "(version, path) of NVRTC, loaded if need be; (None, what is wrong) without one.");
   m.def(
       "compile_program",
-      [](const std::string& pass, const std::string& source, bool unit_slope,
+      [](const std::string& pass, const std::string& source, bool unit_slope, bool bounded,
          const std::string& dtype, bool highest_precision, int32_t head_dim, int32_t value_dim,
          float scale, int32_t arch, int32_t shared_memory, int64_t mask, bool walks, bool one_sided,
          bool deterministic, bool paged, int32_t shared_units, const std::vector<int64_t>& sizes,
@@ -261,6 +261,7 @@ void define_compiler(nb::module_& m) {
         attributes.problem.mask = mask;
         attributes.problem.walks = walks;
         attributes.unit_slope = unit_slope;
+        attributes.bounded = bounded;
         attributes.head_dim = head_dim;
         attributes.value_dim = value_dim;
         attributes.dtype = dtype;
@@ -288,10 +289,10 @@ void define_compiler(nb::module_& m) {
         return row_of(report);
       },
       nb::kw_only(), nb::arg("pass_name"), nb::arg("source"), nb::arg("unit_slope"),
-      nb::arg("dtype"), nb::arg("highest_precision"), nb::arg("head_dim"), nb::arg("value_dim"),
-      nb::arg("scale"), nb::arg("arch"), nb::arg("shared_memory"), nb::arg("mask") = 0,
-      nb::arg("walks") = false, nb::arg("one_sided") = false, nb::arg("deterministic") = false,
-      nb::arg("paged") = false, nb::arg("shared_units") = 0,
+      nb::arg("bounded"), nb::arg("dtype"), nb::arg("highest_precision"), nb::arg("head_dim"),
+      nb::arg("value_dim"), nb::arg("scale"), nb::arg("arch"), nb::arg("shared_memory"),
+      nb::arg("mask") = 0, nb::arg("walks") = false, nb::arg("one_sided") = false,
+      nb::arg("deterministic") = false, nb::arg("paged") = false, nb::arg("shared_units") = 0,
       nb::arg("sizes") = std::vector<int64_t>(), nb::arg("start_capture") = -1,
       "Compiles a score program as for a GPU of compute capability `arch` / 10 whose blocks may "
       "have that many bytes of shared memory; needs no GPU. Returns a row of kernel_reports(), "

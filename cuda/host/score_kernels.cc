@@ -13,6 +13,7 @@ ScoreKernels::ScoreKernels(const ProgramDescription& description)
     : pass_(description.pass),
       source_(description.source),
       unit_slope_(description.unit_slope),
+      bounded_(description.bounded),
       mask_(description.mask),
       walks_(description.walks),
       one_sided_(description.one_sided),
@@ -57,8 +58,8 @@ Status ScoreKernels::compile(const CompiledVariant& variant, const GpuTraits& gp
   const bool ranges = mask_ == MaskKind::kRanges || mask_ == MaskKind::kSegments;
   const int head_dim = std::max(problem_.head_dim, problem_.value_dim);
   const std::vector<ProgramKernel> tiles =
-      variant.program_kernels({unit_slope_, ranges, walks, one_sided_, paged_, shared_units_,
-                               head_dim, start_capture_, gpu.shared_bytes, sizes_});
+      variant.program_kernels({unit_slope_, bounded_, ranges, walks, one_sided_, paged_,
+                               shared_units_, head_dim, start_capture_, gpu.shared_bytes, sizes_});
   const Variant& name = variant.variant;
   KernelRequest request = program_request(gpu, variant.target.newer, variant.math);
   request.label = std::string(name.family) + " " + name.pass + " " + name.math + " " +

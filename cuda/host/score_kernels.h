@@ -68,6 +68,7 @@ struct ScoreKernels {
   Pass pass_;
   std::string source_;
   bool unit_slope_;
+  bool bounded_;
   MaskKind mask_;
   bool walks_;
   bool one_sided_;

@@ -405,7 +405,9 @@ std::vector<ProgramKernel> forward_program_kernels(const ProgramTraits& program)
     } else if constexpr (Tile::kKeyTerms) {
       if ((program.start_capture != kKeyTerms && !of_distance) || program.ranges) return;
     } else {
-      if (!program.unit_slope && number < Choice::kWithSlope) return;
+      const bool is_short =
+          program.unit_slope || (program.bounded && needs_no_reference<Tile, kMath>);
+      if (!is_short && number < Choice::kWithSlope) return;
       const int of_ranges =
           detail::see_few_keys(program) ? Choice::kWithRanges : Choice::kWithSlope;
       if (program.ranges && number < of_ranges) return;

@@ -61,6 +61,7 @@ class ScaledScores {
   static constexpr bool kStarts = false;
   static constexpr bool kStartsAll = false;
   static constexpr bool kHasSlope = false;
+  static constexpr bool kBounded = false;
   static constexpr bool kHasDiagonals = false;
   static constexpr bool kHasSink = false;
   static constexpr bool kMasks = false;
@@ -100,6 +101,8 @@ class ProgramScores {
   static constexpr bool kStartsAll = kStarts && Program::kUnitSlope;
   // Whether more is done with scores than adding to them.
   static constexpr bool kHasSlope = !Program::kUnitSlope;
+  // Whether logits lie so near to 0 that exponentials in float32 need no reference.
+  static constexpr bool kBounded = Program::kBounded;
   static constexpr bool kHasSink = Program::kHasSink;
   static constexpr bool kMasks = Program::kMasks;
   static constexpr bool kDrops = Program::kDrops;

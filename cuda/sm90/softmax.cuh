@@ -85,12 +85,13 @@ __device__ __forceinline__ void apply_mask(float (&s)[kElements], const Mask& ma
 
 // Running reference and sum of the thread's two rows. The reference is about the row maximum: it
 // only moves once a row has outgrown it by far, because moving it means rescaling the output.
-// The sums stay per thread until the end.
-template <int kElements, Math kMath>
+// The sums stay per thread until the end. kBounded: logits are so near to 0 that their exponentials
+// need no reference; then it is 0, and exponentials() alone is called.
+template <int kElements, Math kMath, bool kBounded = false>
 class OnlineSoftmax {
  public:
   __device__ __forceinline__ void reset() {
-    offset_[0] = offset_[1] = kNoReference;
+    offset_[0] = offset_[1] = kBounded ? -0.f : kNoReference;
     sum_[0] = sum_[1] = 0.f;
     settled_ = false;
   }

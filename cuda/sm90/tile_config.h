@@ -46,6 +46,12 @@ struct ForwardTile {
   static constexpr int kPanelColumns = kHeadDim <= 32 && kValueDim <= 32 ? 32 : 64;
 };
 
+// Whether kernels of bounded programs (Program::kBounded) add up exponentials as they are. They
+// then have the registers of programs that only add to scores.
+template <class Tile, Math kMath>
+inline constexpr bool needs_no_reference =
+    Tile::kOverlap == Overlap::kValues && kMath == Math::kBFloat16;
+
 template <int kHeadDim, int kValueDim, int kWarpGroups, int kKeys, int kStages, int kQStages,
           Overlap kOverlap, Output kOutput, bool kTurns>
 using WithKeyTerms = ForwardTile<kHeadDim, kValueDim, kWarpGroups, kKeys, kStages, kQStages,
@@ -199,14 +205,15 @@ struct ForwardTileFor<256, 256> {
 // (kLoadsStarts): its tiles of starts take the shared memory of a second Q, or of stages; those
 // that follow for programs that add to scores what depends on the key (kKeyTerms), or on its
 // distance from the query. kWithSlope: the number of the first of the others for programs that do
-// more with a score than adding to it; their softmax is longer. kWithRanges: of the first of the
-// others for masks of ranges whose rows see few keys, which begin anywhere: 8 documents of 512 take
-// 0.128 ms with two warpgroups at head size 128, 0.173 with three. With a causal band 0.148 and
-// 0.126: kWithSlope for those. kFewerWarpGroups: of the tiles for heads whose rows fill them
-// better, and kFewerCost what a row then costs, in percent of what it costs with the others
-// (kFewerStartsCost: where tiles of starts are loaded); 0: there are none. suits(): whether a tile
-// is for calls of such sizes, whose queries of a kv head fill so many units, and whose band may
-// limit one side alone. Tiles for smaller heads than the list's are for those alone.
+// more with a score than adding to it, but for those that need no reference: their softmax is
+// longer. kWithRanges: of the first of the others for masks of ranges whose rows see few keys,
+// which begin anywhere: 8 documents of 512 take 0.128 ms with two warpgroups at head size 128,
+// 0.173 with three. With a causal band 0.148 and 0.126: kWithSlope for those. kFewerWarpGroups: of
+// the tiles for heads whose rows fill them better, and kFewerCost what a row then costs, in percent
+// of what it costs with the others (kFewerStartsCost: where tiles of starts are loaded); 0: there
+// are none. suits(): whether a tile is for calls of such sizes, whose queries of a kv head fill so
+// many units, and whose band may limit one side alone. Tiles for smaller heads than the list's are
+// for those alone.
 template <int kHeadDim, int kValueDim>
 struct ForwardProgramTiles;
 
@@ -363,7 +370,8 @@ struct ForwardProgramTiles<192, 192> : LongTilesForLongRows<112> {
 };
 
 // 80 keys: 0.920 ms against 0.989 with a table read at q - kv (4096 tokens), 0.974 against 1.045
-// with a mask array, but 0.474 against 0.435 with two segments. They do not fit with a soft cap.
+// with a mask array, but 0.474 against 0.435 with two segments. With a soft cap they fit where the
+// program is bounded: Gemma's shape takes 0.94 ms against 1.01.
 template <>
 struct ForwardProgramTiles<256, 256> : LongTilesForLongRows<80> {
   using Tiles = ProgramTiles<

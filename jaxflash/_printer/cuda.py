@@ -67,6 +67,7 @@ class Printed:
         source: the C++ struct.
         numbered: whether it asks for the numbers of batch element and head.
         unit_slope: the logit is the score plus what does not depend on it.
+        bounded: see `Logits.bounded`.
         exact_length: number of rows and columns up to which differences of their numbers are
             computed exactly, or None without a limit.
         start_capture: the capture that products start from, if its row of a query is the one after
@@ -78,6 +79,7 @@ class Printed:
     source: str
     numbered: bool
     unit_slope: bool
+    bounded: bool
     exact_length: int | None
     start_capture: int | None
     key_terms: KeyTerms | None
@@ -136,6 +138,7 @@ def print_program(request: Request) -> Printed:
         source,
         numbered,
         unit_slope=addend is not None,
+        bounded=logits.bounded,
         exact_length=1 << 24 if graph.subtracts_positions else None,
         start_capture=start.neighbours.value[0] if start and start.follows_queries else None,
         key_terms=_key_terms(start, slopes),

@@ -6,6 +6,7 @@ from __future__ import annotations
 CONSTANTS: dict[str, bool | int] = {
     "kUnitSlope": False,
     "kAdds": True,
+    "kBounded": False,
     "kHasSink": False,
     "kMasks": False,
     "kHasWords": False,

@@ -286,6 +286,43 @@ def is_finite(x: Node) -> bool:
 
 
 @_fact
+def bounds(x: Node) -> tuple[float, float]:
+    """What a float lies between unless it is NaN, whatever the score and the captures are."""
+    if x.op == "constant":
+        return x.value, x.value
+    if x.op in ("tanh", "sin", "cos", "erf"):
+        return -1.0, 1.0
+    of_args = [bounds(arg) for arg in x.args] if x.op in _BOUNDED_BY_ARGS else []
+    if x.op == "sum":
+        constant, coefficients = x.value
+        ends = [
+            sorted(_times(coefficient, end) for end in of_arg)
+            for coefficient, of_arg in zip(coefficients, of_args, strict=True)
+        ]
+        return constant + sum(least for least, _ in ends), constant + sum(most for _, most in ends)
+    if x.op in ("product", "times"):
+        least = most = 1.0
+        for of_arg in of_args:
+            ends = [_times(a, b) for a in (least, most) for b in of_arg]
+            least, most = min(ends), max(ends)
+        return least, most
+    if x.op in ("min", "max"):
+        of = min if x.op == "min" else max
+        return of(least for least, _ in of_args), of(most for _, most in of_args)
+    if x.op == "select":
+        return min(least for least, _ in of_args[1:]), max(most for _, most in of_args[1:])
+    return -math.inf, math.inf
+
+
+_BOUNDED_BY_ARGS = ("sum", "product", "times", "min", "max", "select")
+
+
+def _times(a: float, b: float) -> float:
+    """Of ends of intervals, where infinity stands for what is large."""
+    return 0.0 if 0.0 in (a, b) else a * b
+
+
+@_fact
 def depends_on_difference(x: Node) -> bool:
     """Whether a node depends on the numbers of row and column through their difference alone."""
     if not x.deps & ELEMENT:

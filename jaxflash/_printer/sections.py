@@ -10,7 +10,7 @@ from jaxflash._printer.gradients import DiagonalSum, LoadRoots, StoredLoad
 from jaxflash._printer.graph import Graph
 from jaxflash._printer.interface import CONSTANTS
 from jaxflash._printer.lowering import DiagonalLoad, Lowering
-from jaxflash._printer.node import Node, below, is_finite
+from jaxflash._printer.node import Node, below, bounds, is_finite
 from jaxflash._printer.starts import Slopes, Start
 from jaxflash._printer.writer import Writer, constants
 
@@ -49,6 +49,9 @@ class Section:
         return lines
 
 
+_FAR = 73.0  # in units of log 2, from 0
+
+
 @dataclasses.dataclass(frozen=True)
 class Logits(Section):
     """The logit of an element and its derivative by the score.
@@ -66,6 +69,14 @@ class Logits(Section):
     adds: bool
 
     @property
+    def bounded(self) -> bool:
+        """Whether the exponentials of all logits that are not hidden can be added up as they are:
+        sums, and outputs of values up to 2^34, stay within float32, and a row of the least logits
+        leaves values down to 2^-53 as they are. Holds for soft caps up to 50."""
+        least, most = bounds(self.logit)
+        return least >= -_FAR and most <= _FAR
+
+    @property
     def guards_slope(self) -> bool:
         return not is_finite(self.slope)
 
@@ -76,7 +87,11 @@ class Logits(Section):
         return [(lowering.lowered(x), "element") for x in self.nodes()]
 
     def constants(self, lowering):
-        return {"kUnitSlope": self.addend is not None, "kAdds": self.adds}
+        return {
+            "kUnitSlope": self.addend is not None,
+            "kAdds": self.adds,
+            "kBounded": self.bounded,
+        }
 
     def diagonals(self, lowering: Lowering) -> dict[Node, DiagonalLoad]:
         """Its loads along diagonals."""

@@ -122,15 +122,20 @@ class Probabilities {
   static constexpr bool kLooks = Scores::kMasks || Traits::Mask::kTestsElements;
   // Whether the plan knows tiles without such elements.
   static constexpr bool kKnown = !Scores::kMasks || Traits::Mask::kKnowsProgram;
+  // Whether probabilities are exponentials of logits, without a reference: bfloat16 has exponents
+  // for them all. Where all products are awaited together, ptxas finds no registers without the
+  // vote that goes with references.
+  static constexpr bool kBounded = Scores::kBounded && needs_no_reference<Tile, Traits::kMath>;
   // Whether p of this tile has registers of its own while P V still reads that of the one before.
   // It pays where a longer function stands ahead of the exponentials: 256 with a soft cap takes
   // 0.79 ms against 0.90, but plain calls lose up to 3 %.
-  static constexpr bool kWaits = Tile::kOverlap == Overlap::kValues && Scores::kHasSlope;
+  static constexpr bool kWaits =
+      Tile::kOverlap == Overlap::kValues && Scores::kHasSlope && !kBounded;
   // Then scores outlive their exponentials, and maxima are not needed, see OnlineSoftmax.
   static constexpr bool kSpeculates = Tile::kOverlap == Overlap::kNone || kWaits;
 
  public:
-  using Softmax = OnlineSoftmax<kKeys / 2, Traits::kMath>;
+  using Softmax = OnlineSoftmax<kKeys / 2, Traits::kMath, kBounded>;
   using Kept = jaxflash::Kept<Scores::kDrops, true, kKeys, Scores::kStarts>;
   using Shown = typename Scores::template Shown<typename Traits::Mask, kKeys>;
 
@@ -184,7 +189,12 @@ class Probabilities {
       }
     };
     const auto held = [&](const auto& logits) {
-      return kSpeculates && softmax.settled() && softmax.exponentials_if_held(s, logits, emit);
+      if constexpr (kBounded) {
+        softmax.exponentials(s, logits, emit);
+        return true;
+      } else {
+        return kSpeculates && softmax.settled() && softmax.exponentials_if_held(s, logits, emit);
+      }
     };
     // A reference that moves only once something has outgrown it would be looked at in vain, tile
     // after tile, by rows whose many probabilities are just below that.
@@ -196,7 +206,8 @@ class Probabilities {
     constexpr bool kRises = Scores::kFollowsDistance || (Scores::kRewrites && !Scores::kHasSlope);
     constexpr float kRoom = kRises && Traits::kMath == Math::kBFloat16 ? 56.f : 0.f;
     const auto advance = [&](const auto& logits) {
-      const bool rescale = softmax.advance(s, logits, kSlack, kRoom);
+      bool rescale = false;
+      if constexpr (!kBounded) rescale = softmax.advance(s, logits, kSlack, kRoom);
       softmax.exponentials(s, logits, emit);
       return rescale;
     };
