@@ -242,6 +242,26 @@ _FUNCTIONS = (
         lambda i: i.q - i.kv > 3,
     ),
     MaskValue(
+        "cases",  # numbers beyond the ends are clamped
+        lambda batch, kinds: masks.function(
+            lambda b, h, q, kv, kinds: jax.lax.switch(
+                kinds[b, q], [lambda: kv <= q, lambda: abs(q - kv) < 9, lambda: kv % 3 == h % 3]
+            ),
+            kinds,
+        ),
+        lambda i, kinds: np.choose(
+            kinds[i.b, i.q], [i.kv <= i.q, abs(i.q - i.kv) < 9, i.kv % 3 == i.h % 3], mode="clip"
+        ),
+        lambda s, r: {"kinds": _integers(r, -2, 5, s.batch, s.q_len)},
+    ),
+    MaskValue(
+        "cases-of-heads",
+        lambda batch: masks.function(
+            lambda b, h, q, kv: jax.lax.select_n(h % 3, q >= kv, q - kv < 9, kv < 20)
+        ),
+        lambda i: np.choose(i.h % 3, [i.q >= i.kv, i.q - i.kv < 9, i.kv < 20]),
+    ),
+    MaskValue(
         "loops",  # no kernel does
         lambda batch, table: masks.function(
             lambda b, h, q, kv, table: (
@@ -270,6 +290,13 @@ BANDS = (
         "band",
         lambda batch: masks.function(lambda b, h, q, kv: (kv > q - 9) & (q + 4 >= kv)),
         lambda i: (i.kv > i.q - 9) & (i.q + 4 >= i.kv),
+    ),
+    MaskValue(
+        "band-by-branches",
+        lambda batch: masks.function(
+            lambda b, h, q, kv: jax.lax.cond(q >= kv, lambda: q - kv < 9, lambda: kv - q <= 4)
+        ),
+        lambda i: (i.q - i.kv < 9) & (i.kv - i.q <= 4),
     ),
     MaskValue("everything", lambda batch: masks.function(lambda b, h, q, kv: True), lambda i: True),
 )
