@@ -361,6 +361,38 @@ _COMBINED = (
         },
     ),
     MaskValue(
+        "array-or-causal",  # of all batch elements and heads
+        lambda batch, array: array | masks.causal(),
+        lambda i, array: array[i.q, i.kv] | (i.kv <= i.q),
+        lambda s, r: {"array": r.random((s.q_len, s.kv_len)) < 0.3},
+    ),
+    MaskValue(
+        "full-array-or-function",
+        lambda batch, array: (
+            ~masks.dense(_shaped(array, batch)) | masks.function(lambda b, h, q, kv: q == kv)
+        ),
+        lambda i, array: ~array[i.b, i.h, i.q, i.kv] | (i.q == i.kv),
+        lambda s, r: {"array": r.random((s.batch, s.heads, s.q_len, s.kv_len)) < 0.6},
+    ),
+    MaskValue(
+        "some-arrays-or-others",  # each of other axes
+        lambda batch, keys, rows, heads, one: (
+            (masks.dense(_shaped(keys, batch)) | rows) & (masks.window(9, 5) | heads)
+            | ~(masks.dense(one) | masks.window(None, 0))
+        ),
+        lambda i, keys, rows, heads, one: (
+            (keys[i.b, 0, 0, i.kv] | rows[i.h, i.q, 0])
+            & (((i.kv >= i.q - 9) & (i.kv <= i.q + 5)) | heads[i.h, 0, 0])
+            | ~(one[0] | (i.kv <= i.q))
+        ),
+        lambda s, r: {
+            "keys": r.random((s.batch, 1, 1, s.kv_len)) < 0.5,
+            "rows": r.random((s.heads, s.q_len, 1)) < 0.3,
+            "heads": r.random((s.heads, 1, 1)) < 0.5,
+            "one": np.ones(1, bool),
+        },
+    ),
+    MaskValue(
         "array-or-band",
         lambda batch, array: (
             ~(masks.dense(_shaped(array, batch)) | masks.window(3, 0))

@@ -282,6 +282,28 @@ def test_printed_masks(tmp_path):
         assert (slope[asked & shown] == 1.0).all(), name
 
 
+def test_arrays_of_more_than_2_31_elements(tmp_path):
+    """Among other masks, read at their indices: no offset is one of 32 bits."""
+    length = 2**15 + 8
+    array = np.zeros((2, length, length), bool)  # in memory where it is written
+    assert array.size > 2**31
+    rng = np.random.default_rng(9)
+    h, q, kv = (rng.integers(0, n, POINTS).astype(np.int32) for n in array.shape)
+    h[:9], q[:9], kv[:9] = 1, length - 1 - np.arange(9) // 3, length - 1 - np.arange(9) % 3
+    shown = rng.random(POINTS) < 0.5
+    array[h[shown], q[shown], kv[shown]] = True
+    query = jax.ShapeDtypeStruct((length, 2, 8), jnp.float32)
+    nothing = masks.function(lambda b, h, q, kv: q < 0)
+    mask = ~masks.dense(jax.ShapeDtypeStruct(array.shape, bool)) | nothing
+    spec, _ = _api.described(query, query, query, mask=mask)
+    assert spec.predicate is not None
+    request = Request(_kernel_program._identity(), (spec.predicate,), distance_is_difference=True)
+    library = CompiledPrograms([cuda.print_program(request).source], tmp_path)
+    s = rng.standard_normal(POINTS).astype(np.float32)
+    _, logit, *_ = library(0, [array], [np.zeros_like(h), h, q, kv], s)
+    np.testing.assert_array_equal(logit == -np.inf, array[h, q, kv])
+
+
 @pytest.mark.parametrize("beside", [None, lambda b, h, q, kv: (q + kv) % 3 != h])
 @pytest.mark.parametrize("axes", [(0, 1, 2), (1, 2), (0, 2), (2,), (0, 1)])
 @pytest.mark.parametrize("kv_len", [30, 300])
