@@ -62,6 +62,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "abs": np.abs,
     "add": np.add,
     "and": np.bitwise_and,
+    "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
     "eq": np.equal,
     "ge": np.greater_equal,
     "gt": np.greater,
@@ -93,7 +94,7 @@ class _Values(NamedTuple):
 
 def _evaluated(predicate: Program, distance: np.ndarray) -> np.ndarray | None:
     """The result at each distance; None where it is not known to be a function of it."""
-    jaxpr = predicate.jaxpr.jaxpr
+    jaxpr = predicate.value().jaxpr
     _score, _b, _h, q, kv, *_ = jaxpr.invars
     positions = np.arange(max(-distance[0], distance[-1]) + 1, dtype=np.int32)
     values = {q: _Values("q", positions), kv: _Values("kv", positions)}
@@ -150,8 +151,11 @@ def _of_both(
 def _result(name: str, inputs: list[np.ndarray], dtype) -> np.ndarray | None:
     if name == "convert_element_type" and dtype.kind in "biu":
         return inputs[0].astype(dtype)
-    if name == "select_n" and inputs[0].dtype == np.bool_ and len(inputs) == 3:
-        return np.where(inputs[0], inputs[2], inputs[1])
+    if name == "select_n":
+        which, result, *others = inputs
+        for number, case in enumerate(others, 1):
+            result = np.where(which >= number, case, result)
+        return result
     if name in ("rem", "div") and np.all(inputs[1] != 0):
         # Towards zero.
         rest = np.fmod(*inputs)

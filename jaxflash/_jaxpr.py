@@ -37,6 +37,9 @@ CALLS = {
 }
 # Those with a derivative of their own, which stays with them until they have been differentiated.
 CUSTOM_DERIVATIVES = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
+# Those with one of several, by an index: inlined, all are computed, and their results chosen from.
+# The derivative of such a choice is not that of the branch, where another one's is not finite.
+BRANCHES = {"cond": "branches"}
 
 
 def is_literal(atom) -> TypeGuard[core.Literal]:
@@ -82,12 +85,7 @@ def inlined(closed: core.ClosedJaxpr, calls: dict[str, str]) -> core.ClosedJaxpr
     the calls.
     """
     jaxpr = closed.jaxpr
-    if not (
-        jaxpr.constvars
-        or closed.effects
-        or any(eqn.primitive.name in calls or _is_of_types_alone(eqn) for eqn in jaxpr.eqns)
-        or _gathered_elements(jaxpr.eqns)
-    ):
+    if not (jaxpr.constvars or closed.effects or _has_calls(jaxpr, calls)):
         return closed
 
     def function(*arguments):
@@ -98,6 +96,16 @@ def inlined(closed: core.ClosedJaxpr, calls: dict[str, str]) -> core.ClosedJaxpr
         return [read(values, atom) for atom in jaxpr.outvars]
 
     return _without_indices(traced(function, [v.aval for v in (*jaxpr.invars, *jaxpr.constvars)]))
+
+
+def _has_calls(jaxpr, calls: dict[str, str]) -> bool:
+    """Whether `evaluate` would inline something, in branches, too."""
+    return bool(_gathered_elements(jaxpr.eqns)) or any(
+        _is_inlined(eqn, calls)
+        or _is_of_types_alone(eqn)
+        or any(_has_calls(held.jaxpr, calls) for held in eqn.params.get("branches", ()))
+        for eqn in jaxpr.eqns
+    )
 
 
 def _without_indices(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
@@ -177,8 +185,10 @@ def evaluate(eqns, values: dict[core.Var, Any], calls: dict[str, str] | None = N
             sizes = (1,) * len(starts)
             element = jax.lax.dynamic_slice(inputs[0], starts, sizes, allow_negative_indices=False)
             results = [element.reshape(())]
-        elif calls and eqn.primitive.name in calls:
-            results = _evaluated(eqn.params[calls[eqn.primitive.name]], inputs, calls)
+        elif calls and _is_inlined(eqn, calls):
+            held = eqn.params[calls[eqn.primitive.name]]
+            inline = _chosen if eqn.primitive.name in BRANCHES else _evaluated
+            results = inline(held, inputs, calls)
         elif _is_of_types_alone(eqn):
             results = inputs
         else:
@@ -193,6 +203,25 @@ def _evaluated(held, inputs: Sequence[Any], calls: dict[str, str]) -> list[Any]:
     values.update(zip(jaxpr.constvars, getattr(held, "consts", ()), strict=True))
     evaluate(jaxpr.eqns, values, calls)
     return [read(values, atom) for atom in jaxpr.outvars]
+
+
+def _is_inlined(eqn, calls: dict[str, str]) -> bool:
+    name = eqn.primitive.name
+    if name not in calls or name not in BRANCHES:
+        return name in calls
+    of_scalars = all(variable.aval.shape == () for variable in eqn.outvars)
+    return of_scalars and eqn.params.get("branches_platforms") is None
+
+
+def _chosen(branches, inputs: Sequence[Any], calls: dict[str, str]) -> list[Any]:
+    """The results of one of several jaxprs, of which the first of `inputs` is the index."""
+    index, *operands = inputs
+    results = [_evaluated(held, operands, calls) for held in branches]
+    types = map(jax.typeof, (index, *itertools.chain(*results)))
+    axes = frozenset().union(*(t.manual_axis_type.varying for t in types))
+    (index,) = _varying([index], axes)
+    cases = zip(*(_varying(of_branch, axes) for of_branch in results), strict=True)
+    return [jax.lax.select_n(index, *of_result) for of_result in cases]
 
 
 _OF_INDICES = frozenset({"broadcast_in_dim", "concatenate"})
@@ -336,6 +365,64 @@ def _while(eqn, inputs: Sequence[Any], function: Callable) -> Sequence[Any]:
 
 
 _HOLDING_OTHERS = {"cond": _branches, "scan": _scan, "while": _while}
+
+
+# ---- Branches that know scalars alone ------------------------------------------------------------
+
+
+def reading_ahead(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    """The same jaxpr, in which what branches read of arrays is read ahead of them: so it is told
+    which elements these are."""
+    if not any(_reads_inside(eqn) for eqn in closed.jaxpr.eqns):
+        return closed
+    jaxpr = closed.jaxpr
+
+    def function(*arguments):
+        values = dict(zip(jaxpr.invars, arguments, strict=True))
+        values.update(zip(jaxpr.constvars, closed.consts, strict=True))
+        for eqn in jaxpr.eqns:
+            if _reads_inside(eqn):
+                index, *operands = (read(values, atom) for atom in eqn.invars)
+                branches = [_after_reads(held, operands) for held in eqn.params["branches"]]
+                values.update(zip(eqn.outvars, jax.lax.switch(index, branches), strict=True))
+            else:
+                evaluate([eqn], values, CALLS)
+        return [read(values, atom) for atom in jaxpr.outvars]
+
+    return traced(function, closed.in_avals)
+
+
+def _reads_inside(eqn) -> bool:
+    """Whether it is a choice of branches that are given arrays."""
+    has_branches = eqn.primitive.name in BRANCHES and eqn.params.get("branches_platforms") is None
+    return has_branches and _takes_arrays(eqn)
+
+
+def _takes_arrays(eqn) -> bool:
+    return any(atom.aval.shape != () for atom in eqn.invars)
+
+
+def _after_reads(held: core.ClosedJaxpr, operands: Sequence[Any]) -> Callable[[], list[Any]]:
+    """The rest of a branch, all elements of arrays read, and their indices computed."""
+    held = reading_ahead(held)
+    jaxpr = held.jaxpr
+    values = dict(zip(jaxpr.invars, operands, strict=True))
+    values.update(zip(jaxpr.constvars, held.consts, strict=True))
+    ahead = set()
+    needed: set[Any] = set()
+    for number, eqn in reversed(list(enumerate(jaxpr.eqns))):
+        if _takes_arrays(eqn) or not needed.isdisjoint(eqn.outvars):
+            ahead.add(number)
+            needed |= {atom for atom in eqn.invars if not is_literal(atom)}
+    evaluate([eqn for number, eqn in enumerate(jaxpr.eqns) if number in ahead], values, CALLS)
+
+    def rest():
+        known = dict(values)
+        eqns = [eqn for number, eqn in enumerate(jaxpr.eqns) if number not in ahead]
+        evaluate(eqns, known, CALLS)
+        return [read(known, atom) for atom in jaxpr.outvars]
+
+    return rest
 
 
 def read(values: dict[core.Var, Any], atom):

@@ -64,8 +64,12 @@ class Program:
         """Type of each capture: the shape that the program indexes, without batch axes."""
         return tuple(self.jaxpr.in_avals[len(ARGUMENTS) :])
 
+    def value(self) -> core.ClosedJaxpr:
+        """The result, of the same arguments, every branch inlined."""
+        return _value(self)
+
     def value_and_slope(self) -> core.ClosedJaxpr:
-        """(logit, d logit / d score) of the same arguments, every call inlined."""
+        """(logit, d logit / d score) of the same arguments, every call and branch inlined."""
         return _value_and_slope(self)
 
     def value_and_partials(self, capture: int) -> tuple[core.ClosedJaxpr, tuple[View, ...]]:
@@ -74,16 +78,27 @@ class Program:
         Returns:
             A jaxpr of a float for each load (that is 0) and the arguments, with the results logit,
             the derivative of the logit by each loaded value, and the indices of each load that are
-            not constant; every call inlined. And the loads: elements of the capture, whose indices
-            are ints or None, where the only index is 0, or the `Result` that they are.
+            not constant; every call and branch inlined. And the loads: elements of the capture,
+            whose indices are ints or None, where the only index is 0, or the `Result` that they
+            are.
         """
         return _value_and_partials(self, capture)
 
 
+# What is known by its arguments alone, with branches once their derivatives are.
+_EVERYTHING = {**_jaxpr.CALLS, **_jaxpr.CUSTOM_DERIVATIVES, **_jaxpr.BRANCHES}
+
+
+@functools.lru_cache(maxsize=256)
+def _value(program: Program) -> core.ClosedJaxpr:
+    return _jaxpr.inlined(program.jaxpr, _jaxpr.BRANCHES)
+
+
 @functools.lru_cache(maxsize=256)
 def _value_and_slope(program: Program) -> core.ClosedJaxpr:
-    closed, constants = _jaxpr.differentiated(program.jaxpr, (0,))
-    if constants:
+    derivatives, constants = _jaxpr.differentiated(program.jaxpr, (0,))
+    closed = _jaxpr.inlined(derivatives, _EVERYTHING)
+    if constants or closed.consts:
         raise NotImplementedError("its rule for derivatives has arrays of its own")
     return closed
 
@@ -271,7 +286,7 @@ def _argument_types(dtype) -> tuple[jax.ShapeDtypeStruct, ...]:
 def _with_partials(
     closed: core.ClosedJaxpr, capture: int
 ) -> tuple[core.ClosedJaxpr, tuple[View, ...]]:
-    jaxpr = closed.jaxpr
+    jaxpr = _jaxpr.reading_ahead(closed).jaxpr
     variable = jaxpr.invars[len(ARGUMENTS) + capture]
     aval: Any = variable.aval
     whole = View.whole(capture, aval.shape)
@@ -340,7 +355,7 @@ def _with_partials(
     score: Any = closed.in_avals[0]
     types = (*(jax.ShapeDtypeStruct((), score.dtype),) * len(loads), *closed.in_avals)
     flat = _jaxpr.traced(function, types)
-    inlined = _jaxpr.inlined(flat, {**_jaxpr.CALLS, **_jaxpr.CUSTOM_DERIVATIVES})
+    inlined = _jaxpr.inlined(flat, _EVERYTHING)
     if flat.consts or inlined.consts:
         raise NotImplementedError("its rule for derivatives has arrays of its own")
     return inlined, numbered

@@ -242,6 +242,26 @@ _FUNCTIONS = (
         lambda i: i.q - i.kv > 3,
     ),
     MaskValue(
+        "cases",  # numbers beyond the ends are clamped
+        lambda batch, kinds: masks.function(
+            lambda b, h, q, kv, kinds: jax.lax.switch(
+                kinds[b, q], [lambda: kv <= q, lambda: abs(q - kv) < 9, lambda: kv % 3 == h % 3]
+            ),
+            kinds,
+        ),
+        lambda i, kinds: np.choose(
+            kinds[i.b, i.q], [i.kv <= i.q, abs(i.q - i.kv) < 9, i.kv % 3 == i.h % 3], mode="clip"
+        ),
+        lambda s, r: {"kinds": _integers(r, -2, 5, s.batch, s.q_len)},
+    ),
+    MaskValue(
+        "cases-of-heads",
+        lambda batch: masks.function(
+            lambda b, h, q, kv: jax.lax.select_n(h % 3, q >= kv, q - kv < 9, kv < 20)
+        ),
+        lambda i: np.choose(i.h % 3, [i.q >= i.kv, i.q - i.kv < 9, i.kv < 20]),
+    ),
+    MaskValue(
         "loops",  # no kernel does
         lambda batch, table: masks.function(
             lambda b, h, q, kv, table: (
@@ -270,6 +290,13 @@ BANDS = (
         "band",
         lambda batch: masks.function(lambda b, h, q, kv: (kv > q - 9) & (q + 4 >= kv)),
         lambda i: (i.kv > i.q - 9) & (i.q + 4 >= i.kv),
+    ),
+    MaskValue(
+        "band-by-branches",
+        lambda batch: masks.function(
+            lambda b, h, q, kv: jax.lax.cond(q >= kv, lambda: q - kv < 9, lambda: kv - q <= 4)
+        ),
+        lambda i: (i.q - i.kv < 9) & (i.kv - i.q <= 4),
     ),
     MaskValue("everything", lambda batch: masks.function(lambda b, h, q, kv: True), lambda i: True),
 )
@@ -331,6 +358,38 @@ _COMBINED = (
         lambda s, r: {
             "keys": r.random(s.kv_len) < 0.8,
             "rows": r.random((s.heads, s.q_len, 1)) < 0.8,
+        },
+    ),
+    MaskValue(
+        "array-or-causal",  # of all batch elements and heads
+        lambda batch, array: array | masks.causal(),
+        lambda i, array: array[i.q, i.kv] | (i.kv <= i.q),
+        lambda s, r: {"array": r.random((s.q_len, s.kv_len)) < 0.3},
+    ),
+    MaskValue(
+        "full-array-or-function",
+        lambda batch, array: (
+            ~masks.dense(_shaped(array, batch)) | masks.function(lambda b, h, q, kv: q == kv)
+        ),
+        lambda i, array: ~array[i.b, i.h, i.q, i.kv] | (i.q == i.kv),
+        lambda s, r: {"array": r.random((s.batch, s.heads, s.q_len, s.kv_len)) < 0.6},
+    ),
+    MaskValue(
+        "some-arrays-or-others",  # each of other axes
+        lambda batch, keys, rows, heads, one: (
+            (masks.dense(_shaped(keys, batch)) | rows) & (masks.window(9, 5) | heads)
+            | ~(masks.dense(one) | masks.window(None, 0))
+        ),
+        lambda i, keys, rows, heads, one: (
+            (keys[i.b, 0, 0, i.kv] | rows[i.h, i.q, 0])
+            & (((i.kv >= i.q - 9) & (i.kv <= i.q + 5)) | heads[i.h, 0, 0])
+            | ~(one[0] | (i.kv <= i.q))
+        ),
+        lambda s, r: {
+            "keys": r.random((s.batch, 1, 1, s.kv_len)) < 0.5,
+            "rows": r.random((s.heads, s.q_len, 1)) < 0.3,
+            "heads": r.random((s.heads, 1, 1)) < 0.5,
+            "one": np.ones(1, bool),
         },
     ),
     MaskValue(

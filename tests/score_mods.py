@@ -194,6 +194,35 @@ def _branches(score, b, h, q, kv):
     return jnp.minimum(jnp.maximum(tilted, -3.0), 4.0) + jnp.sign(score) * 0.1
 
 
+def _cond(score, b, h, q, kv, table):
+    """By positions and, within a branch, by the score, where both are the same."""
+
+    def behind(s):
+        gain = table[h, -1]
+        return jax.lax.cond(
+            score > 1.0, lambda s: gain * (2.0 * s - 1.0), lambda s: gain * s * s, s
+        )
+
+    return jax.lax.cond(q >= kv, lambda s: s + table[h, kv], behind, score)
+
+
+def _switch(score, b, h, q, kv, table, slopes):
+    """By numbers that are clamped at both ends."""
+    branches = [
+        lambda s: 0.5 * s + table[h, kv],
+        lambda s: s - slopes[h] * jnp.abs(q - kv),
+        lambda s: jnp.tanh(s * slopes[h]) + table[0, q],
+        lambda s: jnp.where(kv % 2 == 0, -s, table[h, (q + kv) // 2]),
+    ]
+    return jax.lax.switch((q + 2 * kv) % 7 - 1, branches, score)
+
+
+def _cases(score, b, h, q, kv, kinds, table):
+    kind, gain = kinds[h, q], table[h, kv]
+    score = jax.lax.select_n(kind, score, gain * score, jnp.sin(score), gain - score)
+    return jax.lax.select_n((kv > q).astype(jnp.int32), score, 0.5 * score)
+
+
 def _elementary(score, b, h, q, kv):
     x = 0.3 * score
     y = jnp.sin(x) + 0.1 * jnp.exp(-jnp.square(x)) + jnp.log1p(jnp.abs(x)) + jnp.power(x, 3)
@@ -308,6 +337,21 @@ SCORE_MODS = {
         _row(_out_of_bounds, lambda s, r: {"table": _normal(r, s.heads, 7)}),
         _row(_strided),
         _row(_branches),
+        _row(_cond, lambda s, r: {"table": _normal(r, s.heads, s.kv_len)}),
+        _row(
+            _switch,
+            lambda s, r: {
+                "table": _normal(r, s.heads, max(s.q_len, s.kv_len)),
+                "slopes": 0.3 * r.random(s.heads).astype(np.float32),
+            },
+        ),
+        _row(
+            _cases,
+            lambda s, r: {
+                "kinds": _integers(r, 0, 4, s.heads, s.q_len),
+                "table": _normal(r, s.heads, s.kv_len),
+            },
+        ),
         _row(_elementary),
         _row(_custom_derivative),
         _row(_factor_of_one, lambda s, r: {"gate": _normal(r, s.heads)}),

@@ -39,6 +39,13 @@ _BANDS = {
     "window": (1, lambda b, h, q, kv: (kv > q - 5) & (kv <= q)),
     "both sides": (1, lambda b, h, q, kv: abs(q - kv) < 7),
     "chosen": (1, lambda b, h, q, kv: jnp.where(q >= kv, q - kv < 5, False)),
+    "branches": (1, lambda b, h, q, kv: jax.lax.cond(q >= kv, lambda: q - kv < 5, lambda: False)),
+    "cases": (
+        1,
+        lambda b, h, q, kv: jax.lax.switch(
+            jnp.sign(q - kv) + 1, [lambda: kv - q < 3, lambda: True, lambda: q - kv < 6]
+        ),
+    ),
     "unsigned": (1, lambda b, h, q, kv: (q - kv).astype(jnp.uint32) < jnp.uint32(5)),
     "itself": (1, lambda b, h, q, kv: q == kv),
     "divided": (1, lambda b, h, q, kv: (q - kv) // 8 == 0),

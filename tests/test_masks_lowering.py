@@ -329,6 +329,41 @@ def test_arrays_are_read_where_they_lie(shape, spec, part):
 
 
 @needs_kernels
+@pytest.mark.parametrize(
+    ("shape", "spec", "lead"),
+    [
+        ((64, 64), P(), "1"),
+        ((4, 1, 64, 64), P("b"), "2"),
+        ((1, N, 64, 64), P(None, "h"), f"1,{N // 2}"),
+        ((4, N, 64, 64), P("b", "h"), f"2,{N // 2}"),
+    ],
+)
+def test_arrays_beside_other_masks_are_read_where_they_lie(shape, spec, lead):
+    """By the passes, of heads, too; the plan is of those that an array has, on each device."""
+    mesh = cpu_mesh(b=2, h=2)
+    query = jnp.zeros((4, 64, N, 16), jnp.float32)
+    query = jax.device_put(query, NamedSharding(mesh, P("b", None, "h")))
+    array = jax.device_put(jnp.zeros(shape, jnp.bool_), NamedSharding(mesh, spec))
+
+    def gradient(q, array):
+        mask = masks.causal() | ~masks.dense(array)
+        loss = functools.partial(
+            sum_of_sines, jaxflash.dot_product_attention, mask, implementation="cuda"
+        )
+        return jax.grad(lambda q: loss((q, q, q)))(q)
+
+    traced = jax.jit(gradient).trace(query, array)
+    text = traced.lower(lowering_platforms=("cuda",)).compile().as_text()
+    for target in (_ffi.FORWARD_TARGET, _ffi.BACKWARD_TARGET):
+        (call,) = compiled_custom_calls(text, target)
+        assert f"pred[{lead},64,64]" in call.split("operand_layout_constraints=")[1]
+    (call,) = compiled_custom_calls(text, _ffi.PREDICATE_TARGET)
+    batch, *heads = lead.split(",")
+    assert f"s32[{batch},{N if heads else 1},64,2]" in call
+    assert ("all-gather" in text) == bool(heads)
+
+
+@needs_kernels
 @pytest.mark.parametrize("name", ["segments", "array", "segments and array"])
 def test_ranges_are_made_where_they_lie(name):
     """Each device makes those of its sequences, and nothing is gathered for that."""

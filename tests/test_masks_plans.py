@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxflash
-from jaxflash import _api, _derivatives, _ffi, _ranges, masks
+from jaxflash import _api, _derivatives, _ffi, _mask, _ranges, masks
 from jaxprs import compiled_custom_calls, custom_calls, equations
 from marks import needs_kernels
 from meshes import cpu_mesh
@@ -251,6 +251,45 @@ def test_vmap_of_plans():
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
         (call,) = custom_calls(text, _ffi.PREDICATE_TARGET)
         assert f"tensor<{lead}x70x2xi32>, tensor<{lead}x70x2xi32>" in call
+
+
+_LEADS = {
+    (T, S): (1, 1), (1, S): (1, 1), (B, 1, T, S): (B, 1), (N, 1, S): (1, N), (B, N, T, 1): (B, N),
+    (B, 1, 1, 1): (B, 1), (1,): (1, 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", _LEADS, ids=str)
+def test_plans_of_arrays_beside_other_masks(shape):
+    """Have the batch axes and the heads that the array has."""
+    array = np.random.default_rng(0).random(shape) < 0.5
+    for mask in (masks.dense(array) | masks.causal(), ~masks.dense(array)):
+        plan = masks.plan(mask, SHAPE)
+        assert isinstance(plan, _mask.Planned)
+        assert plan.found["rows_hull"].shape == (*_LEADS[shape], T, 2)
+        assert plan.found["keys_hull"].shape == (*_LEADS[shape], S, 2)
+        assert_equal(lambda f: jax.grad(lambda qkv: sum_of_sines(f, plan, qkv))(random_qkv()))  # noqa: B023
+
+
+@needs_kernels
+@pytest.mark.parametrize("shape", _LEADS, ids=str)
+def test_vmap_of_arrays_beside_other_masks(shape):
+    x = jax.ShapeDtypeStruct((B, T, N, 64), jnp.bfloat16)
+    y = jax.ShapeDtypeStruct((B, S, N, 64), jnp.bfloat16)
+
+    def attend(x, y, array):
+        mask = masks.causal() | ~masks.dense(array)
+        return jaxflash.dot_product_attention(x, y, y, mask=mask, implementation="cuda")
+
+    def mapped(x, y, array):
+        return jax.vmap(attend, (None, None, -1))(x, y, array)
+
+    for function, stacked, lead in ((attend, (), ()), (mapped, (3,), (3,))):
+        array = jax.ShapeDtypeStruct((*shape, *stacked), jnp.bool_)
+        text = jax.jit(function).trace(x, y, array).lower(lowering_platforms=("cuda",)).as_text()
+        (call,) = custom_calls(text, _ffi.PREDICATE_TARGET)
+        sizes = "x".join(map(str, (*lead, *_LEADS[shape])))
+        assert f"(tensor<{sizes}x{T}x2xi32>, tensor<{sizes}x{S}x2xi32>, " in call
 
 
 @needs_kernels

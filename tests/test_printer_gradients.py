@@ -162,6 +162,36 @@ def test_printed_loads_make_the_gradient(compiled_gradients, name, key):
     np.testing.assert_allclose(actual, expected, rtol=2e-3, atol=2e-5 * scale)
 
 
+def test_gradients_in_branches(tmp_path):
+    """Of elements that one of them reads, whatever another makes of its own."""
+    table = jnp.asarray(np.random.default_rng(5).standard_normal((SIZES.heads, SIZES.q_len)))
+
+    def function(s, b, h, q, kv, table=table):
+        def outer(s):
+            kept = jax.jit(lambda i: table[h, i])(q)
+            inner = jax.lax.cond(kept > 0.0, lambda x: jnp.log(x), lambda x: 1.0 - x, kept)
+            return s * inner + table[h, kv]
+
+        branches = [lambda s: s, outer, lambda s: jnp.where(s > 0.0, s, 1.0) * table[0, 3] ** 2]
+        return jax.lax.switch((q + kv) % 4, branches, s)
+
+    (loads,), run = _gradients([(function, 0)], tmp_path)
+    assert [(x.query_axis, x.key_axis) for x in loads] == [(1, -1), (-1, 1), (-1, -1)]
+    indices, s = random_points(np.random.default_rng(3))
+    weights = np.random.default_rng(4).standard_normal(POINTS).astype(np.float32)
+
+    def gradient(s, b, h, q, kv, weight):
+        return weight * jax.grad(lambda x: function(s, b, h, q, kv, x))(table)
+
+    with jax.default_device(jax.devices("cpu")[0]):
+        points = jnp.float32(SCALE) * s, *indices, weights
+        expected = np.asarray(jax.vmap(gradient)(*points).sum(0))
+    assert np.isfinite(expected).all()
+    actual = run(0, indices, s, weights)
+    scale = max(1.0, np.abs(expected).max())
+    np.testing.assert_allclose(actual, expected, rtol=2e-3, atol=2e-5 * scale)
+
+
 def _loads(function):
     program, _ = trace_function(function)
     request = Request(program, wanted=(0,), lengths=LENGTHS, distance_is_difference=True)

@@ -219,7 +219,10 @@ _ROWS = jnp.ones((8, 8), jnp.float32)
 _REFUSED = {
     "while": lambda s, b, h, q, kv: jax.lax.while_loop(lambda x: x < 3.0, lambda x: x + 1.0, s),
     "scan": lambda s, b, h, q, kv: jax.lax.fori_loop(0, 3, lambda i, x: x * 1.1, s),
-    "cond": lambda s, b, h, q, kv: jax.lax.cond(q > kv, lambda: s, lambda: -s),
+    "platform": lambda s, b, h, q, kv: jax.lax.platform_dependent(
+        s, cpu=jnp.sin, default=lambda s: s
+    ),
+    "cond": lambda s, b, h, q, kv: jax.lax.cond(q > kv, lambda: _ROWS[0], lambda: _ROWS[1])[h],
     "random_bits": lambda s, b, h, q, kv: s + jax.random.uniform(jax.random.key(0), (), "float32"),
     "reduce_sum": lambda s, b, h, q, kv: s + jnp.sum(_ROWS[h] * _ROWS[q]),
     "dot_general": lambda s, b, h, q, kv: s + _ROWS[q] @ _ROWS[kv],

@@ -146,6 +146,52 @@ def test_slope_where_the_logit_is_minus_infinity_is_finite(tmp_path):
     assert slope[2] > 0.0
 
 
+_NOT_TAKEN = {
+    "cond": lambda s, b, h, q, kv: jax.lax.cond(s > 0.0, jnp.log, lambda s: 0.5 * s - 9.0, s),
+    "switch": lambda s, b, h, q, kv: jax.lax.switch(
+        jnp.sign(s).astype(jnp.int32) + 1,
+        [lambda: jnp.sqrt(-s), lambda: -1.0, lambda: 1.0 / s + jnp.sqrt(s)],
+    ),
+    "one within the other": lambda s, b, h, q, kv: jax.lax.cond(
+        q > kv, lambda s: s, lambda s: jax.lax.cond(s < 0.0, jnp.tanh, jnp.sqrt, s), s
+    ),
+}
+
+
+def test_branches_that_are_not_taken(tmp_path):
+    """Where they are not finite they reach neither the logit nor the slope."""
+    printed = [print_function(function) for function in _NOT_TAKEN.values()]
+    library = CompiledPrograms([x.source for x, _ in printed], tmp_path)
+    indices, s = random_points(np.random.default_rng(7))
+    s[:9] = 0.0
+    for number, function in enumerate(_NOT_TAKEN.values()):
+        points = indices, s
+        if function is _NOT_TAKEN["one within the other"]:
+            points = [x[9:] for x in indices], s[9:]  # sqrt has no slope at 0
+        check_program(library, number, *printed[number], function, points)
+
+
+def test_any_number_chooses_a_case(tmp_path):
+    """The first or the last one, where it is beyond them; so do the results of several choices."""
+    steps = [float(x) for x in range(1, 101)]
+    functions = [
+        lambda s, b, h, q, kv: s + jax.lax.select_n(q - kv, *map(jnp.float32, steps)),
+        lambda s, b, h, q, kv: jax.lax.switch(q - kv, [lambda s, x=x: s * x for x in steps], s),
+        lambda s, b, h, q, kv: s * jax.lax.select_n(jnp.int32(q > kv), *map(jnp.float32, steps)),
+        lambda s, b, h, q, kv: s + jax.lax.select_n(q - kv, jnp.float32(2.0)),
+    ]
+    printed = [print_function(function) for function in functions]
+    library = CompiledPrograms([x.source for x, _ in printed], tmp_path)
+    indices, s = random_points(np.random.default_rng(8), beyond=100)
+    s = np.abs(s) + 1.0
+    _, _, q, kv = indices
+    scaled, case = SCALE * s, 1.0 + np.clip(q - kv, 0, 99)
+    expected = scaled + case, scaled * case, scaled * (1.0 + (q > kv)), scaled + 2.0
+    for number, logits in enumerate(expected):
+        _, logit, *_ = library(number, printed[number][1], indices, s)
+        np.testing.assert_allclose(logit, logits, rtol=2e-5)
+
+
 def test_nan_passes_through_minimum_and_maximum(tmp_path):
     printed, captures = print_function(lambda s, b, h, q, kv: jnp.clip(s, -1.0, 1.0))
     indices = [np.zeros(2, np.int32)] * 4
@@ -165,6 +211,9 @@ _OF_PYTHON_NUMBERS = {
     "choice": lambda s, b, h, q, kv: s + jnp.where(q > kv, 0.0, 1.0) * jnp.where(q > h, 2, -1),
     "division": lambda s, b, h, q, kv: s + jnp.asarray(SLOPES)[q // 3 % 4] * (kv / 7),
     "truth": lambda s, b, h, q, kv: s + (q > kv) * 3,
+    "branches": lambda s, b, h, q, kv: (
+        s + jax.lax.cond(q > kv, lambda: 0.5, lambda: 2.0) * jax.lax.switch(h, [lambda: 3] * 2)
+    ),
     # As indices become where they are compared with symbolic sizes.
     "index": lambda s, b, h, q, kv: s + jnp.asarray(SLOPES)[q.astype(int) // 3 % 4],
 }
@@ -231,6 +280,28 @@ def test_printed_masks(tmp_path):
         for x in (alone, logit, added):
             np.testing.assert_allclose(x[asked], expected, rtol=2e-5, atol=2e-5, err_msg=name)
         assert (slope[asked & shown] == 1.0).all(), name
+
+
+def test_arrays_of_more_than_2_31_elements(tmp_path):
+    """Among other masks, read at their indices: no offset is one of 32 bits."""
+    length = 2**15 + 8
+    array = np.zeros((2, length, length), bool)  # in memory where it is written
+    assert array.size > 2**31
+    rng = np.random.default_rng(9)
+    h, q, kv = (rng.integers(0, n, POINTS).astype(np.int32) for n in array.shape)
+    h[:9], q[:9], kv[:9] = 1, length - 1 - np.arange(9) // 3, length - 1 - np.arange(9) % 3
+    shown = rng.random(POINTS) < 0.5
+    array[h[shown], q[shown], kv[shown]] = True
+    query = jax.ShapeDtypeStruct((length, 2, 8), jnp.float32)
+    nothing = masks.function(lambda b, h, q, kv: q < 0)
+    mask = ~masks.dense(jax.ShapeDtypeStruct(array.shape, bool)) | nothing
+    spec, _ = _api.described(query, query, query, mask=mask)
+    assert spec.predicate is not None
+    request = Request(_kernel_program._identity(), (spec.predicate,), distance_is_difference=True)
+    library = CompiledPrograms([cuda.print_program(request).source], tmp_path)
+    s = rng.standard_normal(POINTS).astype(np.float32)
+    _, logit, *_ = library(0, [array], [np.zeros_like(h), h, q, kv], s)
+    np.testing.assert_array_equal(logit == -np.inf, array[h, q, kv])
 
 
 @pytest.mark.parametrize("beside", [None, lambda b, h, q, kv: (q + kv) % 3 != h])

@@ -196,6 +196,12 @@ _LOADS = {
     "keys": (lambda s, b, h, q, kv, distance, x: s + x[h, kv], (4, 64)),
     "slopes": (lambda s, b, h, q, kv, distance, x: s - x[h] * jnp.abs(q - kv), (4,)),
     "table": (lambda s, b, h, q, kv, distance, x: s + x[h, jnp.clip(q - kv, 0, 8)], (4, 9)),
+    "branches": (
+        lambda s, b, h, q, kv, distance, x: jax.lax.switch(
+            (q + kv) % 3, [lambda s: s * x[h, q], lambda s: s + x[h, kv], jnp.tanh], s
+        ),
+        (4, 64),
+    ),
     "lookup": (lambda s, b, h, q, kv, distance, x: s + x[h, (q + kv) % 9], (4, 9)),
 }
 
@@ -233,6 +239,7 @@ def _compiled_gradient(
     [
         *(("bias", "kBFloat16", head_dim, "sm_80", {}) for head_dim in (64, 128, 256)),
         *((load, "kBFloat16", 128, "sm_80", {}) for load in ("keys", "slopes", "table", "lookup")),
+        ("branches", "kBFloat16", 128, "sm_80", {}),
         ("bias", "kFloat16", 128, "sm_80", {}),
         ("bias", "kTF32", 128, "sm_90", {}),
         ("bias", "kFloat32", 64, "sm_80", {}),

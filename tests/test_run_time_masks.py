@@ -1,5 +1,6 @@
 """Kernels compiled at run time for masks: of ranges, arrays and functions; and what makes plans."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -126,6 +127,11 @@ _PREDICATES = {
     ),
     "array or band": lambda: masks.dense(jnp.ones((1, 2, 64, 64), bool)) | masks.causal(),
     "everything": lambda: masks.function(lambda b, h, q, kv: q + kv >= 0),
+    "cases": lambda: masks.function(
+        lambda b, h, q, kv: jax.lax.switch(
+            h, [lambda: q >= kv, lambda: abs(q - kv) < 9, lambda: kv % 3 == q % 3]
+        )
+    ),
 }
 
 
@@ -192,7 +198,7 @@ def test_elements_share_loads_elsewhere(mask, bias, bounds):
 
 @pytest.mark.parametrize("pass_", ["forward", "backward"])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
-@pytest.mark.parametrize("name", ["prefix", "intervals"])
+@pytest.mark.parametrize("name", ["prefix", "intervals", "array-or-band", "cases"])
 def test_mask_values_on_hopper(name, head_dim, pass_):
     row, sizes = MASK_VALUES[name], Sizes(1, 2, 64, 64)
     mask = row.bind(row.arrays(sizes, np.random.default_rng(0)), (1,))

@@ -4,6 +4,9 @@ masks, biases and gradients have files of their own."""
 import pathlib
 import re
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxflash
@@ -24,9 +27,49 @@ from compiled_kernels import (
     compile_program,
 )
 from covering import covering
-from jaxflash import _ffi
+from jaxflash import _api, _ffi, _kernel_program
+from score_mods import SCORE_MODS, Sizes
 
 pytestmark = pytest.mark.usefixtures("kernel_cache")
+
+
+# ---- Branches ------------------------------------------------------------------------------------
+
+
+def _of_cases(name: str, pass_name: str, head_dim: int) -> str:
+    row = SCORE_MODS[name]
+    arrays = row.arrays(Sizes(2, 4, 64, 64), np.random.default_rng(0))
+    qkv = 3 * (jnp.zeros((2, 64, 4, head_dim), jnp.bfloat16),)
+    call = _api.described(*qkv, score_mod=row.bind(jax.tree.map(jnp.asarray, arrays)))
+    if pass_name == "tangent":
+        return _kernel_program.tangents(*call, ()).source
+    program = _kernel_program.make(*call, pass_name)
+    assert program is not None
+    return program.source
+
+
+@covering(
+    "name, pass_name, head_dim", ["cond", "switch", "cases"], ["forward", "backward"],
+    [64, 128, 256],
+)  # fmt: skip
+def test_choices_of_several_on_hopper(name, pass_name, head_dim):
+    source = _of_cases(name, pass_name, head_dim)
+    compiled = compile_program(source, pass_name=pass_name, head_dim=head_dim, **H200)
+    assert not compiled.serialised, compiled
+    assert compiled.spilled <= 64 + MORE_SPILLS, compiled
+
+
+@covering(
+    "name, pass_name, head_dim", ["cond", "switch", "cases"], ["forward", "backward", "tangent"],
+    [64, 128],
+)  # fmt: skip
+def test_choices_of_several_elsewhere(name, pass_name, head_dim):
+    source = _of_cases(name, pass_name, head_dim)
+    compiled = compile_program(source, pass_name=pass_name, head_dim=head_dim, **A100)
+    # At 128 every register of the forward pass is in use, and functions without branches that load
+    # something for each element spill up to 452 bytes.
+    bound = 352 if (pass_name, head_dim) == ("forward", 128) else 64
+    assert compiled.spilled <= bound + MORE_SPILLS, compiled
 
 
 # ---- Forward and backward ------------------------------------------------------------------------

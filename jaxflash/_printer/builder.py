@@ -24,6 +24,7 @@ _LN_2 = math.log(2.0)
 _INTEGERS = ("int32", "uint32")
 # Each is one entry of `FLOAT_FORMATS`.
 _SAME = ("exp2", "tanh", "erf_inv", "pow", "atan2", *WITH_SUFFIX)
+_UNSET = ("empty", "empty2")
 _PASSED_ON = ("stop_gradient", "copy", "copy_p", "pvary", "reshard", "optimization_barrier")
 
 
@@ -36,6 +37,7 @@ class Builder:
         self._capture_dtypes: dict[int, str] = {}
         self._symbolic_sizes: dict[Any, Node] = {}  # of captures: known at run time
         self._too_wide: dict[core.Var, Any] = {}  # int64 that 32 bits may not hold, from where
+        self._unset: set[core.Var] = set()  # what a branch leaves to others, in derivatives
 
     def build(self, program: Program) -> tuple[Node, Node]:
         """(logit, d logit / d score)."""
@@ -44,7 +46,7 @@ class Builder:
             closed = program.value_and_slope()
         except (TypeError, ValueError, NotImplementedError) as error:
             # What has no derivative has an equation that is refused, most likely.
-            self._results(program.jaxpr, program)
+            self._results(program.value(), program)
             raise NotPrintable(f"has no derivative in reverse mode: {error}") from error
         logit, slope = self._results(closed, program)
         return logit, slope
@@ -53,7 +55,7 @@ class Builder:
         """Whether something is visible, by a program whose captures are numbered from
         `first_capture` on."""
         self._check_captures(predicate)
-        (visible,) = self._results(predicate.jaxpr, predicate, first_capture=first_capture)
+        (visible,) = self._results(predicate.value(), predicate, first_capture=first_capture)
         return visible
 
     def build_partials(
@@ -160,6 +162,9 @@ class Builder:
             if size not in self._symbolic_sizes:
                 raise NotPrintable(f"depends on a symbolic size that no array has, {size}")
             return [self._symbolic_sizes[size]]
+        if name in _UNSET and (dtype := _computed_in(out)) in (*COMPUTED, *FLOATS):
+            self._unset.add(eqn.outvars[0])
+            return [self._graph.constant(0, "float32" if dtype in FLOATS else dtype)]
         if not eqn.invars:
             _refuse(eqn, "has no operands")
         args = [self._scalar(atom, eqn) for atom in eqn.invars]
@@ -257,9 +262,11 @@ class Builder:
         if name == "convert_element_type":
             return self._convert(args[0], dtype)
         if name == "select_n":
-            if len(args) != 3 or args[0].dtype != "bool":
-                return None
-            return graph.select(args[0], args[2], args[1])
+            atoms = zip(eqn.invars[1:], args[1:], strict=True)
+            chosen = self._choice(args[0], [None if self._is_unset(x) else y for x, y in atoms])
+            if chosen is None:
+                self._unset.add(eqn.outvars[0])
+            return chosen or args[1]
         if name in COMPARE:
             return graph.compare(name, *args)
         if name == "clamp":
@@ -275,6 +282,29 @@ class Builder:
         if dtype == "float32":
             return self._of_floats(eqn, name, args)
         return None
+
+    def _is_unset(self, atom) -> bool:
+        return not is_literal(atom) and atom in self._unset
+
+    def _choice(self, which: Node, cases: list[Node | None], first: int = 0) -> Node | None:
+        """Of `cases`, numbered from `first` on, the one of a number that is clamped to theirs;
+        anything where that is None."""
+        if len(cases) == 1:
+            return cases[0]
+        which = _unclamped(which, first + len(cases) - 1)
+        if which.op == "to_int" and which.args[0].dtype == "bool":
+            which = which.args[0]
+        if which.dtype == "bool":
+            cases = cases[:2]
+        half = len(cases) // 2
+        below, above = cases[:half], cases[half:]
+        less, more = self._choice(which, below, first), self._choice(which, above, first + half)
+        if less is None or more is None:
+            return less or more
+        if which.dtype == "bool":
+            return self._graph.select(which, more, less)
+        bound = self._graph.constant(first + half, "int32")
+        return self._graph.select(self._graph.compare("lt", which, bound), less, more)
 
     def _of_bools(self, name: str, args: list[Node]) -> Node | None:
         graph = self._graph
@@ -374,6 +404,17 @@ def _computed_in(aval) -> str:
     if dtype == "int64":
         return "int32"
     return "float32" if dtype == "float64" and aval.weak_type else dtype
+
+
+def _unclamped(which: Node, last: int) -> Node:
+    """A number that is clamped to 0 to `last`, perhaps several times, by which JAX chooses."""
+    while which.op in ("min", "max"):
+        constants = [a.value for a in which.args if a.op == "constant"]
+        others = [a for a in which.args if a.op != "constant"]
+        if constants != [last if which.op == "min" else 0]:
+            break
+        (which,) = others
+    return which
 
 
 def _is_variable(atoms) -> bool:
