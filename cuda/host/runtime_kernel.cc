@@ -149,6 +149,7 @@ Status RuntimeKernel::get(const KernelRequest& request, std::shared_ptr<RuntimeK
   Sha256 hash;
   hash.add(request.source).add(request.kernel).add(headers->digest);
   hash.add(std::to_string(nvrtc->major()) + "." + std::to_string(nvrtc->minor()));
+  hash.add(nvrtc->build());
   for (const std::string& option : options) hash.add(option);
   const std::string key = hash.hex();
 
