@@ -194,6 +194,24 @@ def test_another_build_of_the_compiler_compiles_again(kernel_cache, tmp_path):
     assert len(list(kernel_cache.iterdir())) == 2
 
 
+def test_folder_in_the_home_directory(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for folder, expected in (
+        ("~/x/y", f"{tmp_path}/x/y"),
+        ("~", str(tmp_path)),
+        ("~x", "~x"),
+        ("/a/~/b", "/a/~/b"),
+    ):
+        monkeypatch.setenv("JAXFLASH_CACHE_DIR", folder)
+        assert _ffi.extension.cache_folder() == expected
+    monkeypatch.setenv("JAXFLASH_CACHE_DIR", "~/cache")
+    assert not _elsewhere(1.0).from_disk
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+    # A home directory that nobody knows: as if there were no folder.
+    monkeypatch.delenv("HOME")
+    assert _ffi.extension.cache_folder() == ""
+
+
 def test_default_folder(monkeypatch, tmp_path):
     monkeypatch.delenv("JAXFLASH_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -203,9 +221,11 @@ def test_default_folder(monkeypatch, tmp_path):
     assert _ffi.extension.cache_folder() == str(tmp_path / ".cache" / "jaxflash")
 
 
-def test_kept_sources(monkeypatch, tmp_path):
+@pytest.mark.parametrize("given", ["{}", "~/sources"])
+def test_kept_sources(monkeypatch, tmp_path, given):
     folder = tmp_path / "sources"
-    monkeypatch.setenv("JAXFLASH_KEEP_SOURCES", str(folder))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("JAXFLASH_KEEP_SOURCES", given.format(folder))
     source = _TINY % fresh_constant()
     compile_kernel(source, "tiny")
     (file,) = folder.iterdir()

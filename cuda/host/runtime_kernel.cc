@@ -98,13 +98,7 @@ double seconds_since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
-// Where sources of kernels are kept, or null.
-const char* folder_for_sources() {
-  const char* const folder = std::getenv("JAXFLASH_KEEP_SOURCES");
-  return folder == nullptr || folder[0] == '\0' ? nullptr : folder;
-}
-
-void keep_source(const char* folder, const KernelRequest& request,
+void keep_source(const std::string& folder, const KernelRequest& request,
                  const std::vector<std::string>& options, const std::string& key) {
   std::string text = "// NVRTC";
   for (const std::string& option : options) text += " " + option;
@@ -143,9 +137,10 @@ Status RuntimeKernel::get(const KernelRequest& request, std::shared_ptr<RuntimeK
   std::vector<std::string> options(std::begin(kOptions), std::end(kOptions));
   options.push_back("-arch=" + request.architecture);
   options.insert(options.end(), request.options.begin(), request.options.end());
-  const char* const folder = folder_for_sources();
+  // Empty: they are not kept.
+  const std::string folder = named_folder("JAXFLASH_KEEP_SOURCES").value_or("");
   // Who keeps sources looks into kernels: tools name functions and lines then. Same instructions.
-  if (folder != nullptr) options.push_back("-lineinfo");
+  if (!folder.empty()) options.push_back("-lineinfo");
   Sha256 hash;
   hash.add(request.source).add(request.kernel).add(headers->digest);
   hash.add(std::to_string(nvrtc->major()) + "." + std::to_string(nvrtc->minor()));
@@ -163,7 +158,7 @@ Status RuntimeKernel::get(const KernelRequest& request, std::shared_ptr<RuntimeK
   }
   const std::lock_guard<std::mutex> lock(kernel->mutex_);
   if (!kernel->ready_) {
-    if (folder != nullptr) keep_source(folder, request, options, key);
+    if (!folder.empty()) keep_source(folder, request, options, key);
     const auto start = std::chrono::steady_clock::now();
     const bool from_disk = read_cached(key, &kernel->compilation_);
     if (!from_disk) {
