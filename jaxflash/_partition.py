@@ -1,7 +1,8 @@
 """Custom calls under `jax.vmap` and sharding: ``custom_vmap(custom_partitioning(ffi_call))``, or
 `shard_map` on explicit meshes. Under `vmap` an operand that is not mapped gets a leading axis of
-size 1, which the kernels read with stride 0, so nothing is copied; under sharding the batch axes
-and the heads split, and the body stays a bare `ffi_call`.
+size 1, which the kernels read with stride 0, so nothing is copied unless they are too many
+(`_batch_axes`); under sharding the batch axes and the heads split, and the body stays a bare
+`ffi_call`.
 """
 
 from __future__ import annotations
@@ -17,12 +18,10 @@ import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, reshard
 
-from jaxflash import _split
+from jaxflash import _batch_axes, _split
 from jaxflash._batch_calls import BatchCall
 from jaxflash._passes import Pass
 
-# cuda/problem.h: kMaxBatchAxes.
-_MAX_BATCH_AXES = 8
 # Ops and what they keep alive are of one program and scale each. One that leaves its cache lives as
 # long as a traced, lowered or compiled program has it.
 _MAX_CACHED = 256
@@ -36,12 +35,11 @@ def mapped(kernel: Pass) -> Callable:
 
     @op.def_vmap
     def rule(axis_size: int, mapped: Sequence[bool], *operands):
-        too_many = operands[0].ndim - 3 >= _MAX_BATCH_AXES
         operands = [
             x
             if is_mapped or i in kernel.unbatched
             else jnp.broadcast_to(x, (axis_size, *x.shape))
-            if dense or too_many
+            if dense
             else jnp.expand_dims(x, 0)
             for i, (x, is_mapped, dense) in enumerate(
                 zip(operands, mapped, kernel.dense, strict=True)
@@ -57,6 +55,9 @@ def over_batch(call: BatchCall) -> Callable:
     @jax.custom_batching.custom_vmap
     def op(*operands):
         lead = [n for n, _ in call.lead(operands)]
+        # Here: within what is partitioned, copies on explicit meshes would ask for a sharding.
+        merged = _batch_axes.merged([x.shape for x in operands], lead)
+        operands = _batch_axes.with_lead(operands, merged)
         broadcasts = tuple(
             tuple(n != full for n, full in zip(x.shape, lead, strict=False)) for x in operands
         )
@@ -64,8 +65,7 @@ def over_batch(call: BatchCall) -> Callable:
 
     @op.def_vmap
     def rule(axis_size: int, mapped: Sequence[bool], *operands):
-        rank = operands[0].ndim - len(call.operand_axes[0])
-        size = 1 if call.broadcasts and rank < _MAX_BATCH_AXES else axis_size
+        size = 1 if call.broadcasts else axis_size
         operands = (
             x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
             for x, is_mapped in zip(operands, mapped, strict=True)

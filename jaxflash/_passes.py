@@ -3,6 +3,7 @@ it."""
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxflash import _distance, _ranges
+from jaxflash import _batch_axes, _distance, _ranges
 from jaxflash import _extension as extension
 from jaxflash._ffi import (
     BACKWARD_TARGET,
@@ -25,6 +26,7 @@ from jaxflash._ffi import (
     result_type,
 )
 from jaxflash._kernel_program import KernelGradients, KernelProgram, split_by_heads
+from jaxflash._sizes import is_one
 from jaxflash._spec import AttentionSpec, Operands
 
 # cuda/problem.h: kKeyTerms, kDistanceTerms.
@@ -193,11 +195,46 @@ class Pass:
     def call(self, *operands):
         """The custom call, in the body of what splits it over devices."""
         if self.dilation == 1:
-            return self._call(*operands)
+            return self._with_few_axes(operands)
         batch_rank = operands[0].ndim - len(self.operand_axes[0])
-        classes = (_distance.into_heads(x, batch_rank, self.dilation) for x in operands)
-        results = self._call(*classes)
+        classes = [_distance.into_heads(x, batch_rank, self.dilation) for x in operands]
+        results = self._with_few_axes(classes)
         return tuple(_distance.out_of_heads(x, batch_rank, self.dilation) for x in results)
+
+    def _with_few_axes(self, operands) -> tuple:
+        """The custom call; where kernels would count too many batch axes, of copies of operands,
+        and with gradients that are added up here."""
+        batch = self.full_batch(operands)
+        rank = len(batch)
+        if rank <= _batch_axes.MAX_COUNT:
+            return self._call(*operands)
+        # Ranges are of all batch elements, or of each.
+        last = len(operands) - len(self.mask.axes)
+        batched = [i for i in range(last) if i not in self.unbatched]
+        sums = self.full_sums(rank)
+        first = len(sums) - len(self.captures)
+        shapes = [operands[i].shape for i in batched]
+        for i, summed in zip(self.captures, sums[first:], strict=True):
+            of_batch = (1 if one else n for n, one in zip(batch, summed, strict=True))
+            shapes.append((*of_batch, *operands[i].shape[rank:]))
+        leads = _batch_axes.merged(shapes, batch)
+
+        operands = list(operands)
+        copied = _batch_axes.with_lead([operands[i] for i in batched], leads[: len(batched)])
+        for i, x in zip(batched, copied, strict=True):
+            operands[i] = x
+        fewer_sums = [
+            tuple(one and is_one(n) for one, n in zip(summed, lead, strict=True))
+            for summed, lead in zip(sums[first:], leads[len(batched) :], strict=True)
+        ]
+        kernel = copy.copy(self)
+        kernel.result_sums = (*sums[:first], *fewer_sums)
+        results = list(kernel._call(*operands))
+        for i in range(first, len(results)):
+            left = [a for a in range(rank) if sums[i][a] and not kernel.result_sums[i][a]]
+            if left:
+                results[i] = jnp.sum(results[i], left, keepdims=True)
+        return tuple(results)
 
     def _call(self, *operands):
         """The custom call itself, of a band without dilation."""

@@ -1,11 +1,11 @@
 """Constants that Python modules repeat are those of the C++ headers."""
 
 from jaxflash import (
+    _batch_axes,
     _batch_calls,
     _dense_mask,
     _ffi,
     _kernel_program,
-    _partition,
     _passes,
     _printer,
     _ranges,
@@ -30,7 +30,7 @@ def test_constants_are_those_of_the_headers():
         ("max_length", _printer.MAX_LENGTH),
         ("max_length", _ranges._FAR),
         ("unlimited", _ffi.UNLIMITED),
-        ("max_batch_axes", _partition._MAX_BATCH_AXES),
+        ("max_batch_axes", _batch_axes.MAX_COUNT),
         ("max_captures", _printer.MAX_CAPTURES),
         ("max_capture_rank", _printer.MAX_CAPTURE_RANK),
         ("max_key_sums", _printer.MAX_KEY_SUMS),

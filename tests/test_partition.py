@@ -17,7 +17,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxflash
-from jaxflash import _api, _batch_calls, _ffi, _kernel_program, _partition, _passes, _program
+import kernels_in_jnp
+from jaxflash import _api, _batch_calls, _ffi, _partition, _passes
 from meshes import cpu_mesh
 
 pytestmark = pytest.mark.skipif(not _ffi.extension.kernels, reason="needs the kernels' library")
@@ -25,76 +26,10 @@ pytestmark = pytest.mark.skipif(not _ffi.extension.kernels, reason="needs the ke
 _B, _T, _N, _K, _H = 4, 20, 8, 4, 4
 
 
-def _parts(kernel, operands):
-    """(query, key and value, other operands, numbers of batch elements and heads, captures)"""
-    assert kernel.mask.number == 0
-    assert kernel.lengths == (False, False)
-    end = len(operands) - len(kernel.program.capture_ranks)
-    first = end - 2 * kernel.numbered
-    numbers = operands[first:end]
-    if not numbers:
-        numbers = (jnp.arange(operands[0].shape[axis], dtype=jnp.int32) for axis in (0, 2))
-        numbers = tuple(numbers)
-    return operands[:3], operands[3:first], numbers, operands[end:]
-
-
-def _attention(kernel, numbers, qkv, captures):
-    """(out, lse) of a program, which knows batch elements and heads by numbers."""
-    query, key, value = (x.astype(jnp.float32) for x in qkv)
-    group = query.shape[2] // key.shape[2]
-    key, value = (jnp.repeat(x, group, axis=2) for x in (key, value))
-    scores = jnp.einsum("btnh,bsnh->bnts", query, key) * kernel.spec.scale
-    *batch, q_len, kv_len = scores.shape
-    jaxpr = (kernel.spec.program or _kernel_program._identity()).jaxpr
-    used = len(jaxpr.in_avals) - len(_program.ARGUMENTS)
-
-    def logit(batch_captures, score, b, h, q, kv):
-        arguments = score, b, h, q, kv, q - kv, *batch_captures
-        return jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *arguments)[0]
-
-    over_keys = jax.vmap(logit, (None, 0, None, None, None, 0))
-    over_rows = jax.vmap(over_keys, (None, 0, None, None, 0, None))
-    over_heads = jax.vmap(over_rows, (None, 0, None, 0, None, None))
-    of_batch = [
-        jnp.broadcast_to(x, (batch[0], *x.shape[1:])) for x in (*captures[:used], numbers[0])
-    ]
-    q, kv = (jnp.arange(n, dtype=jnp.int32) for n in (q_len, kv_len))
-    logits = jax.vmap(over_heads, (0, 0, 0, None, None, None))(
-        of_batch[:-1], scores, of_batch[-1], numbers[1], q, kv
-    )
-    if len(captures) > used:
-        sink = jnp.broadcast_to(captures[used], (batch[0], scores.shape[1]))
-        logits = jnp.concatenate(
-            [logits, jnp.broadcast_to(sink[..., None, None], (*logits.shape[:-1], 1))], axis=-1
-        )
-    lse = jax.nn.logsumexp(logits, axis=-1)
-    weights = jnp.exp(logits - lse[..., None])[..., :kv_len]
-    out = jnp.einsum("bnts,bsnh->btnh", weights, value)
-    return out.astype(qkv[0].dtype), lse.mT
-
-
-def _forward(kernel, *operands):
-    qkv, _, numbers, captures = _parts(kernel, operands)
-    return _attention(kernel, numbers, qkv, captures)
-
-
-def _backward(kernel, *operands):
-    qkv, (_, dout, _, *dlse), numbers, captures = _parts(kernel, operands)
-    (_, lse), pull = jax.vjp(functools.partial(_attention, kernel, numbers), qkv, captures)
-    gradients, of_captures = pull((dout, dlse[0] if dlse else jnp.zeros_like(lse)))
-    if kernel.gradients is None:
-        return gradients
-    assert not kernel.gradients.key_sums
-    for i in kernel.gradients.captures:
-        x = of_captures[i]
-        gradients += (x if kernel.gradients.is_narrow(i) else x.astype(jnp.float32),)
-    return gradients
-
-
 @pytest.fixture
 def in_jnp(monkeypatch):
-    monkeypatch.setattr(_passes.Forward, "call", _forward)
-    monkeypatch.setattr(_passes.Backward, "call", _backward)
+    monkeypatch.setattr(_passes.Forward, "call", kernels_in_jnp.forward)
+    monkeypatch.setattr(_passes.Backward, "call", kernels_in_jnp.backward)
     yield
     # What was made for calls of these tests.
     jax.clear_caches()

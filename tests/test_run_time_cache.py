@@ -2,7 +2,9 @@
 is wrong with a compiler or a program."""
 
 import json
+import re
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -154,6 +156,62 @@ def test_full_disk_does_no_harm(kernel_cache):
     assert _elsewhere(value).from_disk
 
 
+def _loaded_compiler() -> tuple[Path, Path]:
+    """The files of NVRTC and of its builtins that this process has loaded."""
+    maps = Path("/proc/self/maps").read_text()
+    names = "libnvrtc.so", "libnvrtc-builtins.so"
+    of_name = (re.search(rf"/.*/{re.escape(name)}.*", maps) for name in names)
+    library, builtins = (Path(found.group()) for found in of_name if found is not None)
+    return library, builtins
+
+
+def test_another_build_of_the_compiler_compiles_again(kernel_cache, tmp_path):
+    """Of the same version to `nvrtcVersion`, as patch releases are."""
+    value = fresh_constant()
+    _tiny(value)
+    library, builtins = _loaded_compiler()
+    contents = bytearray(library.read_bytes())
+    note = b"\x04\0\0\0\x14\0\0\0\x03\0\0\0GNU\0"  # precedes the build ID, 20 bytes
+    contents[contents.index(note) + len(note)] ^= 1
+    other = tmp_path / library.name
+    other.write_bytes(contents)
+
+    def is_from_disk(library: Path) -> bool:
+        printed = run_python(f"""if True:
+            from pathlib import Path
+            from jaxflash import _ffi
+            headers = Path(_ffi.extension.__file__).parent / "include"
+            _ffi.extension.set_compiler([({str(library)!r}, {str(builtins)!r})], str(headers))
+            *_, from_disk = _ffi.extension.compile_kernel({_TINY % value!r}, "tiny", "sm_90a")
+            assert _ffi.extension.compiler() == ({_nvrtc.version()!r}, {str(library)!r})
+            print(from_disk)
+        """)
+        return printed.strip() == "True"
+
+    assert is_from_disk(library)
+    assert not is_from_disk(other)
+    assert is_from_disk(other)
+    assert len(list(kernel_cache.iterdir())) == 2
+
+
+def test_folder_in_the_home_directory(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for folder, expected in (
+        ("~/x/y", f"{tmp_path}/x/y"),
+        ("~", str(tmp_path)),
+        ("~x", "~x"),
+        ("/a/~/b", "/a/~/b"),
+    ):
+        monkeypatch.setenv("JAXFLASH_CACHE_DIR", folder)
+        assert _ffi.extension.cache_folder() == expected
+    monkeypatch.setenv("JAXFLASH_CACHE_DIR", "~/cache")
+    assert not _elsewhere(1.0).from_disk
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+    # A home directory that nobody knows: as if there were no folder.
+    monkeypatch.delenv("HOME")
+    assert _ffi.extension.cache_folder() == ""
+
+
 def test_default_folder(monkeypatch, tmp_path):
     monkeypatch.delenv("JAXFLASH_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -163,9 +221,11 @@ def test_default_folder(monkeypatch, tmp_path):
     assert _ffi.extension.cache_folder() == str(tmp_path / ".cache" / "jaxflash")
 
 
-def test_kept_sources(monkeypatch, tmp_path):
+@pytest.mark.parametrize("given", ["{}", "~/sources"])
+def test_kept_sources(monkeypatch, tmp_path, given):
     folder = tmp_path / "sources"
-    monkeypatch.setenv("JAXFLASH_KEEP_SOURCES", str(folder))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("JAXFLASH_KEEP_SOURCES", given.format(folder))
     source = _TINY % fresh_constant()
     compile_kernel(source, "tiny")
     (file,) = folder.iterdir()

@@ -12,6 +12,7 @@
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -31,16 +32,19 @@ nb::capsule capsule(XLA_FFI_Handler* handler) {
   return nb::capsule(reinterpret_cast<void*>(handler));
 }
 
-// The largest of these head sizes for which a block of the Hopper backward kernel has a tile of
-// keys to itself.
+// Whether a block of the Hopper backward kernel has a tile of keys to itself; false where no tile
+// is for heads of just this size.
+template <int kHeadDim, class = void>
+constexpr bool kHasSingleBlocks = false;
+template <int kHeadDim>
+constexpr bool kHasSingleBlocks<
+    kHeadDim, std::void_t<typename sm90::BackwardTileFor<kHeadDim, kHeadDim>::Type>> =
+    sm90::BackwardTileFor<kHeadDim, kHeadDim>::Type::kBlocks == 1;
+
+// Of sizes from 0 on, to more than there are tiles for.
 template <int... kHeadDims>
-constexpr int largest_single_head_dim() {
-  int largest = 0;
-  const auto look_at = [&](int head_dim, int blocks) {
-    if (blocks == 1) largest = std::max(largest, head_dim);
-  };
-  (look_at(kHeadDims, sm90::BackwardTileFor<kHeadDims, kHeadDims>::Type::kBlocks), ...);
-  return largest;
+constexpr int largest_single_head_dim(std::integer_sequence<int, kHeadDims...>) {
+  return std::max({(kHasSingleBlocks<kHeadDims> ? kHeadDims : 0)...});
 }
 
 // What Python modules repeat: tests/test_constants.py compares it with them.
@@ -53,7 +57,7 @@ nb::dict constants() {
   values["max_capture_rank"] = kMaxCaptureRank;
   values["max_key_sums"] = kMaxKeySums;
   values["max_batch_sum"] = kMaxBatchSum;
-  values["max_single_head_dim"] = largest_single_head_dim<64, 96, 128, 192, 256>();
+  values["max_single_head_dim"] = largest_single_head_dim(std::make_integer_sequence<int, 513>());
   values["key_terms"] = kKeyTerms;
   values["distance_terms"] = kDistanceTerms;
   values["kind_of_band"] = static_cast<int32_t>(MaskKind::kBand);

@@ -35,6 +35,12 @@ void append(std::string* text, const std::string& value) {
   *text += value;
 }
 
+// Empty where nobody knows the home directory.
+std::string in_home(const std::string& path) {
+  const char* const home = std::getenv("HOME");
+  return home != nullptr && home[0] == '/' ? home + path : "";
+}
+
 // Takes values off the front of a text.
 class Reader {
  public:
@@ -84,13 +90,18 @@ class File {
 
 }  // namespace
 
+std::optional<std::string> named_folder(const char* variable) {
+  const char* const value = std::getenv(variable);
+  if (value == nullptr) return std::nullopt;
+  const std::string folder = value;
+  return folder == "~" || folder.compare(0, 2, "~/") == 0 ? in_home(folder.substr(1)) : folder;
+}
+
 std::string cache_folder() {
-  if (const char* folder = std::getenv("JAXFLASH_CACHE_DIR")) return folder;
+  if (const std::optional<std::string> folder = named_folder("JAXFLASH_CACHE_DIR")) return *folder;
   const char* const cache = std::getenv("XDG_CACHE_HOME");
   if (cache != nullptr && cache[0] == '/') return std::string(cache) + "/jaxflash";
-  const char* const home = std::getenv("HOME");
-  if (home != nullptr && home[0] == '/') return std::string(home) + "/.cache/jaxflash";
-  return "";
+  return in_home("/.cache/jaxflash");
 }
 
 bool make_folders(const std::string& folder) {

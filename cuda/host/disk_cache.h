@@ -2,11 +2,17 @@
 // whatever is wrong with the folder or a file, the kernel is compiled instead.
 #pragma once
 
+#include <optional>
 #include <string>
 
 #include "host/nvrtc.h"
 
 namespace jaxflash {
+
+// The folder that an environment variable names, if it is set. A leading ~ is the home directory,
+// as in a shell, which does not see one that is quoted or comes from a container's settings; empty
+// where nobody knows that directory.
+std::optional<std::string> named_folder(const char* variable);
 
 // JAXFLASH_CACHE_DIR (empty: no files), else $XDG_CACHE_HOME/jaxflash, else ~/.cache/jaxflash;
 // empty where there is none of these.

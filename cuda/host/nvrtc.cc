@@ -1,6 +1,7 @@
 #include "host/nvrtc.h"
 
 #include <dlfcn.h>
+#include <link.h>
 
 #include <algorithm>
 #include <cstdio>
@@ -29,6 +30,49 @@ struct Search {
 Search& search() {
   static Search& search = *new Search;
   return search;
+}
+
+// The build ID among the notes of a segment, or nothing.
+std::string build_id(const char* notes, size_t size, size_t alignment) {
+  const auto aligned = [&](size_t n) { return (n + alignment - 1) / alignment * alignment; };
+  size_t next = 0;
+  while (size - next >= sizeof(ElfW(Nhdr))) {
+    ElfW(Nhdr) note;
+    std::memcpy(&note, notes + next, sizeof(note));
+    const size_t name = next + sizeof(note);
+    const size_t contents = name + aligned(note.n_namesz);
+    next = contents + aligned(note.n_descsz);
+    if (next > size) break;
+    if (note.n_type == NT_GNU_BUILD_ID && note.n_namesz == sizeof(ELF_NOTE_GNU) &&
+        std::memcmp(notes + name, ELF_NOTE_GNU, sizeof(ELF_NOTE_GNU)) == 0) {
+      return {notes + contents, note.n_descsz};
+    }
+  }
+  return {};
+}
+
+// That of a loaded library.
+std::string build_id(void* library) {
+  struct Found {
+    ElfW(Addr) base;
+    std::string id;
+  };
+  link_map* map = nullptr;
+  if (dlinfo(library, RTLD_DI_LINKMAP, &map) != 0) return {};
+  Found found{map->l_addr, {}};
+  const auto look_at = [](dl_phdr_info* info, size_t, void* data) {
+    auto& found = *static_cast<Found*>(data);
+    if (info->dlpi_addr != found.base) return 0;
+    for (int i = 0; i < info->dlpi_phnum; ++i) {
+      const ElfW(Phdr) & segment = info->dlpi_phdr[i];
+      if (segment.p_type != PT_NOTE || !found.id.empty()) continue;
+      const auto* notes = reinterpret_cast<const char*>(found.base + segment.p_vaddr);
+      found.id = build_id(notes, segment.p_memsz, segment.p_align == 8 ? 8 : 4);
+    }
+    return 1;
+  };
+  dl_iterate_phdr(look_at, &found);
+  return found.id;
 }
 
 }  // namespace
@@ -118,6 +162,7 @@ bool Nvrtc::load(const Candidate& candidate, std::string* problem) {
         candidate.library + " is NVRTC " + std::to_string(major_) + "." + std::to_string(minor_);
   } else {
     functions_ = functions;
+    build_ = build_id(library);
     library_ = candidate.library;
     return true;
   }

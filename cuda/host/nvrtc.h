@@ -45,6 +45,10 @@ class Nvrtc {
 
   int major() const { return major_; }
   int minor() const { return minor_; }
+  // What tells this build of the library from others of its version, such as patch releases: the
+  // linker's hash of its contents (ELF build ID), which is in memory already and the same wherever
+  // that file is installed. Empty where a distributor has removed it.
+  const std::string& build() const { return build_; }
   const std::string& library() const { return library_; }
 
   // `kernel`: the name expression of one kernel of `source`.
@@ -57,6 +61,7 @@ class Nvrtc {
   struct Functions;
   const Functions* functions_ = nullptr;
   int major_ = 0, minor_ = 0;
+  std::string build_;
   std::string library_;
 };
 

@@ -21,14 +21,18 @@ namespace {
 const char* const kOptions[] = {"-std=c++17", "-default-device", "--ptxas-options=-v"};
 
 struct HeaderFiles {
-  std::mutex mutex;
-  std::string folder;
   Headers files;
   std::string digest;  // of names and texts
 };
-HeaderFiles& header_files() {
-  static auto* files = new HeaderFiles;  // outlives every thread
-  return *files;
+
+struct HeaderFolder {
+  std::mutex mutex;
+  std::string path;
+  std::shared_ptr<const HeaderFiles> read;  // null before
+};
+HeaderFolder& header_folder() {
+  static auto* folder = new HeaderFolder;  // outlives every thread
+  return *folder;
 }
 
 void collect(const std::string& folder, const std::string& prefix,
@@ -49,31 +53,32 @@ void collect(const std::string& folder, const std::string& prefix,
 }
 
 // Read once: what is compiled is what the key was made of.
-Status read_headers(const HeaderFiles** headers) {
-  HeaderFiles& all = header_files();
-  const std::lock_guard<std::mutex> lock(all.mutex);
-  if (all.files.empty()) {
+Status read_headers(std::shared_ptr<const HeaderFiles>* headers) {
+  HeaderFolder& folder = header_folder();
+  const std::lock_guard<std::mutex> lock(folder.mutex);
+  if (folder.read == nullptr) {
     std::vector<std::string> names;
-    collect(all.folder, "", &names);
+    collect(folder.path, "", &names);
     std::sort(names.begin(), names.end());
+    HeaderFiles all;
     Sha256 digest;
     for (const std::string& name : names) {
       std::string text;
-      if (!read_file(all.folder + "/" + name, &text)) {
-        all.files.clear();
-        return error_status("cannot read %s/%s, a part of the kernels' sources", all.folder.c_str(),
-                            name.c_str());
+      if (!read_file(folder.path + "/" + name, &text)) {
+        return error_status("cannot read %s/%s, a part of the kernels' sources",
+                            folder.path.c_str(), name.c_str());
       }
       digest.add(name).add(text);
       all.files.emplace_back(name, std::move(text));
     }
+    if (all.files.empty()) {
+      return error_status("the kernels' sources are not in %s: the installation is not complete",
+                          folder.path.c_str());
+    }
     all.digest = digest.hex();
+    folder.read = std::make_shared<const HeaderFiles>(std::move(all));
   }
-  if (all.files.empty()) {
-    return error_status("the kernels' sources are not in %s: the installation is not complete",
-                        all.folder.c_str());
-  }
-  *headers = &all;
+  *headers = folder.read;
   return {};
 }
 
@@ -98,13 +103,7 @@ double seconds_since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
-// Where sources of kernels are kept, or null.
-const char* folder_for_sources() {
-  const char* const folder = std::getenv("JAXFLASH_KEEP_SOURCES");
-  return folder == nullptr || folder[0] == '\0' ? nullptr : folder;
-}
-
-void keep_source(const char* folder, const KernelRequest& request,
+void keep_source(const std::string& folder, const KernelRequest& request,
                  const std::vector<std::string>& options, const std::string& key) {
   std::string text = "// NVRTC";
   for (const std::string& option : options) text += " " + option;
@@ -128,27 +127,29 @@ class OutsideOfCapture {
 }  // namespace
 
 void RuntimeKernel::use_headers(std::string folder) {
-  HeaderFiles& all = header_files();
-  const std::lock_guard<std::mutex> lock(all.mutex);
-  all.folder = std::move(folder);
-  all.files.clear();
+  HeaderFolder& current = header_folder();
+  const std::lock_guard<std::mutex> lock(current.mutex);
+  current.path = std::move(folder);
+  current.read = nullptr;
 }
 
 Status RuntimeKernel::get(const KernelRequest& request, std::shared_ptr<RuntimeKernel>* result) {
   const Nvrtc* nvrtc = nullptr;
   if (Status status = Nvrtc::get(&nvrtc); !status.ok()) return status;
-  const HeaderFiles* headers = nullptr;
+  std::shared_ptr<const HeaderFiles> headers;
   if (Status status = read_headers(&headers); !status.ok()) return status;
 
   std::vector<std::string> options(std::begin(kOptions), std::end(kOptions));
   options.push_back("-arch=" + request.architecture);
   options.insert(options.end(), request.options.begin(), request.options.end());
-  const char* const folder = folder_for_sources();
+  // Empty: they are not kept.
+  const std::string folder = named_folder("JAXFLASH_KEEP_SOURCES").value_or("");
   // Who keeps sources looks into kernels: tools name functions and lines then. Same instructions.
-  if (folder != nullptr) options.push_back("-lineinfo");
+  if (!folder.empty()) options.push_back("-lineinfo");
   Sha256 hash;
   hash.add(request.source).add(request.kernel).add(headers->digest);
   hash.add(std::to_string(nvrtc->major()) + "." + std::to_string(nvrtc->minor()));
+  hash.add(nvrtc->build());
   for (const std::string& option : options) hash.add(option);
   const std::string key = hash.hex();
 
@@ -162,7 +163,7 @@ Status RuntimeKernel::get(const KernelRequest& request, std::shared_ptr<RuntimeK
   }
   const std::lock_guard<std::mutex> lock(kernel->mutex_);
   if (!kernel->ready_) {
-    if (folder != nullptr) keep_source(folder, request, options, key);
+    if (!folder.empty()) keep_source(folder, request, options, key);
     const auto start = std::chrono::steady_clock::now();
     const bool from_disk = read_cached(key, &kernel->compilation_);
     if (!from_disk) {

@@ -35,9 +35,9 @@ inline Status encode_starts(TensorMap& map, const Problem& problem, const Captur
                             const MappedTensor& unread) {
   const bool empty = problem.q_len == 0 || problem.kv_len == 0;
   const MappedTensor starts = empty ? unread : map_rows(problem, captures.of[start_capture]);
-  if (!mappable(starts)) {
-    return error_status("array %d of a score program must lie on a multiple of 16 bytes",
-                        start_capture);
+  if (const MapFault fault = map_fault(starts); fault.wanted != nullptr) {
+    return error_status("array %d of a score program needs %s, got %lld", start_capture,
+                        fault.wanted, static_cast<long long>(fault.got));
   }
   return encode(map, starts, math, box_rows);
 }

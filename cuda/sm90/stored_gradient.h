@@ -64,8 +64,9 @@ inline Status encode_stored(TensorMap& map, const BackwardParams& params, size_t
   }
   const MappedTensor matrices = {
       data, {keys, problem.q_len, count, 1, 1}, {1, keys, problem.q_len * keys, 0, 0}, {0, 0}};
-  if (!mappable(matrices)) {
-    return error_status("the gradient of a capture must lie on a multiple of 16 bytes");
+  if (const MapFault fault = map_fault(matrices); fault.wanted != nullptr) {
+    return error_status("the gradient of a capture needs %s, got %lld", fault.wanted,
+                        static_cast<long long>(fault.got));
   }
   return encode(map, matrices, problem.math, box_rows);
 }

@@ -74,18 +74,29 @@ inline MappedTensor map_tensor(const Tensor& tensor, int64_t head_size, int64_t 
   return mapped;
 }
 
+// What keeps TMA from an array: for a text "needs <wanted>, got <got>".
+struct MapFault {
+  const char* wanted = nullptr;  // null: nothing does
+  int64_t got = 0;
+};
+
 // TMA wants a base and strides that are multiples of 16 bytes (16-bit elements here), strides below
 // 2^40 bytes, and 32-bit coordinates.
-inline bool mappable(const MappedTensor& tensor) {
-  if (reinterpret_cast<uintptr_t>(tensor.data) % 16 != 0) return false;
+inline MapFault map_fault(const MappedTensor& tensor) {
+  const auto base = reinterpret_cast<uintptr_t>(tensor.data);
+  if (base % 16 != 0) return {"an address that is 0 modulo 16", static_cast<int64_t>(base % 16)};
   for (int axis = 0; axis < 5; ++axis) {
-    if (tensor.extent[axis] > INT32_MAX - 256) return false;
-    if (axis == 0 || tensor.extent[axis] <= 1) continue;
-    if (tensor.stride[axis] <= 0 || tensor.stride[axis] % 8 != 0) return false;
-    if (tensor.stride[axis] >= int64_t{1} << 39) return false;
+    const int64_t extent = tensor.extent[axis], stride = tensor.stride[axis];
+    if (extent > INT32_MAX - 256) return {"at most 2^31 - 257 elements along an axis", extent};
+    if (axis == 0 || extent <= 1) continue;
+    if (stride <= 0 || stride % 8 != 0 || stride >= int64_t{1} << 39) {
+      return {"steps along its axes of a multiple of 8 elements, less than 2^39", stride};
+    }
   }
-  return true;
+  return {};
 }
+
+inline bool mappable(const MappedTensor& tensor) { return map_fault(tensor).wanted == nullptr; }
 
 // An array of a call, by which of its lengths and sizes are those of queries and of values.
 struct Operand {
