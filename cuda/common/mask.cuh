@@ -92,6 +92,8 @@ class HiddenElements {
 
 // Those of a mask that does not know.
 struct NoneHidden {
+  NoneHidden() = default;
+  __device__ __forceinline__ NoneHidden(const Problem&, int /*batch*/, RangeHull, bool) {}
   __device__ __forceinline__ bool meet(Interval) const { return false; }
   __device__ __forceinline__ bool hold(int) const { return false; }
 };

@@ -142,7 +142,9 @@ struct BackwardProducers {
       const uint32_t position = drawer.next(smem.tickets, counter());
       if (position >= args.order.tiles()) return;
       const Block block(problem, args.tile<Score>(position));
-      const Hidden hidden = block.mask.hidden_rows(block.mask.hides_rows(block.rows));
+      // Looked up for each tile: whether there are any at all would take registers of consumers,
+      // which spill 80 bytes instead of 32 with segments and a table read along diagonals.
+      const Hidden hidden = block.mask.hidden_rows(true);
       const Source q = source(args, args.q, args.q_batch_step, block, hidden);
       const Source dout = source(args, args.dout, args.dout_batch_step, block, hidden);
       int row = block.first_row;

@@ -238,7 +238,8 @@ struct ForwardProducers {
     for (uint32_t count = 0;; ++count) {
       const Plan& plan = smem.plans.receive(count);
       if (!plan.exists) return;
-      const SeenRows<typename Mask::Hidden> seen{plan.seen, plan.mask.hidden_keys(plan.hides_keys)};
+      const SeenRows<typename Mask::Hidden> seen{
+          plan.seen, {args.problem, plan.batch, kHiddenKeys, plan.hides_keys}};
       const auto tiles = way_over<kKeys>(plan.tiles, plan.mask, plan.position_of_lane());
       Keys keys(args, plan, args.v_batch_step);
       smem.plans.release(count);

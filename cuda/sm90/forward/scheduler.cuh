@@ -568,6 +568,7 @@ struct TilePlan : PartTargets<kShares, kWarpGroups> {
   int batch;
   int inner;  // its coordinates along the batch axes
   int outer;
+  bool hides_keys;  // no row sees some keys, which lie between others
   // As large as for any mask: the host knows one layout for all of them.
   static constexpr int kMaskBytes = 32;
   static_assert(sizeof(Mask) <= kMaskBytes);
@@ -579,8 +580,7 @@ struct TilePlan : PartTargets<kShares, kWarpGroups> {
     VisitsOf<Mask> tiles;  // of which some row of the block sees a key
     Visits<true> largest_visits;
   };
-  Interval seen;    // keys that some row of the sequence sees
-  bool hides_keys;  // no row sees some of them, which lie between others
+  Interval seen;  // keys that some row of the sequence sees
   Unit units[kWarpGroups];
 
   // As in visits_of().
