@@ -52,9 +52,9 @@ __device__ __forceinline__ int beyond(Interval gap, int next, int multiple) {
 // Rows that see no key, or keys that no row sees, between others.
 class HiddenElements {
  public:
-  // kHiddenKeys or kHiddenRows of a sequence; `some`: whether there are any where it is asked.
+  // kHiddenKeys or kHiddenRows of a sequence; `some`: whether there may be any where it is asked.
   __device__ __forceinline__ HiddenElements(const Problem& problem, int batch, RangeHull which,
-                                            bool some = true)
+                                            bool some)
       : problem_(&problem), batch_(batch), which_(which), some_(some) {}
 
   __device__ __forceinline__ bool meet(Interval elements) const {
@@ -80,8 +80,8 @@ class HiddenElements {
         __ldg(reinterpret_cast<const int2*>(problem_->ranges.hulls) + batch() * kHulls + which_);
     return {hull.x, hull.y};
   }
-  // Or the compiler shares addresses with other roles of a kernel, and all keep them: the backward
-  // one at head size 64 spills 68 bytes in its consumers.
+  // Forgotten, or the roles of a kernel share addresses and keep them: consumers of the backward
+  // one at head size 64 spill 68 bytes.
   __device__ __forceinline__ int64_t batch() const { return forget(batch_); }
 
   const Problem* problem_;
@@ -141,7 +141,8 @@ class BandMask {
   // The keys that some row of the sequence sees lie in this interval.
   __device__ __forceinline__ Interval seen_keys() const { return keys({0, q_len_}); }
 
-  // Those of them that no row sees, and rows that see none; whether some of these lie there.
+  // Those of them that no row sees, and rows that see none; `some`: as of HiddenElements. And
+  // whether some of those lie there.
   __device__ __forceinline__ Hidden hidden_keys(bool /*some*/) const { return {}; }
   __device__ __forceinline__ Hidden hidden_rows(bool /*some*/) const { return {}; }
   __device__ __forceinline__ bool hides_keys(Interval /*keys*/) const { return false; }
