@@ -24,8 +24,8 @@ NAMES = (
     "mask-value-causal-window", "mask-value-intervals", "tiles-bias-loaded-64",
     "tiles-bias-loaded-128", "capture-bias-stored-64", "capture-bias-stored-causal-128",
     "capture-bias-summed-axes-128", "capture-bias-held-264", "poison-mask-64", "poison-mask-128",
-    "packed-keys-relative", "packed-deterministic", "tiles-bias-key-columns-64",
-    "tiles-bias-key-columns-segments-128",
+    "poison-segments-128", "packed-poison-64", "packed-keys-relative", "packed-deterministic",
+    "tiles-bias-key-columns-64", "tiles-bias-key-columns-segments-128",
 )  # fmt: skip
 
 # Of caches in pages: (lengths, page size, queries, head size, dtype). Tables hold numbers outside
