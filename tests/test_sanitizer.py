@@ -1,5 +1,6 @@
 """compute-sanitizer over a set of tiny calls: memory, races, uninitialised reads, barriers."""
 
+import contextlib
 import os
 import pathlib
 import shutil
@@ -78,6 +79,25 @@ _SECONDS = 240  # of a process, which takes ten
 _ATTEMPTS = 4
 
 
+def _run(command: list[str], output: pathlib.Path, **environment: str) -> tuple[int | None, str]:
+    """(exit status, or None where the time was over; what was printed). Into a file: where the tool
+    dies, the program may wait for it forever, and hold the output open."""
+    with output.open("w") as file:
+        process = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, cwd=pathlib.Path(__file__).parent,
+            env={**os.environ, **environment}, start_new_session=True,
+        )  # fmt: skip
+        status = None
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = process.wait(_SECONDS)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return status, output.read_text(errors="replace")
+
+
 def _shares():
     for tool in ("memcheck", "racecheck", "initcheck", "synccheck"):
         names = _NAMES.get(tool, (*NAMES, *PAGED))
@@ -95,25 +115,22 @@ def test_is_clean(tool, names, tmp_path):
         sys.executable, "sanitizer_cases.py", *names, *_OPTIONS.get(tool, ()),
     ]  # fmt: skip
     for _ in range(_ATTEMPTS):
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=False, cwd=pathlib.Path(__file__).parent,
-            timeout=_SECONDS,
-            env={
-                **os.environ,
-                # Every array gets an allocation of its own, with bounds that memcheck knows.
-                "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
-                # Kernels that are compiled at run time know the names of their functions.
-                "JAXFLASH_KEEP_SOURCES": str(tmp_path),
-            },
-        )  # fmt: skip
-        if done.returncode != -signal.SIGSEGV:
+        status, text = _run(
+            command,
+            tmp_path / "output",
+            # Every array gets an allocation of its own, with bounds that memcheck knows.
+            XLA_PYTHON_CLIENT_ALLOCATOR="platform",
+            # Kernels that are compiled at run time know the names of their functions.
+            JAXFLASH_KEEP_SOURCES=str(tmp_path),
+        )
+        if status != -signal.SIGSEGV:
             break
-        print(f"the tool died behind {done.stdout[-500:]}")
-    text = done.stdout + done.stderr
+        print(f"the tool died behind {text[-500:]}")
     # What the tool and the cases say, without what XLA says when a kernel was stopped.
     said = [line for line in text.splitlines() if line.startswith(("=========", "ran "))]
     report = "\n".join(said[:100])
-    assert done.returncode == 0, f"{report}\n{text[-4000:]}"
+    ended = f"over {_SECONDS} seconds" if status is None else f"exit status {status}"
+    assert status == 0, f"{ended}\n{report}\n{text[-4000:]}"
     assert all(f"ran {name}" in text for name in names), report
     assert "SUMMARY" in text, text[-2000:]
     if tool == "racecheck":
