@@ -235,6 +235,28 @@ def _custom_derivative(score, b, h, q, kv):
     return jax.nn.relu(score) + jax.nn.silu(score) - 0.2 * jax.nn.softplus(score)
 
 
+@jax.custom_jvp
+def _rounded(x):
+    return jnp.round(x)
+
+
+_rounded.defjvp(lambda primals, tangents: (jnp.round(primals[0]), tangents[0]))
+
+
+def _straight_through(score, b, h, q, kv, table):
+    """Of slope 1, but not the score and what is added to it."""
+    return score + 0.5 * jax.lax.stop_gradient(score) + table[h, kv]
+
+
+def _straight_through_rounding(score, b, h, q, kv):
+    return _rounded(2.0 * score) - score
+
+
+def _cancelled(score, b, h, q, kv, table):
+    """A slope in which the score is left with a coefficient of 0."""
+    return (score - table[kv]) ** 2 - score**2
+
+
 def _factor_of_one(score, b, h, q, kv, gate):
     """A capture that moves, and nothing that it adds or multiplies with."""
     return score * jnp.where(gate[h] > 0, 1.0, 1.0)
@@ -354,6 +376,9 @@ SCORE_MODS = {
         ),
         _row(_elementary),
         _row(_custom_derivative),
+        _row(_straight_through, lambda s, r: {"table": _normal(r, s.heads, s.kv_len)}),
+        _row(_straight_through_rounding),
+        _row(_cancelled, lambda s, r: {"table": _normal(r, s.kv_len)}),
         _row(_factor_of_one, lambda s, r: {"gate": _normal(r, s.heads)}),
         _row(_ignores_the_score, lambda s, r: {"table": _normal(r, s.heads, s.q_len)}),
         _row(_constant),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
 import re
 
 import jax
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxflash
 from jaxflash import _kernel_program, _scores
 from jaxflash._printer import cuda
 from jaxflash._printer.gradients import KeyLoad
@@ -255,6 +257,20 @@ def test_gradients_of_a_dense_bias_are_as_narrow_as_it():
             Request(program, wanted=(0,), lengths=shape[1:], distance_is_difference=True)
         ).loads
         assert load.narrow == narrow
+
+
+def test_a_slope_with_a_coefficient_of_nothing():
+    """What cancels stays where it may be infinite; no factor leads to the gradient from there."""
+    x = jax.ShapeDtypeStruct((2, 64, 4, 64), jnp.bfloat16)
+    table = jax.ShapeDtypeStruct((64,), jnp.float32)
+    score_mod = SCORE_MODS["cancelled"].function
+
+    def loss(table, x):
+        function = functools.partial(score_mod, table=table)
+        out = jaxflash.dot_product_attention(x, x, x, score_mod=function)
+        return jnp.sum(out.astype(jnp.float32))
+
+    jax.jit(jax.grad(loss)).trace(table, x).lower(lowering_platforms=("cuda",))
 
 
 def test_equal_loads_are_one():

@@ -348,7 +348,7 @@ def _added(
     """(what a logit adds to the score, in log 2, what products start from), or None for each."""
     if slope is not graph.constant(1.0):
         return None, None
-    addend = graph.without_score(graph.scaled(logit, LOG2_E))
+    addend = graph.without_score(graph.scaled(logit, LOG2_E), LOG2_E)
     added = graph.without_score(logit) if request.starts and addend is not None else None
     if added is None:
         return addend, None

@@ -262,7 +262,8 @@ def key_weight(graph: Graph, partial: Node, slope: Node) -> Node | None:
     else:
         # What is added to the score itself, or a multiple of it, has a multiple of the slope.
         (constant, terms), (of_one, of_slope) = linear(partial), linear(slope)
-        if terms.keys() != of_slope.keys():
+        # What cancels stays with a coefficient of 0 where it may be infinite.
+        if terms.keys() != of_slope.keys() or 0.0 in of_slope.values():
             return None
         factors = {terms[x] / of_slope[x] for x in terms}
         if len(factors) != 1 or constant != of_one * min(factors):

@@ -367,22 +367,23 @@ class Graph:
         result = self.atom("times", half, half)
         return self.atom("times", result, x) if exponent % 2 else result
 
-    def without_score(self, x: Node) -> Node | None:
-        """`x` less its term in the score, if the rest does not depend on the score."""
+    def without_score(self, x: Node, factor: float = 1.0) -> Node | None:
+        """`x` less `factor` times the score, if the rest does not depend on the score."""
         if not x.deps & SCORE:
             return x if x is self.constant(-math.inf) else None
         if x.op == "select":
             condition, yes, no = x.args
-            yes, no = self.without_score(yes), self.without_score(no)
+            yes, no = self.without_score(yes, factor), self.without_score(no, factor)
             if condition.deps & SCORE or yes is None or no is None:
                 return None
             return self.select(condition, yes, no)
         constant, terms = linear(x)
-        terms = {term: c for term, c in terms.items() if not term.deps & SCORE}
-        in_score = [term for term in linear(x)[1] if term.deps & SCORE]
         scale = self.input("scale", "float32", 0)
         score = self.multiply(self.input("score", "float32", SCORE), scale)
-        return self._sum(constant, terms) if in_score == [score] else None
+        # The slope does not tell: a derivative may be the caller's, or that of a part.
+        if terms.pop(score, None) != factor or any(term.deps & SCORE for term in terms):
+            return None
+        return self._sum(constant, terms)
 
     def started(self, *roots: Node) -> tuple[Node, tuple[Node, ...]] | None:
         """(what is added to the scaled score, the roots in the place of the sum in the score's), if

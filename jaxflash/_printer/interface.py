@@ -1,4 +1,6 @@
-"""What the kernels ask of the struct: cuda/common/program.cuh says what it is."""
+"""What the kernels ask of the struct: cuda/common/program.cuh says what it is, and of the structs
+of loads (slice, index, partial) cuda/common/capture_gradient_sums.cuh.
+"""
 
 from __future__ import annotations
 

@@ -271,11 +271,13 @@ def absorbs(x: Node) -> bool:
 
 @_fact
 def is_finite(x: Node) -> bool:
-    """Whether a float is finite whatever the score and the captures are."""
+    """Whether a float is finite whatever the score and the captures are, unless one is NaN."""
     if x.op == "constant":
         return math.isfinite(x.value)
-    if x.op in ("tanh", "sin", "cos", "to_float", "input"):
+    if x.op in ("tanh", "to_float", "input"):
         return x.value != "score"
+    if x.op in ("sin", "cos"):
+        return is_finite(x.args[0])
     if x.op == "sum":
         return all(map(is_finite, x.args)) and math.isfinite(x.value[0])
     if x.op in ("product", "times", "abs", "min", "max"):
