@@ -139,7 +139,8 @@ def varlen_attention(
             raise ValueError(
                 f"{name} must be packed, (tokens, heads, head_size), got shape {x.shape}"
             )
-    is_shared = cu_seqlens_kv is cu_seqlens_q
+    # They are clipped to the tokens of each side.
+    is_shared = cu_seqlens_kv is cu_seqlens_q and query.shape[0] == key.shape[0]
     cu_seqlens_q = _boundaries("cu_seqlens_q", cu_seqlens_q, query.shape[0])
     if is_shared:
         cu_seqlens_kv = cu_seqlens_q

@@ -237,6 +237,23 @@ def test_boundaries_that_do_not_ascend(ends, shared, options):
     _close(value_and_gradient(jaxflash.reference.varlen_attention, ends), expected)
 
 
+@pytest.mark.parametrize("options", [{}, dict(causal_alignment="bottom_right", is_causal=True)])
+@pytest.mark.parametrize("tokens", [(30, 41), (41, 30)])
+def test_shared_boundaries_of_other_numbers_of_tokens(tokens, options):
+    """One array for both sides, of which each has what lies within its tokens."""
+    q, k, v = _normal(tokens[0], N, H), _normal(tokens[1], K, H), _normal(tokens[1], K, VALUE)
+    ends = np.array([0, 12, 25, 41], np.int32)
+
+    def value_and_gradient(attend):
+        def loss(qkv):
+            return jnp.sum(jnp.sin(attend(*qkv, ends, ends, **options)))
+
+        return jax.value_and_grad(loss)((q, k, v))
+
+    expected = value_and_gradient(jaxflash.reference.varlen_attention)
+    _close(value_and_gradient(jaxflash.varlen_attention), expected)
+
+
 _SHORT = {
     "as long as the mean": (10, 9, 12, 10, 9),
     "some longer": (16, 0, 13, 16, 5),
