@@ -131,7 +131,10 @@ def _axes(text: str) -> str:
     if len(text) > 4 or any(
         letter not in (axis, "1") for letter, axis in zip(text.rjust(4, "1"), "BNTS", strict=True)
     ):
-        raise argparse.ArgumentTypeError(f"axes are BNTS from the right, each or 1, got {text!r}")
+        raise argparse.ArgumentTypeError(
+            "the axes are the last ones of B, N, T and S, each as its letter or as 1 (NTS, 1N1S), "
+            f"got {text!r}"
+        )
     return text
 
 

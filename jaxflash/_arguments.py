@@ -4,6 +4,7 @@ argument, what came and what is allowed. Arrays may be `jax.ShapeDtypeStruct`.
 
 from __future__ import annotations
 
+import inspect
 import operator
 import typing
 from collections.abc import Callable
@@ -110,23 +111,36 @@ def window(name: str, sides) -> tuple[int | None, int | None]:
     pair = sides if isinstance(sides, (tuple, list)) else (sides, sides)
     if len(pair) != 2:
         raise ValueError(f"{name} must be an int or a pair (left, right), got {sides}")
-    left, right = (_window_side(name, side, sides) for side in pair)
+    allowed = "a non-negative int or a pair (left, right) of non-negative ints or None (no limit)"
+    left, right = (window_side(name, side, allowed, sides) for side in pair)
     return left, right
 
 
-def _window_side(name: str, side, sides) -> int | None:
+def window_side(
+    name: str, side, allowed: str = "a non-negative int or None (no limit)", given=None
+) -> int | None:
+    """One of a window's sides; `given`: what it is part of."""
     if side is None:
         return None
     try:
-        side = -1 if isinstance(side, bool) else operator.index(side)
+        number = -1 if isinstance(side, bool) else operator.index(side)
     except TypeError:
-        side = -1
-    if side < 0:
-        raise ValueError(
-            f"{name} must be a non-negative int or a pair (left, right) of non-negative "
-            f"ints or None (no limit), got {sides}"
-        )
-    return side
+        number = -1
+    if number < 0:
+        raise ValueError(f"{name} must be {allowed}, got {side if given is None else given}")
+    return number
+
+
+def takes(name: str, function: Callable, words: str, count: int) -> None:
+    """Checks that a function can be called with so many arguments, as far as Python can tell."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # it has none
+        return
+    try:
+        signature.bind(*(None,) * count)
+    except TypeError as error:
+        raise ValueError(f"{name} must take {words}: {error}") from error
 
 
 def number(name: str, x) -> float:
@@ -138,8 +152,8 @@ def number(name: str, x) -> float:
         raise ValueError(f"{name} must be a number, got {got}")
     try:
         return float(x)
-    except TypeError as error:
-        raise ValueError(f"{name} must be a number, got {type(x).__name__}") from error
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{name} must be a number, got {type(x).__name__}: {error}") from error
 
 
 def flag(name: str, x) -> bool:

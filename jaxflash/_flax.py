@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxflash._api import dot_product_attention
-from jaxflash._arguments import array, broadcastable, flag, promoted
-from jaxflash._mask import Mask
+from jaxflash._arguments import broadcastable, flag, promoted
+from jaxflash._mask import Mask, array_of
+from jaxflash._spec import checked_lengths
 
 # Flax's own words for these come by name below; a module needs an array back.
 _OPTIONS = frozenset(inspect.signature(dot_product_attention).parameters) - {"return_residual"}
@@ -150,14 +151,15 @@ def attention_fn(
         query, key, value = promote_dtype((query, key, value), dtype=dtype)
     is_array = mask is not None and not isinstance(mask, Mask)
     if is_array:
-        mask = array("mask", mask)
+        mask = array_of(mask)
         mask = mask if mask.dtype == jnp.bool_ else mask != 0
     is_prefix = None
     if mask_is_prefix and is_array and query.ndim >= 3 and query.shape[-3] == 1:
         lengths, is_prefix = _prefix(mask, (*query.shape[:-3], 1, 1, key.shape[-3]))
         mask = None
         if (others := options.get("key_value_seq_lengths")) is not None:
-            lengths = jnp.minimum(lengths, array("key_value_seq_lengths", others))
+            others = checked_lengths("key_value_seq_lengths", others, query.shape[:-3])
+            lengths = jnp.minimum(lengths, others)
         options = {"causal_alignment": "bottom_right", **options, "key_value_seq_lengths": lengths}
         if options.get("score_mod") is not None:
             options["score_mod"] = _at_last_key(options["score_mod"], lengths)

@@ -58,12 +58,30 @@ def _combined(kind, *terms):
     flat: list[Mask] = []
     for term in map(_arguments.unwrapped, terms):
         if isinstance(term, jax.Array | np.ndarray | np.bool_ | jax.ShapeDtypeStruct):
+            if term.dtype != jnp.bool_:
+                raise ValueError(
+                    "a mask is combined with masks and bool arrays (True = attend), got an array "
+                    f"of dtype {term.dtype}"
+                )
             term = dense(term)  # pyright: ignore[reportArgumentType]
         if not isinstance(term, Mask):
             return NotImplemented
         # One of many terms is easier on the eye than a chain of two.
         flat += term.terms if isinstance(term, And | Or) and type(term) is kind else (term,)
     return kind(tuple(flat))
+
+
+def array_of(mask: Any) -> jax.Array:
+    """That of an argument `mask` which is none of these values."""
+    allowed = "mask must be a bool array or a value of jaxflash.masks"
+    if callable(mask):
+        raise ValueError(
+            f"{allowed}, got {type(mask).__name__}; jaxflash.masks.function(f) makes one of a "
+            "function"
+        )
+    if isinstance(mask, tuple | list) and any(isinstance(x, Mask) for x in mask):
+        raise ValueError(f"{allowed}, got a {type(mask).__name__} of these: combine them with &")
+    return _arguments.array("mask", mask)
 
 
 def _registered(*data: str):
@@ -208,7 +226,8 @@ def window(left: int | None, right: int | None, alignment: Alignment = "top_left
 
           mask = masks.window(127, 0)
     """
-    left, right = _arguments.window("masks.window", (left, right))
+    left = _arguments.window_side("masks.window: left", left)
+    right = _arguments.window_side("masks.window: right", right)
     alignment = _arguments.one_of("masks.window: alignment", alignment, ALIGNMENTS)
     return Window(left, right, alignment)
 
@@ -361,6 +380,10 @@ def function(f: Callable[..., Any], *captures: Any) -> Mask:
         raise ValueError(
             f"masks.function: f must be a function (b, h, q, kv) -> bool, got {type(f).__name__}"
         )
+    words = "(b, h, q, kv)"
+    if captures:
+        words += f" and what it captures ({len(captures)} in number)"
+    _arguments.takes("masks.function: f", f, words, 4 + len(captures))
     name = "masks.function: a capture"
     return Function(f, jax.tree.map(functools.partial(_arguments.array, name), captures))
 

@@ -17,7 +17,7 @@ def merge_attention(
     *,
     sink: ArrayLike | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    r"""Merges attention results over disjoint sets of keys into the result over all of them.
+    """Merges attention results over disjoint sets of keys into the result over all of them.
 
         lse = log(sum_p exp(lse_p))
         out = sum_p exp(lse_p - lse) * out_p
@@ -36,19 +36,22 @@ def merge_attention(
     A row that sees no key in any part has output 0, lse -inf and gradients 0.
 
     Args:
-        outs: the partial outputs, stacked as (P, \*B, T, N, h) or a sequence of P arrays
-            (\*B, T, N, h).
-        lses: the logarithms of their softmax denominators, stacked as (P, \*B, T, N) or a sequence
-            of P arrays (\*B, T, N).
-        sink: (N,), as of `jaxflash.dot_product_attention`, of which no part knows. None: without.
+        outs: the partial outputs, stacked as ``(P, *B, T, N, h)`` or a sequence of P arrays
+            ``(*B, T, N, h)``, of one floating dtype.
+        lses: the logarithms of their softmax denominators, stacked as ``(P, *B, T, N)`` or a
+            sequence of P arrays ``(*B, T, N)``, of one floating dtype.
+        sink: ``(N,)``, as of `jaxflash.dot_product_attention`, of which no part knows. None:
+            without.
 
     Returns:
-        The pair (out, lse): out (\*B, T, N, h) in the dtype of `outs`, lse (\*B, T, N) in float32.
+        The pair (out, lse): out ``(*B, T, N, h)`` in the dtype of `outs`, lse ``(*B, T, N)`` in
+        float32.
         Both are differentiable. The arithmetic is float32 (float64, as is lse, for float64).
 
     Raises:
-        ValueError: the shapes or dtypes of `outs` and `lses` do not match, or those of `sink` are
-            others.
+        ValueError: the parts of `outs`, or those of `lses`, differ in shape or dtype, or are not
+            floating; or the shape of `lses` is not that of `outs` without its last axis; or `sink`
+            is no floating array ``(N,)``.
 
     Examples:
         Two halves of the keys::

@@ -59,10 +59,11 @@ def alike(spec: AttentionSpec, operands: Operands) -> Operands:
 
 def alike_in_mask(spec: AttentionSpec, captures: Sequence[Any], batch_rank: int) -> list[Any]:
     """What a mask captures, without the operands of a call: split as it is over batch axes and
-    heads where they are known, and whole along everything else."""
+    heads where they are known, and whole along everything else; varying over the same mesh axes."""
+    captures = _varying_alike(list(captures))
     mesh, predicate = _mesh_of_parts(captures), spec.predicate
     if mesh is None or predicate is None:
-        return list(captures)
+        return captures
 
     def place(number: int, x):
         known = predicate.axes[number : number + 1]

@@ -24,11 +24,12 @@ from jaxflash._arguments import (
     is_abstract,
     number,
     one_of,
+    takes,
     unwrapped,
     window,
     with_one_dtype,
 )
-from jaxflash._mask import ALIGNMENTS, LOGITS, Alignment, Mask, Sizes
+from jaxflash._mask import ALIGNMENTS, LOGITS, Alignment, Mask, Sizes, array_of
 from jaxflash._program import Program
 
 Implementation = Literal["cuda", "xla"]
@@ -227,8 +228,8 @@ def make(
         left=left,
         right=right,
         bottom_right=causal_alignment == "bottom_right",
-        query_lengths=_lengths("query_seq_lengths", query_seq_lengths, batch),
-        kv_lengths=_lengths("key_value_seq_lengths", key_value_seq_lengths, batch),
+        query_lengths=checked_lengths("query_seq_lengths", query_seq_lengths, batch),
+        kv_lengths=checked_lengths("key_value_seq_lengths", key_value_seq_lengths, batch),
         segment_ids=_segment_ids(segment_ids, batch, q_len, kv_len),
         dense=None if mask is None or isinstance(mask, Mask) else _dense_mask(mask, logits_shape),
     )
@@ -319,6 +320,16 @@ def make_paged(
         raise ValueError(
             f"query must have shape (*batch, length, heads, head_size), got {query.shape}"
         )
+    head_size, heads, kv_heads = query.shape[-1], query.shape[-2], key_pages.shape[2]
+    if key_pages.shape[-1] != head_size:
+        raise ValueError(
+            f"key_pages must have the head size of query ({head_size}), got shape {key_pages.shape}"
+        )
+    if kv_heads == 0 or heads % kv_heads != 0:
+        raise ValueError(
+            f"the heads of key_pages must divide those of query ({heads}), got {kv_heads} (shape "
+            f"{key_pages.shape})"
+        )
     batch = query.shape[:-3]
     if page_table.dtype != jnp.int32:
         raise ValueError(f"page_table must have dtype int32, got {page_table.dtype}")
@@ -329,7 +340,7 @@ def make_paged(
         )
     if lengths is None:
         raise ValueError("lengths must be an int32 array of the valid keys, got None")
-    lengths = _lengths("lengths", lengths, batch)
+    lengths = checked_lengths("lengths", lengths, batch)
 
     # The cache as the contiguous arrays that the pages stand for.
     kv_len = page_table.shape[-1] * key_pages.shape[1]
@@ -377,6 +388,7 @@ def checked_score_mod(score_mod: ScoreMod) -> ScoreMod:
             "score_mod must be a function (score, b, h, q, kv) -> score, "
             f"got {type(score_mod).__name__}"
         )
+    takes("score_mod", score_mod, "(score, b, h, q, kv)", 5)
 
     def checked(*arguments):
         result = score_mod(*arguments)
@@ -433,18 +445,14 @@ def _check_qkv(query, key, value) -> None:
 
 
 def _dense_mask(mask, logits_shape):
-    if callable(mask):
-        raise ValueError(
-            "mask must be a bool array or a value of jaxflash.masks, got "
-            f"{type(mask).__name__}; jaxflash.masks.function(f) makes one of a function"
-        )
-    mask = array("mask", mask)
+    mask = array_of(mask)
     if mask.dtype != jnp.bool_:
         raise ValueError(f"mask must have dtype bool (True = attend), got {mask.dtype}")
     return broadcastable("mask", mask, logits_shape, LOGITS)
 
 
-def _lengths(name: str, lengths, batch):
+def checked_lengths(name: str, lengths, batch):
+    """Those of a call with these batch axes."""
     if lengths is None:
         return None
     lengths = array(name, lengths)
@@ -477,7 +485,8 @@ def _segment_ids(segment_ids, batch, q_len, kv_len):
                 f"{segment_ids.shape}, {segment_ids.dtype}"
             )
         query_ids = key_ids = segment_ids
-    query_ids, key_ids = array("segment_ids", query_ids), array("segment_ids", key_ids)
+    query_ids = array("segment_ids of the query side", query_ids)
+    key_ids = array("segment_ids of the key side", key_ids)
     for which, ids, length in (("query", query_ids, q_len), ("key", key_ids, kv_len)):
         if ids.shape != (*batch, length):
             raise ValueError(
@@ -556,6 +565,8 @@ def _dropout_seed(rng):
         if is_abstract(rng):
             return jax.ShapeDtypeStruct((2,), jnp.uint32)
         rng = jax.random.key_data(rng)
+    if not hasattr(rng, "dtype"):
+        raise ValueError(f"dropout_rng must be a PRNG key, got {type(rng).__name__}")
     rng = array("dropout_rng", rng)
     if rng.dtype != jnp.uint32 or len(rng.shape) != 1 or rng.shape[0] < 2:
         raise ValueError(

@@ -217,6 +217,10 @@ class MultiheadAttention(eqx.Module):
                 f"{query.shape}, {key_.shape}, {value.shape}: map the module over a batch with "
                 "jax.vmap"
             )
+        sizes = dict(query=self.query_size, key_=self.key_size, value=self.value_size)
+        for (name, size), x in zip(sizes.items(), (query, key_, value), strict=True):
+            if x.shape[1] != size:
+                raise ValueError(f"{name} must have {size} channels, got shape {x.shape}")
         if key_.shape[0] != value.shape[0]:
             raise ValueError(
                 f"value must have the length of key_, {key_.shape[0]}, got {value.shape[0]}"
@@ -253,6 +257,8 @@ class MultiheadAttention(eqx.Module):
             raise ValueError(f"dropout_p must lie in [0, 1), got {rate}")
         if key is None:
             raise RuntimeError(f"dropout of {rate} needs a key, or inference=True")
+        if not hasattr(key, "dtype"):
+            raise ValueError(f"key must be a PRNG key, got {type(key).__name__}")
         return dict(dropout_rate=rate, dropout_rng=key)
 
 

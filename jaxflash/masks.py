@@ -66,7 +66,8 @@ def plan(mask: Mask, shape: tuple[int, ...]) -> Mask:
       shape: ``(*B, N, T, S)``, the sizes of the calls; a 1 does not stand for others.
 
     Raises:
-      ValueError: the mask does not fit the shape, or, in a call, the plan does not fit its sizes.
+      ValueError: the mask does not fit the shape; or, in a call, what the plan holds does not fit
+        its sizes (that of a mask which is the same for all batch elements fits any number of them).
 
     Examples:
       One plan for all layers of a scan::

@@ -288,6 +288,8 @@ def test_broken_promise_of_a_prefix():
     of_heads = np.ones((B, HEADS, 1, T), bool)
     with pytest.raises(ValueError, match="mask_is_prefix: the mask must broadcast"):
         _with_lengths(query, key, value, mask=of_heads)
+    with pytest.raises(ValueError, match="key_value_seq_lengths must have the batch shape"):
+        _with_lengths(query, key, value, mask=mask, key_value_seq_lengths=np.int32(3))
     with pytest.raises(ValueError, match="mask_is_prefix must be True or False"):
         jaxflash.attention_fn(query, key, value, mask_is_prefix=1)
     # Leading axes of one may be too many, as without the promise.
@@ -306,7 +308,11 @@ def test_traced_flags_are_named(name):
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
-    [(dict(key=None), "key must be an array"), (dict(mask="causal"), "mask must be an array")],
+    [
+        (dict(key=None), "key must be an array"),
+        (dict(mask="causal"), "mask must be an array"),
+        (dict(mask=lambda b, h, q, kv: True), r"mask must be .*jaxflash\.masks\.function"),
+    ],
 )
 def test_what_is_no_array_is_named(arguments, text):
     query, key, value = _qkv()
@@ -733,6 +739,8 @@ def test_multihead_attention_dropout():
     _close(eqx.nn.inference_mode(module)(x, x, x), plain)
     with pytest.raises(RuntimeError, match="needs a key"):
         module(x, x, x)
+    with pytest.raises(ValueError, match="key must be a PRNG key, got int"):
+        module(x, x, x, key=3)
     for rate in (1.0, -0.5):
         wrong = _multihead(jaxflash.equinox.MultiheadAttention, dropout_p=rate)
         with pytest.raises(ValueError, match=rf"dropout_p must lie in \[0, 1\), got {rate}"):
@@ -793,6 +801,7 @@ def test_multihead_attention_of_symbolic_and_empty_lengths():
         (dict(process_heads=lambda q, k, v: (q[:-1], k, v)), "process_heads must keep the shapes"),
         (dict(value=_x()[0, :-1]), "value must have the length of key_"),
         (dict(query=_x()), "jax.vmap"),
+        (dict(key_=_x()[0, :, :-1]), f"key_ must have {FEATURES} channels"),
     ],
 )
 def test_multihead_attention_refuses(call, text):

@@ -434,7 +434,7 @@ _OK = np.ones((T, S), bool)
 # id: (what makes the mask, words of the error)
 _WRONG = {
     "alignment": (lambda: masks.causal("left"), ["masks.causal", "alignment", "left", "top_left"]),
-    "window side": (lambda: masks.window(-1, 0), ["masks.window", "-1"]),
+    "window side": (lambda: masks.window(-1, 0), ["masks.window: left", "-1"]),
     "window float": (lambda: masks.window(1.5, 0), ["masks.window", "1.5"]),
     "lengths dtype": (lambda: masks.lengths(jnp.ones(2)), ["masks.lengths: query", "float32"]),
     "lengths of text": (lambda: masks.lengths(key_value="3"), ["masks.lengths: key_value", "str"]),
@@ -449,6 +449,11 @@ _WRONG = {
     "dense dtype": (lambda: masks.dense(_OK.astype(np.int32)), ["masks.dense", "bool", "int32"]),
     "no function": (lambda: masks.function(_OK), ["masks.function", "ndarray"]),
     "mask for a function": (lambda: masks.function(masks.causal()), ["masks.function", "Window"]),
+    "too few parameters": (lambda: masks.function(lambda q, kv: True), ["masks.function: f", "kv"]),
+    "too many captures": (
+        lambda: masks.function(lambda b, h, q, kv: True, _OK), ["masks.function: f", "(1 in number"]
+    ),
+    "with numbers": (lambda: masks.causal() & _OK.astype(np.float32), ["mask", "bool", "float32"]),
     "text captured": (lambda: masks.function(lambda *i: True, "abc"), ["function: a capture"]),
 }  # fmt: skip
 # Known when the sizes are.
@@ -477,7 +482,7 @@ _UNFIT = {
         jax.tree.map(lambda x: x.astype(jnp.float32), masks.dense(_OK)), ["masks.dense", "float32"]
     ),
     "a function": (lambda b, h, q, kv: True, ["mask", "function", "jaxflash.masks.function"]),
-    "a list": ([masks.causal()], ["mask", "list"]),
+    "a list": ([masks.causal()], ["mask", "list", "&"]),
 }  # fmt: skip
 
 
@@ -516,10 +521,34 @@ def test_wrong_arguments_of_as_array():
         masks.as_array(masks.causal(), (T, S))
 
 
-def test_errors_inside_a_function_are_its_own():
-    with pytest.raises(TypeError, match="positional argument"):
-        jaxflash.dot_product_attention(*random_qkv(), mask=masks.function(lambda b, h, q: q > 0))
-    with pytest.raises(TypeError, match="positional argument"):
-        jaxflash.dot_product_attention(
-            *random_qkv(), mask=masks.function(lambda b, h, q, kv: True, 3)
+@pytest.mark.parametrize("replicated_first", [True, False])
+def test_plans_of_what_varies_over_some_devices(replicated_first):
+    """Inside `shard_map`: a function that reads what each device has, and what all have."""
+    mesh = cpu_mesh(b=2)
+    kinds, limits = jnp.arange(S, dtype=jnp.int32) % 3, jnp.array([0, 1], jnp.int32)
+    qkv = random_qkv()
+
+    def of(kinds, limits):
+        if replicated_first:
+            return masks.function(
+                lambda b, h, q, kv, kinds, limits: kinds[kv] <= limits[b], kinds, limits
+            )
+        return masks.function(
+            lambda b, h, q, kv, limits, kinds: kinds[kv] <= limits[b], limits, kinds
         )
+
+    def attend(kinds, limits, *qkv):
+        mask = masks.plan(of(kinds, limits), (B // 2, N, T, S))
+        return jaxflash.dot_product_attention(*qkv, mask=mask)
+
+    split = (P("b"),) * 4
+    run = jax.shard_map(attend, mesh=mesh, in_specs=(P(), *split), out_specs=P("b"))
+    expected = jaxflash.reference.dot_product_attention(*qkv, mask=of(kinds, limits))
+    with jax.default_device(jax.devices("cpu")[0]):
+        np.testing.assert_allclose(run(kinds, limits, *qkv), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_errors_inside_a_function_are_its_own():
+    mask = masks.function(lambda b, h, q, kv: jnp.greater(q))
+    with pytest.raises(TypeError, match="positional argument"):
+        jaxflash.dot_product_attention(*random_qkv(), mask=mask)

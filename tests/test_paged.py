@@ -297,11 +297,11 @@ _ERRORS = {
     "no lengths": (dict(lengths=lambda x: None), "lengths must be"),
     "head size": (
         dict(key_pages=lambda x: x["key_pages"][..., :8]),
-        "key head size must be that of query",
+        r"key_pages must have the head size of query \(\d+\), got shape \(",
     ),
     "heads": (
         dict(query=lambda x: x["query"][:, :, :3]),
-        "must be a multiple of the number of key",
+        r"the heads of key_pages must divide those of query \(3\), got 2",
     ),
     "sink": (dict(sink=lambda x: jnp.zeros(3)), "sink must have shape"),
     "soft cap": (dict(logits_soft_cap=lambda x: -1.0), "logits_soft_cap must be positive"),

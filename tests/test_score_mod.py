@@ -403,6 +403,8 @@ def test_custom_derivatives_tell_programs_apart():
         (lambda s, b, h, q, kv: jnp.stack([s, s]), r"\(2,\)"),
         (lambda s, b, h, q, kv: (s, s), "tuple"),
         (lambda s, b, h, q, kv: None, "None"),
+        (lambda s, q, kv: s, "must take .*too many positional"),
+        (lambda s, b, h, q, kv, table: s, "must take .*'table'"),
     ],
 )
 def test_wrong_functions(score_mod, said):
@@ -434,7 +436,9 @@ def test_errors_inside_the_function_are_its_own():
     with pytest.raises((TypeError, ValueError, IndexError)):
         jaxflash.dot_product_attention(*random_qkv(), score_mod=lambda s, b, h, q, kv: s + empty[h])
     with pytest.raises(TypeError, match="positional argument"):
-        jaxflash.dot_product_attention(*random_qkv(), score_mod=lambda s: s)
+        jaxflash.dot_product_attention(
+            *random_qkv(), score_mod=lambda s, b, h, q, kv: jnp.maximum(s)
+        )
 
 
 @pytest.mark.parametrize("result", [np.nan, np.inf, -np.inf])

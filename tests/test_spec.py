@@ -77,6 +77,8 @@ ERRORS = {
     "mask integer": (dict(mask=_ones(T, S, dtype=np.int32)), ["mask", "bool", "int32"]),
     "mask shape": (dict(mask=_ones(S, T, dtype=bool)), ["mask", "(5, 6)"]),
     "scale text": (dict(scale="big"), ["scale"]),
+    "scale bytes": (dict(scale=b"big"), ["scale", "bytes"]),
+    "scale too large": (dict(scale=10**400), ["scale", "int"]),
     "scale array": (dict(scale=_ones(2)), ["scale"]),
     "scale abstract array": (
         dict(scale=jax.ShapeDtypeStruct((2,), np.float32)),
@@ -118,6 +120,10 @@ ERRORS = {
         dict(segment_ids=_ones(*BATCH, T, dtype=np.int32)),
         ["segment_ids", "pair", "(2, 6)", "(2, 5)"],
     ),
+    "segment ids of one side": (
+        dict(segment_ids=(_ones(*BATCH, T, dtype=np.int32), None)),
+        ["segment_ids of the key side", "None"],
+    ),
     "segment ids triple": (
         dict(segment_ids=(_ones(*BATCH, T, dtype=np.int32),) * 3),
         ["segment_ids", "3"],
@@ -133,6 +139,10 @@ ERRORS = {
     "dropout rate negative": (dict(dropout_rate=-0.1), ["dropout_rate", "-0.1"]),
     "dropout rate NaN": (dict(dropout_rate=float("nan")), ["dropout_rate", "nan"]),
     "dropout without key": (dict(dropout_rate=0.5), ["dropout_rng", "0.5"]),
+    "dropout key text": (
+        dict(dropout_rate=0.5, dropout_rng="x"),
+        ["dropout_rng must be a PRNG key", "str"],
+    ),
     "dropout key float": (dict(dropout_rate=0.5, dropout_rng=_ones(2)), ["dropout_rng", "float32"]),
     "dropout key shape": (
         dict(dropout_rate=0.5, dropout_rng=_ones(3, 2, dtype=np.uint32)),
