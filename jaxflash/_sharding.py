@@ -60,10 +60,10 @@ def alike(spec: AttentionSpec, operands: Operands) -> Operands:
 def alike_in_mask(spec: AttentionSpec, captures: Sequence[Any], batch_rank: int) -> list[Any]:
     """What a mask captures, without the operands of a call: split as it is over batch axes and
     heads where they are known, and whole along everything else; varying over the same mesh axes."""
-    captures = _varying_alike(list(captures))
-    mesh, predicate = _mesh_of_parts(captures), spec.predicate
+    varying = _varying_alike(list(captures))
+    mesh, predicate = _mesh_of_parts(varying), spec.predicate
     if mesh is None or predicate is None:
-        return captures
+        return varying
 
     def place(number: int, x):
         known = predicate.axes[number : number + 1]
@@ -71,7 +71,7 @@ def alike_in_mask(spec: AttentionSpec, captures: Sequence[Any], batch_rank: int)
         axes = zip(_parts(x), "B" * batch_rank + trailing, strict=True)
         return _resharded(x, mesh, [part if axis in "BN" else None for part, axis in axes])
 
-    return [place(number, x) for number, x in enumerate(captures)]
+    return [place(number, x) for number, x in enumerate(varying)]
 
 
 def whole(arrays):

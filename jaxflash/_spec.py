@@ -451,7 +451,7 @@ def _dense_mask(mask, logits_shape):
     return broadcastable("mask", mask, logits_shape, LOGITS)
 
 
-def checked_lengths(name: str, lengths, batch):
+def checked_lengths(name: str, lengths, batch) -> Any:
     """Those of a call with these batch axes."""
     if lengths is None:
         return None
