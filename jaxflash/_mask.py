@@ -74,6 +74,7 @@ def _combined(kind, *terms):
 def array_of(mask: Any) -> jax.Array:
     """That of an argument `mask` which is none of these values."""
     allowed = "mask must be a bool array or a value of jaxflash.masks"
+    mask = _arguments.unwrapped(mask)
     if callable(mask):
         raise ValueError(
             f"{allowed}, got {type(mask).__name__}; jaxflash.masks.function(f) makes one of a "

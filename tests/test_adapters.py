@@ -320,6 +320,14 @@ def test_what_is_no_array_is_named(arguments, text):
         jaxflash.attention_fn(**{"query": query, "key": key, "value": value, **arguments})
 
 
+def test_masks_in_variables():
+    """Which can be called, as functions can."""
+    mask = np.tril(np.ones((T, T), bool))
+    expected = jaxflash.attention_fn(*_qkv(), mask=mask)
+    for attend in (jaxflash.attention_fn, jaxflash.dot_product_attention):
+        _close(attend(*_qkv(), mask=nnx.Variable(jnp.asarray(mask))), expected)
+
+
 def test_window_without_sides_has_no_position():
     query, key, value = _qkv()
     attend = functools.partial(jaxflash.attention_fn, query[:, :1], key, value)
