@@ -34,7 +34,8 @@ def _bias(attend, q, bias):
 
 def _two_biases(attend, q, bias, other):
     def score(s, b, h, q_, kv):
-        return s + other[h, b % 2]
+        # What is added to all keys of a query has no gradient.
+        return s + other[h, b % 2] * kv.astype(jnp.float32)
 
     return attend(q, q, q, bias=bias, score_mod=score)
 
@@ -70,7 +71,7 @@ _TOKENS = (_T, _N, _H)
 # (function, shapes of its arrays)
 _CALLS = {
     "bias": (_bias, (*_ALL, *_TOKENS), (*_HALF, _N, _T, _T)),
-    "biases": (_two_biases, (*_ALL, *_TOKENS), (*_HALF, 1, _T, 1), (_N, 2)),
+    "biases": (_two_biases, (*_ALL, *_TOKENS), (*_HALF, 1, _T, _T), (_N, 2)),
     "table": (_table, (*_FIVE, *_TOKENS), (*_FIVE, _N, 2 * _T)),
     "mask": (_mask, _TOKENS, (*_FIVE, _N), (*_FIVE, _N)),
 }
