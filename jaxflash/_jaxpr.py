@@ -457,20 +457,67 @@ _unique = itertools.count()
 
 
 def identity(closed: core.ClosedJaxpr) -> str:
-    """Equal for programs of equal value and derivative; what it cannot tell apart, such as two
-    callbacks, it takes for different."""
+    """Equal for programs of equal value and derivatives, those of many orders; what it cannot tell
+    apart, such as two callbacks, it takes for different."""
     text, is_whole = _printed(closed)
     if is_whole and not any(name in text for name in CUSTOM_DERIVATIVES):
         return text
     # Rules of custom derivatives are objects, new ones for every trace. What they do counts.
-    types: list[Any] = closed.in_avals
-    floats = tuple(i for i, t in enumerate(types) if jnp.issubdtype(t.dtype, jnp.floating))
     try:
-        derivatives, constants = differentiated(closed, floats)
+        return _with_rules(closed)
     except Exception:  # it has no reverse mode, which rules of the caller say in their own way
         return f"{text}\n{next(_unique)}"
-    text, is_whole = _printed(derivatives, constants)
-    return text if is_whole else f"{text}\n{next(_unique)}"
+
+
+# What a program's key tells of rules: a family of functions whose rules call the next one ends.
+_MOST_RULES = 32
+
+
+def _with_rules(closed: core.ClosedJaxpr) -> str:
+    """The text of the value and the first derivative, and of those of each function with a rule of
+    its own that the derivative calls, from which those of higher order are made."""
+    texts = []
+
+    def add(closed: core.ClosedJaxpr, callers: tuple[str, ...]) -> None:
+        flat = _with_pullback(closed)
+        derivatives = inlined(flat, {**CALLS, **CUSTOM_DERIVATIVES})
+        text, is_whole = _printed(derivatives, (*flat.consts, *derivatives.consts))
+        texts.append(text if is_whole else f"{text}\n{next(_unique)}")
+        if text in callers:  # a rule that calls its own function, as that of softplus does
+            return
+        for eqn in equations(flat):
+            if eqn.primitive.name in CUSTOM_DERIVATIVES and len(texts) < _MOST_RULES:
+                add(_alone(eqn), (*callers, text))
+
+    add(closed, ())
+    return "\n".join(texts)
+
+
+def _with_pullback(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    """The results and what they pull back to the arguments, where both have a derivative, of the
+    arguments and the cotangents."""
+    function = as_function(closed)
+
+    def with_pullback(arguments, cotangents):
+        def of_floats(floats):
+            results = function(*(floats.get(i, x) for i, x in enumerate(arguments)))
+            return [x for x in results if jnp.issubdtype(x.dtype, jnp.inexact)], results
+
+        floats = {i: x for i, x in enumerate(arguments) if jnp.issubdtype(x.dtype, jnp.inexact)}
+        _, pull, results = jax.vjp(of_floats, floats, has_aux=True)
+        return results, pull(cotangents)
+
+    count = len(closed.in_avals)
+    types = [
+        *closed.in_avals,
+        *(t for t in closed.out_avals if jnp.issubdtype(t.dtype, jnp.inexact)),
+    ]
+    return traced(lambda *xs: jax.tree.leaves(with_pullback(xs[:count], list(xs[count:]))), types)
+
+
+def _alone(eqn) -> core.ClosedJaxpr:
+    """An equation as a jaxpr of its operands, constants among them, which its caller's text has."""
+    return traced(lambda *inputs: bound(eqn, inputs), [atom.aval for atom in eqn.invars])
 
 
 def _printed(closed: core.ClosedJaxpr, constants: Sequence[Any] = ()) -> tuple[str, bool]:

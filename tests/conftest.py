@@ -92,6 +92,21 @@ def quick_compilation():
 
 
 @pytest.fixture
+def compilations():
+    """The names of the programs that XLA has compiled, since the test began or cleared the list.
+    `_cache_size` of a jitted function does not tell: JAX drops entries where it holds many."""
+    names = []
+
+    def listen(event, duration, **details):
+        if event == "/jax/core/compile/backend_compile_duration":
+            names.append(details.get("fun_name"))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield names
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.fixture
 def accurate_products():
     """On a GPU too: results are compared with others, not with a rounding to TF32."""
     with jax.default_matmul_precision("highest"):
