@@ -44,6 +44,19 @@ def test_residual_changes_nothing(attend):
     assert_same_bits(attend(*qkv), attend(*qkv, return_residual=True)[0])
 
 
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+def test_bias_of_the_lowest_number_hides(attend, dtype):
+    """As models make masks of it; its logits leave the range of float32 on the kernels."""
+    visible = np.tri(T, S, k=1, dtype=bool)
+    bias = jnp.where(visible, 0, jnp.finfo(dtype).min).astype(dtype)
+
+    def value_and_gradients(**options):
+        loss = uneven_loss(attend, **options)
+        return jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(*random_qkv())
+
+    assert_close(value_and_gradients(bias=bias), value_and_gradients(mask=visible))
+
+
 def test_new_lengths_do_not_compile_again(attend, compilations):
     compiled = jax.jit(attend)
     for length in (S, 3, 0):
