@@ -35,7 +35,7 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_NO_COMMAND_BUFFE
 import jax  # noqa: E402
 
 from benchmarks import cases, extra, report, timing  # noqa: E402
-from jaxflash import _config, _ffi  # noqa: E402
+from jaxflash import _config, _extension  # noqa: E402
 
 _HERE = Path(__file__).resolve().parent
 _GPU_DEFAULTS = ("jaxflash", "cudnn")
@@ -122,12 +122,12 @@ def commit() -> str:
 
 def kernel_of(case: cases.Case, pass_name: str) -> str | None:
     """What runs the pass on this GPU: the variant that dispatch picks, or one of the run time."""
-    if not _ffi.extension.kernels or pass_name not in ("forward", "backward"):
+    if not _extension.kernels or pass_name not in ("forward", "backward"):
         return None
     if not case.plain:
         return "run time"
     query, key, value = map(list, case.qkv_shapes.values())
-    variant = _ffi.extension.variant(
+    variant = _extension.variant(
         pass_name=pass_name,
         dtype=case.dtype,
         highest_precision=False,

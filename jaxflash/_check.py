@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxflash import _api, _ffi, _spec, _support, reference
+from jaxflash import _api, _spec, _support, reference
+from jaxflash import _extension as extension
 
 PASSES = ("forward", "backward")
 # Largest relative difference to the reference: bfloat16 rounds to 4e-3, TF32 to 5e-4.
@@ -225,7 +226,7 @@ def path(call: Call, pass_name: str, implementation: str | None) -> tuple[str, t
     if reasons:
         return "blockwise path", reasons
     query, key, value = (list(shape) for shape in call.qkv_shapes)
-    variant = _ffi.extension.variant(
+    variant = extension.variant(
         pass_name=pass_name,
         dtype=call.dtype,
         highest_precision=call.highest_precision,

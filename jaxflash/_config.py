@@ -8,7 +8,7 @@ import itertools
 import jax
 import jaxlib.version
 
-from jaxflash import _ffi
+from jaxflash import _extension as extension
 
 # cmake/kernels.cmake: run_time_passes.
 RUN_TIME_PASSES = ("tangent",)
@@ -120,7 +120,6 @@ def config() -> Config:
     """The data behind `show_config`. Asks the CUDA driver for devices; starts no JAX backend."""
     from jaxflash import __version__  # the package is complete once this is called
 
-    extension = _ffi.extension
     kernels = extension.kernels
     nvrtc_version, nvrtc = extension.compiler() if kernels else (None, "")
     return Config(

@@ -507,12 +507,14 @@ def _with_pullback(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
         _, pull, results = jax.vjp(of_floats, floats, has_aux=True)
         return results, pull(cotangents)
 
-    count = len(closed.in_avals)
-    types = [
-        *closed.in_avals,
-        *(t for t in closed.out_avals if jnp.issubdtype(t.dtype, jnp.inexact)),
-    ]
-    return traced(lambda *xs: jax.tree.leaves(with_pullback(xs[:count], list(xs[count:]))), types)
+    types: list[Any] = closed.in_avals
+    results: list[Any] = closed.out_avals
+    cotangents = [t for t in results if jnp.issubdtype(t.dtype, jnp.inexact)]
+    count = len(types)
+    return traced(
+        lambda *xs: jax.tree.leaves(with_pullback(xs[:count], list(xs[count:]))),
+        [*types, *cotangents],
+    )
 
 
 def _alone(eqn) -> core.ClosedJaxpr:

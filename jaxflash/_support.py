@@ -8,7 +8,8 @@ import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jaxflash import _ffi, _kernel_program, _nvrtc
+from jaxflash import _extension as extension
+from jaxflash import _kernel_program, _nvrtc
 from jaxflash._pages import Pages
 from jaxflash._printer import MAX_LENGTH, NotPrintable
 from jaxflash._spec import AttentionSpec, Operands
@@ -78,7 +79,7 @@ TRANSFORMS = (
 
 def reasons_against_kernels(spec: AttentionSpec, operands: Operands) -> tuple[str, ...]:
     """Every reason why the kernels cannot take the call; empty when they can."""
-    if not _ffi.extension.kernels:
+    if not extension.kernels:
         return ("this installation was built without CUDA kernels (JAXFLASH_CUDA=OFF)",)
     query, key, value = operands.query, operands.key, operands.value
     reasons = _reasons_against_symbolic_sizes(operands)
@@ -149,7 +150,7 @@ def _reasons_against_program(spec: AttentionSpec, operands: Operands) -> tuple[s
 
 def plans_by_kernel(spec: AttentionSpec, operands: Operands) -> bool:
     """Whether a kernel finds what the predicate of a call shows, if the call runs on kernels."""
-    if spec.predicate is None or not _ffi.extension.kernels or _nvrtc.reason_against() is not None:
+    if spec.predicate is None or not extension.kernels or _nvrtc.reason_against() is not None:
         return False
     lengths = operands.query.shape[-3], operands.key.shape[-3]
     if any(isinstance(n, int) and n > MAX_LENGTH for n in lengths):
@@ -259,13 +260,13 @@ def _warn(text: str, reasons: tuple[str, ...]) -> None:
 def reasons_against_machine() -> tuple[str, ...]:
     """Why the kernels, whatever the call, do not run on this machine; asks the CUDA driver, and
     starts no JAX backend."""
-    if not _ffi.extension.kernels:
+    if not extension.kernels:
         return ()  # a reason against the call already
-    devices = _ffi.extension.devices()
+    devices = extension.devices()
     if not devices:
         return (
             "this machine has no NVIDIA GPU, or no driver for CUDA "
-            f"({_ffi.extension.build_info()}): programs can be lowered and exported for CUDA here, "
+            f"({extension.build_info()}): programs can be lowered and exported for CUDA here, "
             "not run",
         )
     if all((major, minor) < (8, 0) for _, major, minor, _ in devices):
@@ -280,7 +281,7 @@ def reasons_against_machine() -> tuple[str, ...]:
 def _largest_head_size(math: str) -> int:
     """Largest head size for which all passes are in the library."""
     sizes = {"forward": 0, "backward": 0, "tangent": 0}
-    for _, pass_name, built_math, *head_sizes in _ffi.extension.variants():
+    for _, pass_name, built_math, *head_sizes in extension.variants():
         if built_math == math:
             sizes[pass_name] = max(sizes[pass_name], min(head_sizes))
     return min(sizes.values())

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from jaxflash import _config, _ffi, _nvrtc
+from jaxflash import _config, _extension, _nvrtc
 
-if not _ffi.extension.kernels:
+if not _extension.kernels:
     pytest.skip("the library was built without kernels", allow_module_level=True)
 if _nvrtc.version() is None and not os.environ.get("JAXFLASH_REQUIRE_NVRTC"):
     pytest.skip(str(_nvrtc.reason_against()), allow_module_level=True)
@@ -40,7 +40,7 @@ BAND_OR_RANGES = {"band": 0, **RANGES}
 def compile_kernel(
     source: str, kernel: str, architecture: str = "sm_90a"
 ) -> _config.CompiledKernel:
-    return _config.CompiledKernel(*_ffi.extension.compile_kernel(source, kernel, architecture))
+    return _config.CompiledKernel(*_extension.compile_kernel(source, kernel, architecture))
 
 
 def compile_program(
@@ -63,7 +63,7 @@ def compile_program(
     start_capture: int = -1,
 ) -> _config.CompiledKernel:
     return _config.CompiledKernel(
-        *_ffi.extension.compile_program(
+        *_extension.compile_program(
             pass_name=pass_name,
             source=source,
             unit_slope="kUnitSlope = true" in source,

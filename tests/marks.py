@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxflash import _ffi
+from jaxflash import _extension
 
 needs_kernels = pytest.mark.skipif(
-    not _ffi.extension.kernels, reason="the library was built without kernels"
+    not _extension.kernels, reason="the library was built without kernels"
 )

@@ -14,7 +14,7 @@ from jax import export
 
 import jaxflash
 from another_process import run_python
-from jaxflash import _ffi
+from jaxflash import _extension
 
 pytestmark = pytest.mark.usefixtures("accurate_products", "quick_compilation")
 B, T, FEATURES, HEADS = 2, 12, 32, 4
@@ -245,7 +245,7 @@ def test_prefix_masks_become_lengths():
     def attend(query, key, value, mask):
         return _with_lengths(query, key, value, mask=mask, implementation="cuda")
 
-    if not _ffi.extension.kernels:
+    if not _extension.kernels:
         pytest.skip("the library was built without kernels")
     traced = jax.jit(attend).trace(query, key, value, mask)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()

@@ -10,7 +10,7 @@ import types
 import pytest
 
 import jaxflash
-from jaxflash import _ffi, _nvrtc, _support
+from jaxflash import _extension, _nvrtc, _support
 
 _ROOT = pathlib.Path(__file__).parents[1]
 sys.path.append(str(_ROOT))  # last: jaxflash stays the installed one
@@ -110,7 +110,7 @@ def test_goals_are_reported(tmp_path):
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.skipif(not _ffi.extension.kernels, reason="the library was built without kernels")
+@pytest.mark.skipif(not _extension.kernels, reason="the library was built without kernels")
 @pytest.mark.skipif(_nvrtc.reason_against() is not None, reason="no NVRTC")
 def test_kernels_take_every_row():
     machine = set(_support.reasons_against_machine())

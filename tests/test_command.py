@@ -13,7 +13,7 @@ import pytest
 
 import jaxflash
 from jaxflash import __main__ as command
-from jaxflash import _check, _config
+from jaxflash import _check, _config, _extension
 
 _TINY = ["--batch", "1", "--heads", "2", "--kv-heads", "1", "--head-size", "8", "--length", "16"]
 _QUICK = [*_TINY, "--dtype", "float32", "--seconds", "0.01"]
@@ -314,7 +314,7 @@ def test_paths():
     call = _check.Call(dtype="float32", head_dim=400)
     ran, why = _check.path(call, "forward", None)
     assert ran == "blockwise path"
-    reason = "head size 400" if jaxflash._ffi.extension.kernels else "without CUDA kernels"
+    reason = "head size 400" if _extension.kernels else "without CUDA kernels"
     assert any(reason in text for text in why)
     assert _check.path(call, "forward", "xla") == ("blockwise path", ("implementation='xla'",))
 

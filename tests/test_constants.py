@@ -4,6 +4,7 @@ from jaxflash import (
     _batch_axes,
     _batch_calls,
     _dense_mask,
+    _extension,
     _ffi,
     _kernel_program,
     _passes,
@@ -51,7 +52,7 @@ def test_constants_are_those_of_the_headers():
         ("walk_bytes", _batch_calls._WALK_BYTES),
         ("workspace_rows", _passes._WORKSPACE_ROWS),
     )
-    constants = _ffi.extension.constants
+    constants = _extension.constants
     assert {name for name, _ in repeated} == constants.keys()
     for name, value in repeated:
         assert value == constants[name], name

@@ -915,7 +915,7 @@ gradient = of(jaxflash.dot_product_attention)
 expected = of(jaxflash.reference.dot_product_attention)(*qkv)
 for x, y in zip(jax.tree.leaves(gradient(*qkv)), jax.tree.leaves(expected), strict=True):
     np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
-if jaxflash._ffi.extension.kernels:
+if jaxflash._extension.kernels:
     kernels = lambda *qkv: jnp.sum(jaxflash.dot_product_attention(*qkv, implementation="cuda"))
     traced = jax.jit(jax.value_and_grad(kernels, (0, 1, 2))).trace(*qkv)
     compiled = traced.lower(lowering_platforms=("cuda",)).compile().as_text()

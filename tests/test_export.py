@@ -12,7 +12,7 @@ from jax import export
 
 import jaxflash
 from check import assert_close, assert_same_bits
-from jaxflash import _api, _ffi, _kernel_program, _nvrtc, _ranges, _support, masks
+from jaxflash import _api, _extension, _ffi, _kernel_program, _nvrtc, _ranges, _support, masks
 from marks import needs_kernels
 from transformed_calls import B, H, K, N, S, T, on_cpu, random_qkv, uneven_loss
 
@@ -127,7 +127,7 @@ def _with_array(option, array):
 def test_export_of_arrays_over_symbolic_lengths(option, shape, platform):
     """Gradients, for CPU and, with the kernels where there are any, for CUDA; again in another
     scope, whose sizes have the same names."""
-    has_kernels = bool(_ffi.extension.kernels) and _nvrtc.reason_against() is None
+    has_kernels = bool(_extension.kernels) and _nvrtc.reason_against() is None
 
     def gradients(*arguments, path=None):
         def loss(query, key, array):
@@ -182,7 +182,7 @@ def _attend_packed(query, key, *boundaries, **options):
 )
 def test_export_of_segments_of_symbolic_lengths(attend, shapes, platform):
     """Gradients, for CPU and, with the kernels where there are any, for CUDA."""
-    has_kernels = bool(_ffi.extension.kernels) and _nvrtc.reason_against() is None
+    has_kernels = bool(_extension.kernels) and _nvrtc.reason_against() is None
 
     def gradients(query, key, *of_mask, path=None):
         def loss(query, key):
@@ -315,7 +315,7 @@ def test_export_of_sizes_that_the_kernels_need(shapes):
     ids = (np.tile(np.arange(n, dtype=np.int32) // 7, (B, 1)) for n in (T, S))
     arguments = on_cpu([query[..., :8], key[..., :8], *ids])
     assert_close(jax.jit(exported.call)(*arguments), jax.jit(gradient)(*arguments))
-    if _ffi.extension.kernels:
+    if _extension.kernels:
         with pytest.raises(NotImplementedError, match="when the program is exported"):
             jax.eval_shape(functools.partial(gradient, implementation="cuda"), *symbolic)
 
@@ -347,7 +347,7 @@ def test_export_for_cuda(symbolic):
 
 
 def _workspace_bytes(batch, q_len, kv_len, heads, kv_heads, left=1 << 30, right=1 << 30):
-    return _ffi.extension.forward_workspace_bytes(
+    return _extension.forward_workspace_bytes(
         dtype="bfloat16", batch=batch, q_len=q_len, kv_len=kv_len, q_heads=heads,
         kv_heads=kv_heads, head_dim=64, value_dim=64, left=left, right=right,
     )  # fmt: skip

@@ -12,7 +12,7 @@ import pytest
 
 import programs
 from another_process import run_python
-from jaxflash import _config, _ffi, _nvrtc, reference
+from jaxflash import _config, _extension, _ffi, _nvrtc, reference
 
 pytestmark = pytest.mark.gpu
 
@@ -51,7 +51,7 @@ def _numbers(query) -> tuple[jax.Array, jax.Array]:
 def _forward(source, query, key, value, *captures, causal=False, highest=False):
     rows = query.shape[:-1]
     kv_len, kv_heads, value_dim = value.shape[-3:]
-    workspace = _ffi.extension.forward_workspace_bytes(
+    workspace = _extension.forward_workspace_bytes(
         dtype=query.dtype.name, batch=int(np.prod(query.shape[:-3])), q_len=query.shape[-3],
         kv_len=kv_len, q_heads=query.shape[-2], kv_heads=kv_heads, head_dim=query.shape[-1],
         value_dim=value_dim, left=_UNLIMITED, right=0 if causal else _UNLIMITED, shared_units=0,
@@ -73,7 +73,7 @@ def _forward(source, query, key, value, *captures, causal=False, highest=False):
 def _backward(source, query, key, value, out, dout, lse, *captures, causal=False, highest=False):
     q_len, q_heads, head_dim = query.shape[-3:]
     kv_len, kv_heads, value_dim = value.shape[-3:]
-    workspace = _ffi.extension.backward_workspace_bytes(
+    workspace = _extension.backward_workspace_bytes(
         batch=int(np.prod(query.shape[:-3])), q_len=q_len, kv_len=kv_len, q_heads=q_heads,
         kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim,
     )  # fmt: skip

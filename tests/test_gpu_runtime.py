@@ -17,7 +17,7 @@ from another_process import run_python
 from busy_stream import matrix_products
 from cases import CASES
 from check import assert_same_bits, jitted
-from jaxflash import _api, _ffi, _kernel_program, masks
+from jaxflash import _api, _extension, _ffi, _kernel_program, masks
 
 pytestmark = pytest.mark.gpu
 
@@ -375,14 +375,14 @@ def test_smallest_variant_that_fits(pass_name, dtype):
     sizes = (8, 64, 72, 96, 104, 128, 136, 160, 192, 200, 256)
     for head_dim, value_dim in itertools.product(sizes, sizes):
         query, value = [2, 96, 4, head_dim], [2, 96, 4, value_dim]
-        variant = _ffi.extension.variant(
+        variant = _extension.variant(
             pass_name=pass_name, dtype=dtype, highest_precision=False, q=query, k=query, v=value
         )
         assert variant is not None
         family, *found = variant
         fitting = [
             [largest_head, largest_value]
-            for *kind, largest_head, largest_value in _ffi.extension.variants()
+            for *kind, largest_head, largest_value in _extension.variants()
             if kind == [family, pass_name, math]
             and largest_head >= head_dim
             and largest_value >= value_dim

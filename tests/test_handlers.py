@@ -7,10 +7,10 @@ import re
 import pytest
 
 from another_process import run_python
-from jaxflash import _ffi
+from jaxflash import _extension, _ffi
 
 pytestmark = pytest.mark.skipif(
-    not _ffi.extension.kernels, reason="the library was built without kernels"
+    not _extension.kernels, reason="the library was built without kernels"
 )
 
 # The handlers of CUDA as those of the CPU. Compiling a program calls the first of each call's
@@ -177,4 +177,4 @@ def test_handlers_take_nothing_else(failures, handler):
 
 
 def test_every_handler_has_a_target():
-    assert set(_ffi.TARGETS) == set(_ffi.extension.cuda_handlers())
+    assert set(_ffi.TARGETS) == set(_extension.cuda_handlers())

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxflash
-from jaxflash import _ffi
+from jaxflash import _extension, _ffi
 from jaxprs import equations
 
 
@@ -111,7 +111,7 @@ def test_bytes_at_32k(function, most):
 
 def _workspace(function, *operands) -> tuple[int, str]:
     """Bytes of the CUDA backward pass in a function's derivative, and its call."""
-    if not _ffi.extension.kernels:
+    if not _extension.kernels:
         pytest.skip("the library was built without kernels")
     traced = jax.jit(function).trace(*operands)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()

@@ -12,7 +12,7 @@ from jax import export
 
 import jaxflash
 from check import assert_same_bits
-from jaxflash import _blockwise, _ffi
+from jaxflash import _blockwise, _extension, _ffi
 
 N, K, H, VALUE = 4, 2, 16, 8
 
@@ -290,7 +290,7 @@ def test_export_of_any_number_of_sequences(tokens, alignment):
         _close(exported.call(query, ends), gradients(query, ends))
 
 
-@pytest.mark.skipif(not _ffi.extension.kernels, reason="needs the kernels' library")
+@pytest.mark.skipif(not _extension.kernels, reason="needs the kernels' library")
 @pytest.mark.parametrize("options", [{}, dict(is_causal=True)], ids=str)
 def test_packed_sequences_are_intervals(options):
     """Kernels test no element of a tile for its sequence: cuda/problem.h, MaskKind::kRanges."""
@@ -304,7 +304,7 @@ def test_packed_sequences_are_intervals(options):
     assert re.search(r"\bmask = 1 : i64", call), call
 
 
-@pytest.mark.skipif(not _ffi.extension.kernels, reason="needs the kernels' library")
+@pytest.mark.skipif(not _extension.kernels, reason="needs the kernels' library")
 @pytest.mark.parametrize("shared", [True, False])
 def test_band_of_packed_sequences(shared):
     """Of numbers in the packed arrays, where these are as far apart as positions are; else it is
@@ -328,7 +328,7 @@ def _forward_call(function, *types) -> str:
     return call
 
 
-@pytest.mark.skipif(not _ffi.extension.kernels, reason="needs the kernels' library")
+@pytest.mark.skipif(not _extension.kernels, reason="needs the kernels' library")
 @pytest.mark.parametrize("shared", [True, False])
 def test_relative_positions_of_packed_sequences(shared):
     """Boundaries that queries and keys share leave differences of positions what they are, so that

@@ -17,7 +17,7 @@ import pytest
 
 import jaxflash
 from another_process import run_python
-from jaxflash import _config, _ffi, _support
+from jaxflash import _config, _extension, _ffi, _support
 
 _ROOT = pathlib.Path(__file__).parents[1]
 
@@ -62,11 +62,11 @@ def test_build_stops_at_what_ptxas_calls_a_loss(tmp_path, report, fails):
     assert (report in done.stdout) == fails
 
 
-@pytest.mark.skipif(not _ffi.extension.kernels, reason="the library was built without kernels")
+@pytest.mark.skipif(not _extension.kernels, reason="the library was built without kernels")
 def test_kernels_of_other_sources_are_refused(tmp_path):
     """A library whose hash is another than the one that the extension was built with."""
     package = pathlib.Path(jaxflash.__file__).parent
-    extension = pathlib.Path(_ffi.extension.__file__)
+    extension = pathlib.Path(_extension.__file__)
     library = package / "libjaxflash_cuda.so"
     source_hash = ctypes.CDLL(str(library)).jaxflash_source_hash
     source_hash.restype = ctypes.c_char_p
@@ -232,7 +232,7 @@ def test_show_config(capsys):
     assert jaxflash.__version__ in text
     for word in ("jax", "FFI API", "kernels"):
         assert word in text
-    if _ffi.extension.kernels:
+    if _extension.kernels:
         assert "nvcc" in text
         assert "sm80" in text
         for line in re.findall(r"^    sm\d\d .*", text, re.MULTILINE):
@@ -246,12 +246,12 @@ def test_passes_compiled_at_run_time():
 
 def test_ffi_api_version():
     """One build registers on every supported jaxlib only with the headers of the oldest."""
-    assert tuple(_ffi.extension.ffi_api_version) == (0, 3)
+    assert tuple(_extension.ffi_api_version) == (0, 3)
 
 
-@pytest.mark.skipif(not _ffi.extension.kernels, reason="the library was built without kernels")
+@pytest.mark.skipif(not _extension.kernels, reason="the library was built without kernels")
 def test_every_pass_has_every_arithmetic():
-    built = {(pass_name, math) for _, pass_name, math, *_ in _ffi.extension.variants()}
+    built = {(pass_name, math) for _, pass_name, math, *_ in _extension.variants()}
     expected = {
         (pass_name, math)
         for pass_name in ("forward", "backward")

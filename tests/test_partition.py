@@ -18,10 +18,10 @@ from jax.sharding import PartitionSpec as P
 
 import jaxflash
 import kernels_in_jnp
-from jaxflash import _api, _batch_calls, _ffi, _partition, _passes
+from jaxflash import _api, _batch_calls, _extension, _ffi, _partition, _passes
 from meshes import cpu_mesh
 
-pytestmark = pytest.mark.skipif(not _ffi.extension.kernels, reason="needs the kernels' library")
+pytestmark = pytest.mark.skipif(not _extension.kernels, reason="needs the kernels' library")
 
 _B, _T, _N, _K, _H = 4, 20, 8, 4, 4
 

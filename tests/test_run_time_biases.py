@@ -22,7 +22,7 @@ from compiled_kernels import (
     compile_program,
 )
 from covering import covering
-from jaxflash import _api, _ffi, _kernel_program
+from jaxflash import _api, _extension, _kernel_program
 
 pytestmark = pytest.mark.usefixtures("kernel_cache")
 
@@ -285,7 +285,7 @@ def test_rows_of_a_held_bias_are_such(case):
 # ---- Columns of keys -----------------------------------------------------------------------------
 
 _KEY_TERMS, _DISTANCE_TERMS = (
-    _ffi.extension.constants[name] for name in ("key_terms", "distance_terms")
+    _extension.constants[name] for name in ("key_terms", "distance_terms")
 )
 
 

@@ -12,7 +12,7 @@ import jaxflash
 import programs
 from another_process import run_python
 from compiled_kernels import H200, compile_kernel, compile_program, fresh_constant
-from jaxflash import _config, _ffi, _nvrtc
+from jaxflash import _config, _extension, _nvrtc
 
 pytestmark = pytest.mark.usefixtures("kernel_cache")
 
@@ -58,12 +58,12 @@ def test_threads_share_a_compilation():
 
 _IN_ANOTHER_PROCESS = """
 import json, sys
-from jaxflash import _ffi
+from jaxflash import _extension
 source, kernel, limit = json.load(sys.stdin)
 if limit is not None:
     import resource
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-row = _ffi.extension.compile_kernel(source, kernel, "sm_90a")
+row = _extension.compile_kernel(source, kernel, "sm_90a")
 print(json.dumps(row))
 """
 
@@ -139,11 +139,11 @@ def test_remains_of_killed_processes_do_no_harm(kernel_cache):
     # The next process has the number of one that was killed while it wrote this file.
     run_python(f"""if True:
         import os, pathlib
-        from jaxflash import _ffi
+        from jaxflash import _extension
         for number in range(3):
             name = f".{file.name}.{{os.getpid()}}.{{number}}.tmp"
             pathlib.Path({str(kernel_cache)!r}, name).touch()
-        _ffi.extension.compile_kernel({_TINY % value!r}, "tiny", "sm_90a")
+        _extension.compile_kernel({_TINY % value!r}, "tiny", "sm_90a")
     """)
     assert len(file.read_bytes()) == len(sound)
 
@@ -179,11 +179,11 @@ def test_another_build_of_the_compiler_compiles_again(kernel_cache, tmp_path):
     def is_from_disk(library: Path) -> bool:
         printed = run_python(f"""if True:
             from pathlib import Path
-            from jaxflash import _ffi
-            headers = Path(_ffi.extension.__file__).parent / "include"
-            _ffi.extension.set_compiler([({str(library)!r}, {str(builtins)!r})], str(headers))
-            *_, from_disk = _ffi.extension.compile_kernel({_TINY % value!r}, "tiny", "sm_90a")
-            assert _ffi.extension.compiler() == ({_nvrtc.version()!r}, {str(library)!r})
+            from jaxflash import _extension
+            headers = Path(_extension.__file__).parent / "include"
+            _extension.set_compiler([({str(library)!r}, {str(builtins)!r})], str(headers))
+            *_, from_disk = _extension.compile_kernel({_TINY % value!r}, "tiny", "sm_90a")
+            assert _extension.compiler() == ({_nvrtc.version()!r}, {str(library)!r})
             print(from_disk)
         """)
         return printed.strip() == "True"
@@ -203,22 +203,22 @@ def test_folder_in_the_home_directory(monkeypatch, tmp_path):
         ("/a/~/b", "/a/~/b"),
     ):
         monkeypatch.setenv("JAXFLASH_CACHE_DIR", folder)
-        assert _ffi.extension.cache_folder() == expected
+        assert _extension.cache_folder() == expected
     monkeypatch.setenv("JAXFLASH_CACHE_DIR", "~/cache")
     assert not _elsewhere(1.0).from_disk
     assert len(list((tmp_path / "cache").iterdir())) == 1
     # A home directory that nobody knows: as if there were no folder.
     monkeypatch.delenv("HOME")
-    assert _ffi.extension.cache_folder() == ""
+    assert _extension.cache_folder() == ""
 
 
 def test_default_folder(monkeypatch, tmp_path):
     monkeypatch.delenv("JAXFLASH_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert _ffi.extension.cache_folder() == str(tmp_path / "jaxflash")
+    assert _extension.cache_folder() == str(tmp_path / "jaxflash")
     monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert _ffi.extension.cache_folder() == str(tmp_path / ".cache" / "jaxflash")
+    assert _extension.cache_folder() == str(tmp_path / ".cache" / "jaxflash")
 
 
 @pytest.mark.parametrize("given", ["{}", "~/sources"])
@@ -278,13 +278,13 @@ def test_without_a_compiler(libraries):
     """Told in one sentence, with what to install; plain calls do not care."""
     locations = [(library, None) for library in libraries]
     run_python(f"""if True:
-        from jaxflash import _ffi, _nvrtc
-        _ffi.extension.set_compiler({locations!r}, "/nonexistent")
+        from jaxflash import _extension, _nvrtc
+        _extension.set_compiler({locations!r}, "/nonexistent")
         assert _nvrtc.version() is None
         reason = _nvrtc.reason_against()
         assert "pip install" in reason and "NVRTC" in reason, reason
         try:
-            _ffi.extension.compile_kernel("", "x", "sm_90a")
+            _extension.compile_kernel("", "x", "sm_90a")
         except RuntimeError as error:
             assert str(error) == reason, error
         else:
@@ -294,11 +294,11 @@ def test_without_a_compiler(libraries):
 
 def test_without_headers():
     run_python("""if True:
-        from jaxflash import _ffi, _nvrtc
-        _ffi.extension.set_compiler(
+        from jaxflash import _extension, _nvrtc
+        _extension.set_compiler(
             [(str(a), b and str(b)) for a, b in _nvrtc._locations()], "/nonexistent")
         try:
-            _ffi.extension.compile_kernel("", "x", "sm_90a")
+            _extension.compile_kernel("", "x", "sm_90a")
         except RuntimeError as error:
             assert "/nonexistent" in str(error), error
         else:
@@ -310,12 +310,12 @@ def test_without_headers():
 
 _STAGES = """if True:
     import jax, numpy as np
-    from jaxflash import _ffi
+    from jaxflash import _extension
     # The CPU runs instantiation as a GPU does; there is no GPU to compile for.
     jax.devices()  # the CPU's registers kept handlers before kept types, the CUDA platform's after
-    type_id, type_info = _ffi.extension.state_types()["program"]
+    type_id, type_info = _extension.state_types()["program"]
     jax.ffi.register_ffi_type("state", dict(type_id=type_id, type_info=type_info), platform="cpu")
-    handlers = _ffi.extension.cuda_handlers()
+    handlers = _extension.cuda_handlers()
     for name in ("forward", "paged", "backward"):
         jax.ffi.register_ffi_target(name, handlers[name], platform="cpu")
     problem = dict(
@@ -404,6 +404,6 @@ _STAGES = """if True:
 
 def test_instantiation():
     """What is wrong with a program's attributes is told when XLA compiles."""
-    if _ffi.extension.devices():
+    if _extension.devices():
         pytest.skip("there is a GPU to compile for, and the program is not a whole one")
     run_python(_STAGES)

@@ -27,7 +27,7 @@ from compiled_kernels import (
     compile_program,
 )
 from covering import covering
-from jaxflash import _api, _ffi, _kernel_program
+from jaxflash import _api, _extension, _kernel_program
 from score_mods import SCORE_MODS, Sizes
 
 pytestmark = pytest.mark.usefixtures("kernel_cache")
@@ -74,7 +74,7 @@ def test_choices_of_several_elsewhere(name, pass_name, head_dim):
 
 # ---- Forward and backward ------------------------------------------------------------------------
 
-_INCLUDE = pathlib.Path(_ffi.extension.__file__).parent / "include"
+_INCLUDE = pathlib.Path(_extension.__file__).parent / "include"
 
 
 @pytest.mark.parametrize(

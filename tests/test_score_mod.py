@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxflash
-from jaxflash import _ffi, _program
+from jaxflash import _extension, _program
 from marks import needs_kernels
 from small_calls import (
     ATTENTIONS,
@@ -246,7 +246,7 @@ def test_float64_captures():
         with jax.numpy_dtype_promotion("standard"):
             assert_equal(lambda f, table: jax.grad(_loss, 1)(f, table, random_qkv(), make), table)
             reasons = jaxflash.supported(*random_qkv(), score_mod=make(table))
-        if _ffi.extension.kernels:
+        if _extension.kernels:
             assert any("float64" in reason for reason in reasons)
 
 
@@ -302,7 +302,7 @@ def test_complex_captures(x64, whole):
         angles = jnp.linspace(0.0, 2.0, S)
         assert_equal(derivatives, angles)
         turns = jnp.exp(jax.lax.complex(angles, angles))
-        if _ffi.extension.kernels:
+        if _extension.kernels:
             reason, *_ = jaxflash.supported(*random_qkv(), score_mod=make(turns))
             assert ("dtype float64" if x64 else "`complex`") in reason
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxflash
-from jaxflash import _ffi, _support
+from jaxflash import _extension, _support
 from marks import needs_kernels
 
 T, S, N, K, H, VALUE = 6, 5, 4, 2, 8, 3
@@ -391,12 +391,12 @@ def _lowering_warnings(*platforms, fresh=True, function=None, **options):
 
 def test_slow_path_on_cuda_warns():
     """Once for each reason, where CUDA is the target and nobody asked for the blockwise path."""
-    reason = "score_mod" if _ffi.extension.kernels else "without CUDA kernels"
+    reason = "score_mod" if _extension.kernels else "without CUDA kernels"
     (text,) = _lowering_warnings("cuda", **_REFUSED)
     assert reason in text
     assert "SlowPathWarning" in text
     assert _lowering_warnings("cuda", fresh=False, **_REFUSED) == []
-    if _ffi.extension.kernels:
+    if _extension.kernels:
         assert _lowering_warnings("cuda") == []  # the kernels
     assert _lowering_warnings("cpu", **_REFUSED) == []
     # As jax.export has it, and from no cache.
