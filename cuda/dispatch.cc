@@ -8,7 +8,6 @@
 #include <cstring>
 #include <iterator>
 #include <memory>
-#include <string>
 #include <utility>
 #include <vector>
 

@@ -2,7 +2,6 @@
 // defines one; the generated variants.h lists them.
 #pragma once
 
-#include <cstdint>
 #include <string>
 #include <vector>
 

@@ -4,6 +4,8 @@ See cuda/common/program.cuh for what each member is.
 """
 
 _PROGRAM = """\
+#include "common/logarithms.h"
+
 namespace jaxflash {{
 struct Program {{
   static constexpr bool kUnitSlope = {unit_slope};

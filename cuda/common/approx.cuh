@@ -1,8 +1,6 @@
 // Approximations of the special-function unit.
 #pragma once
 
-#include "common/logarithms.h"
-
 namespace jaxflash {
 
 __device__ __forceinline__ float exp2_approx(float x) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "common/dependency.cuh"
+#include "common/logarithms.h"
 #include "common/mask.cuh"
 #include "common/softmax.cuh"
 #include "common/tensor.cuh"

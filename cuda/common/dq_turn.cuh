@@ -1,7 +1,7 @@
 // Whose turn it is to add to dq, where gradients are to be bitwise the same from run to run.
 #pragma once
 
-#include "common/mask.cuh"
+#include "common/integers.h"
 
 namespace jaxflash {
 

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "common/approx.cuh"
-#include "common/mask.cuh"
+#include "common/logarithms.h"
 
 namespace jaxflash {
 

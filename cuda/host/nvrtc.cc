@@ -4,7 +4,6 @@
 #include <link.h>
 
 #include <algorithm>
-#include <cstdio>
 #include <cstring>
 #include <mutex>
 

@@ -3,7 +3,6 @@
 
 #include "common/integers.h"
 #include "common/memory_order.cuh"
-#include "sm80/ptx.cuh"
 
 namespace jaxflash::sm80 {
 

@@ -4,7 +4,6 @@
 
 #include "common/mask.cuh"
 #include "problem.h"
-#include "sm80/ptx.cuh"
 
 namespace jaxflash::sm80 {
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "common/approx.cuh"
+#include "common/logarithms.h"
 #include "common/program.cuh"
 #include "common/thread.cuh"
 

@@ -11,6 +11,7 @@
 // the same sum. Another tile's mean may be far from all that counts.
 #pragma once
 
+#include "common/logarithms.h"
 #include "common/mask.cuh"
 #include "common/tangent_reference.h"
 #include "common/tensor.cuh"

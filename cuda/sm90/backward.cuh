@@ -10,6 +10,7 @@
 #include "common/convert_dq.cuh"
 #include "common/delta.cuh"
 #include "common/launch.h"
+#include "common/logarithms.h"
 #include "common/program_kernels.h"
 #include "common/status.h"
 #include "common/workspace.h"

@@ -8,6 +8,7 @@
 #include "attention.h"
 #include "common/key_shares.h"
 #include "common/launch.h"
+#include "common/logarithms.h"
 #include "common/program_kernels.h"
 #include "common/status.h"
 #include "sm90/forward/clear_kernel.cuh"

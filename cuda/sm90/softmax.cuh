@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/approx.cuh"
+#include "common/logarithms.h"
 #include "common/mask.cuh"
 #include "sm90/hardware/ptx.cuh"
 

@@ -9,6 +9,7 @@
 // Weights take the registers of t: the next s is issued while they are read, the next t after.
 #pragma once
 
+#include "common/logarithms.h"
 #include "common/mask.cuh"
 #include "common/tangent_reference.h"
 #include "common/tensor.cuh"

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "common/dependency.cuh"
+#include "common/logarithms.h"
 #include "sm90/forward_traits.cuh"
 #include "sm90/scores.cuh"
 
