@@ -19,7 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jaxflash import _dropout, _mask, _spec, masks
+from jaxflash import _dropout, _mask, _spec
+from jaxflash._mask import Mask
+from jaxflash._mask_array import as_array
 
 if TYPE_CHECKING:
     from jaxflash._api import CausalAlignment, Implementation, Window
@@ -32,7 +34,7 @@ def dot_product_attention(
     key: ArrayLike,
     value: ArrayLike,
     bias: ArrayLike | None = None,
-    mask: ArrayLike | masks.Mask | None = None,
+    mask: ArrayLike | Mask | None = None,
     *,
     scale: ArrayLike | None = None,
     is_causal: bool = False,
@@ -77,7 +79,7 @@ def dot_product_attention(
 
             expected = jaxflash.reference.dot_product_attention(query, key, value, is_causal=True)
     """
-    if isinstance(mask, masks.Mask):
+    if isinstance(mask, Mask):
         mask, query_seq_lengths, key_value_seq_lengths = _dense(
             mask, query, key, query_seq_lengths, key_value_seq_lengths
         )
@@ -364,13 +366,13 @@ def _visible(spec, operands, distance):
     return visible
 
 
-def _dense(mask: masks.Mask, query, key, query_seq_lengths, key_value_seq_lengths):
+def _dense(mask: Mask, query, key, query_seq_lengths, key_value_seq_lengths):
     """A mask value as an array (*B, N, T, S), for what it means in a call with these lengths; and
     the lengths of the call with it, (*B) each."""
     *batch, q_len, q_heads, _ = jnp.shape(query)
     kv_len = jnp.shape(key)[-3]
-    mask &= masks.lengths(query_seq_lengths, key_value_seq_lengths)
-    array = masks.as_array(mask, (*batch, q_heads, q_len, kv_len))
+    mask &= _mask.lengths(query_seq_lengths, key_value_seq_lengths)
+    array = as_array(mask, (*batch, q_heads, q_len, kv_len))
     lengths = _mask.valid_lengths(mask, q_len, kv_len)
     return array, *(jnp.broadcast_to(x, batch) for x in lengths)
 
