@@ -306,6 +306,33 @@ def test_without_headers():
     """)
 
 
+def test_headers_that_could_not_be_read_are_read_again():
+    """With one file descriptor left the first folder opens, and those in it do not."""
+    run_python("""if True:
+        import os, resource
+        from jaxflash import _extension
+        source = '#include "common/integers.h"\\n__global__ void tiny(int* x) { *x = 1; }'
+        _extension.compiler()  # loaded while there are descriptors
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+        taken = []
+        try:
+            while True:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+        except OSError:
+            os.close(taken.pop())
+        try:
+            _extension.compile_kernel(source, "tiny", "sm_90a")
+        except RuntimeError as error:
+            assert "cannot read" in str(error) and "Too many open files" in str(error), error
+        else:
+            raise AssertionError
+        for descriptor in taken:
+            os.close(descriptor)
+        _extension.compile_kernel(source, "tiny", "sm_90a")
+    """)
+
+
 # ---- Stages --------------------------------------------------------------------------------------
 
 _STAGES = """if True:

@@ -4,6 +4,7 @@
 #include <dirent.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <cstring>
 #include <unordered_map>
@@ -34,21 +35,32 @@ HeaderFolder& header_folder() {
   return *folder;
 }
 
-void collect(const std::string& folder, const std::string& prefix,
+// Adds the headers of a folder and of those in it, whose names have no dot, as those of other files
+// may. Returns false, with errno, where it cannot read one.
+bool collect(const std::string& folder, const std::string& prefix,
              std::vector<std::string>* names) {
   DIR* const directory = opendir(folder.c_str());
-  if (directory == nullptr) return;
-  while (const dirent* entry = readdir(directory)) {
+  if (directory == nullptr) return errno == ENOTDIR;
+  int error = 0;
+  while (error == 0) {
+    errno = 0;  // the end is told from an error by it alone
+    const dirent* const entry = readdir(directory);
+    if (entry == nullptr) {
+      error = errno;
+      break;
+    }
     const std::string name = entry->d_name;
     if (name[0] == '.') continue;
     const size_t dot = name.rfind('.');
     if (dot == std::string::npos) {
-      collect(folder + "/" + name, prefix + name + "/", names);
+      if (!collect(folder + "/" + name, prefix + name + "/", names)) error = errno;
     } else if (name.substr(dot) == ".h" || name.substr(dot) == ".cuh") {
       names->push_back(prefix + name);
     }
   }
   closedir(directory);
+  errno = error;
+  return error == 0;
 }
 
 // Read once: what is compiled is what the key was made of.
@@ -57,7 +69,11 @@ Status read_headers(std::shared_ptr<const HeaderFiles>* headers) {
   const std::lock_guard<std::mutex> lock(folder.mutex);
   if (folder.read == nullptr) {
     std::vector<std::string> names;
-    collect(folder.path, "", &names);
+    if (!collect(folder.path, "", &names)) {
+      return error_status("cannot read the kernels' sources in %s: %s%s", folder.path.c_str(),
+                          std::strerror(errno),
+                          errno == ENOENT ? ", the installation is not complete" : "");
+    }
     std::sort(names.begin(), names.end());
     HeaderFiles all;
     Sha256 digest;
