@@ -135,6 +135,23 @@ def _times_as_floats(score, b, h, q, kv, query_times, key_times):
     return score - 0.7 * (query_times[q] - key_times[kv])
 
 
+def _log_of_times(score, b, h, q, kv, query_times, key_times):
+    """Whose difference is there before anything is added to it."""
+    return score - jnp.log(query_times[q] - key_times[kv] + 1001.0)
+
+
+def _padding(score, b, h, q, kv, table, keep):
+    """What hides is large, and nothing where it does not: others are added to that."""
+    return score + table[h, kv] + (1.0 - keep[b, kv].astype(jnp.float32)) * -1e9
+
+
+def _quotients(score, b, h, q, kv, widths):
+    """Of whole numbers, rounded down and compared where they are whole."""
+    product = q.astype(jnp.float32) * kv.astype(jnp.float32)
+    bucket = (product / widths[h]).astype(jnp.int32) - (product / 10.0 >= 1.0)
+    return score + 0.1 * jnp.floor(product / 49.0) + 0.1 * bucket
+
+
 def _squared_distance(score, b, h, q, kv):
     return score - 1e-3 * (q - kv) ** 2 + 1e-5 * (q - kv) ** 3
 
@@ -341,6 +358,18 @@ SCORE_MODS = {
             _times_as_floats,
             lambda s, r: {k: x.astype(np.float32) for k, x in _times_of(s, r, 131_072).items()},
         ),
+        _row(
+            _log_of_times,
+            lambda s, r: {k: x.astype(np.float32) for k, x in _times_of(s, r, 30_000_000).items()},
+        ),
+        _row(
+            _padding,
+            lambda s, r: {
+                "table": _normal(r, s.heads, s.kv_len),
+                "keep": r.random((s.batch, s.kv_len)) < 0.7,
+            },
+        ),
+        _row(_quotients, lambda s, r: {"widths": np.float32(49.0) + np.zeros(s.heads, np.float32)}),
         _row(_squared_distance),
         _row(_documents, _ids),
         _row(_documents_finite, _ids),

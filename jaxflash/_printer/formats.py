@@ -18,6 +18,7 @@ FLOAT_FORMATS = {
     "neg": "-{0}",
     "fma": "fmaf({0}, {1}, {2})",
     "divide": "__fdividef({0}, {1})",
+    "quotient": "__fdiv_rn({0}, {1})",
     "abs": "fabsf({0})",
     "max": "max_nan({0}, {1})",
     "min": "min_nan({0}, {1})",

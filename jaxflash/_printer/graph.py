@@ -22,6 +22,7 @@ from jaxflash._printer.node import (
     Node,
     absorbs,
     affine,
+    cancels,
     chooses_constants,
     excludes,
     fits_float,
@@ -29,6 +30,7 @@ from jaxflash._printer.node import (
     is_difference,
     is_finite,
     is_hoistable,
+    is_lost,
     is_low_bits_of_difference,
     is_nonnegative,
     linear,
@@ -49,6 +51,7 @@ class Graph:
         self._nodes: dict[Any, Node] = {}
         self._floats_by_parts: dict[Node, Node | None] = {}
         self._scaled: dict[tuple[Node, str], Node] = {}
+        self._quotients: dict[Node, tuple[Node, Node]] = {}  # what was divided, by the result
         self._distance_is_difference = distance_is_difference
         self.subtracts_positions = False
 
@@ -235,12 +238,19 @@ class Graph:
         return self.node(op, args, "float32")
 
     def add(self, x: Node, y: Node) -> Node:
-        (constant, terms), (other_constant, other_terms) = linear(x), linear(y)
-        if x.deps & SCORE and is_difference(y):
-            other_constant, other_terms = 0.0, {y: 1.0}
-        if y.deps & SCORE and is_difference(x):
-            constant, terms = 0.0, {x: 1.0}
-        for term, coefficient in other_terms.items():
+        for constant, other in ((x, y), (y, x)):
+            if constant.op == "constant":
+                stays = cancels(other) or is_lost(constant.value, linear(other)[0])
+                return self._added(
+                    linear(constant), (0.0, {other: 1.0}) if stays else linear(other)
+                )
+        return self._added(*((0.0, {a: 1.0}) if is_difference(a) else linear(a) for a in (x, y)))
+
+    def _added(self, x: tuple[float, dict[Node, float]], y: tuple[float, dict[Node, float]]):
+        """The sum of two, each a constant and the coefficients of terms."""
+        (constant, terms), (other_constant, others) = x, y
+        terms = dict(terms)
+        for term, coefficient in others.items():
             terms[term] = terms.get(term, 0.0) + coefficient
             if terms[term] == 0.0 and is_finite(term):
                 del terms[term]
@@ -253,7 +263,8 @@ class Graph:
         key = x, repr(factor)
         if key not in self._scaled:
             constant, terms = linear(x)
-            if is_difference(x) and math.frexp(factor)[0] not in (0.5, -0.5):
+            rounds = is_difference(x) and not _is_power_of_two(factor)
+            if x.op == "sum" and (rounds or not math.isfinite(factor)):
                 constant, terms = 0.0, {x: 1.0}
             self._scaled[key] = self._sum(
                 _times(constant, factor) if constant or not terms else 0.0,
@@ -296,12 +307,13 @@ class Graph:
         return self.scaled(self.atom("product", *factors), factor)
 
     def _multiply_polynomials(self, x: Node, y: Node) -> Node | None:
-        """Multiplied out where both are polynomials of one tanh: its derivative cancels then."""
+        """Multiplied out where both are linear in one tanh: its derivative cancels then. Of higher
+        degree they are not, as powers of `1 - tanh` would be rounded where they are near 0."""
         of_x, of_y = polynomial(x), polynomial(y)
         if of_x is None or of_y is None or of_x[0] is not of_y[0]:
             return None
         atom, left = of_x
-        if max(left) + max(of_y[1]) > _MOST_FACTORS:
+        if max(left) + max(of_y[1]) > 2:
             return None
         powers: dict[int, float] = {}
         for i, a in left.items():
@@ -330,7 +342,7 @@ class Graph:
             else:
                 chosen = self.extremum(term.op, a, b)
             others = {t: c for t, c in terms.items() if t is not term}
-            return self.add(self._sum(constant, others), chosen)
+            return self._added((constant, others), linear(chosen))
         if constant == 0.0 and len(terms) == 1:
             ((term, coefficient),) = terms.items()
             if coefficient == 1.0:
@@ -341,10 +353,24 @@ class Graph:
 
     def divide(self, x: Node, y: Node) -> Node:
         if y.op == "constant" and y.value != 0.0:
-            return self.scaled(x, 1.0 / y.value)
-        if y.deps & SCORE or y.op == "constant":
+            result = self.scaled(x, 1.0 / y.value)
+        elif y.deps & SCORE or y.op == "constant":
             return self.atom("divide", x, y)
-        return self.multiply(x, self.atom("reciprocal", y))
+        else:
+            result = self.multiply(x, self.atom("reciprocal", y))
+        if not (x.deps & SCORE or (y.op == "constant" and _is_power_of_two(y.value))):
+            self._quotients[result] = x, y
+        return result
+
+    def rounded_quotient(self, x: Node) -> Node:
+        """`x`; a quotient without the score as JAX rounds it, ahead of other factors: it may be a
+        whole number, or almost. XLA multiplies by the inverse of a constant."""
+        if x not in self._quotients:
+            return x
+        dividend, divisor = self._quotients[x]
+        if divisor.op == "constant":
+            return self.atom("times", dividend, self.constant(1.0 / divisor.value))
+        return self.atom("quotient", dividend, divisor)
 
     def absolute(self, x: Node) -> Node:
         return x if x.op == "abs" else self.atom("abs", x)
@@ -477,6 +503,11 @@ _FOLD: dict[str, Callable] = {
     "or": lambda x, y: x | y,
     "xor": lambda x, y: x ^ y,
 }
+
+
+def _is_power_of_two(x: float) -> bool:
+    """Whether products and quotients by it are exact."""
+    return math.frexp(x)[0] in (0.5, -0.5)
 
 
 def _times(x: float, factor: float) -> float:

@@ -227,14 +227,41 @@ def linear(x: Node) -> tuple[float, dict[Node, float]]:
 
 @_fact
 def is_difference(x: Node) -> bool:
-    """Of what a row has and what a column has: both may be large where it is not, so that it is
-    rounded as it is, ahead of what is done with it."""
+    """Whether what it is made of may be large where it is not, as in `1 - mask` times -1e9 or in
+    differences of times: it is rounded as it is, ahead of what is done with it. Sums with the score
+    are not, which is rounded itself."""
     if x.op != "sum" or x.deps & SCORE:
         return False
-    of_rows, of_columns = (
-        {c > 0.0 for term, c in linear(x)[1].items() if term.deps == deps} for deps in (ROW, COLUMN)
-    )
-    return (True in of_rows and False in of_columns) or (False in of_rows and True in of_columns)
+    constant, terms = linear(x)
+    if all(map(_is_number, terms)):
+        places = {(c > 0.0, term.deps) for term, c in terms.items()}
+        return ((True, ROW) in places and (False, COLUMN) in places) or (
+            (False, ROW) in places and (True, COLUMN) in places
+        )
+    # A sign may be that of the choices in a term.
+    return constant != 0.0 or cancels(x)
+
+
+@_fact
+def cancels(x: Node) -> bool:
+    """Whether a sum without the score is a difference of others than numbers of queries and keys,
+    which constants are added to without rounding."""
+    if x.op != "sum" or x.deps & SCORE:
+        return False
+    terms = linear(x)[1]
+    return len({c > 0.0 for c in terms.values()}) > 1 and not all(map(_is_number, terms))
+
+
+def is_lost(x: float, y: float) -> bool:
+    """Whether fewer than 10 bits may be left of the smaller one of two constants in their sum, as
+    of an epsilon."""
+    smaller, larger = sorted(map(abs, (x, y)))
+    return 0.0 < smaller < 2.0**-14 * larger < math.inf
+
+
+def _is_number(x: Node) -> bool:
+    """Whether it is the number of a query, a key, a head or a batch element, or a distance."""
+    return x.op == "input" or (x.op == "to_float" and x.args[0].op == "input")
 
 
 def polynomial(x: Node) -> tuple[Node, dict[int, float]] | None:
@@ -279,7 +306,8 @@ def is_finite(x: Node) -> bool:
     if x.op in ("sin", "cos"):
         return is_finite(x.args[0])
     if x.op == "sum":
-        return all(map(is_finite, x.args)) and math.isfinite(x.value[0])
+        constant, coefficients = x.value
+        return all(map(is_finite, x.args)) and all(map(math.isfinite, (constant, *coefficients)))
     if x.op in ("product", "times", "abs", "min", "max"):
         return all(map(is_finite, x.args))
     if x.op == "select":
