@@ -147,13 +147,17 @@ def number(name: str, x) -> float:
     if isinstance(x, jax.core.Tracer):
         raise ValueError(f"{name} must be a Python number known at trace time, got {x!r}")
     shape = getattr(x, "shape", ())
-    if isinstance(x, bool | str) or shape != ():
+    is_real = not isinstance(x, bool | str | bytes | bytearray)
+    if isinstance(x, np.generic | np.ndarray | jax.Array):  # others convert what is real alone
+        is_real = any(jnp.issubdtype(x.dtype, kind) for kind in (jnp.floating, jnp.integer))
+    if not is_real or shape != ():
         got = repr(x) if shape == () else f"an array of shape {shape}"
-        raise ValueError(f"{name} must be a number, got {got}")
+        raise ValueError(f"{name} must be a real number, got {got}")
     try:
         return float(x)
     except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"{name} must be a number, got {type(x).__name__}: {error}") from error
+        got = type(x).__name__
+        raise ValueError(f"{name} must be a real number, got {got}: {error}") from error
 
 
 def flag(name: str, x) -> bool:

@@ -62,9 +62,9 @@ def merge_attention(
             out, lse = jaxflash.merge_attention(outs, lses)
     """
     outs, lses = _stacked("outs", outs), _stacked("lses", lses)
-    if outs.shape[:-1] != lses.shape:
+    if outs.ndim < 4 or outs.shape[:-1] != lses.shape:
         raise ValueError(
-            "lses must have the shape of outs without its last axis, "
+            "outs must have shape (P, *B, T, N, h) and lses that without its last axis, "
             f"got outs {outs.shape} and lses {lses.shape}"
         )
     dtype = jnp.float64 if jnp.float64 in (outs.dtype, lses.dtype) else jnp.float32

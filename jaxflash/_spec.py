@@ -245,11 +245,11 @@ def make(
         raise ValueError(f"dropout_rng must be a PRNG key when dropout_rate > 0 ({dropout_rate})")
 
     spec = AttentionSpec(
-        scale=1.0 if _is_traced_scale(scale) else _scale(scale, head_dim),
+        scale=1.0 if _is_traced_scale(scale) else _scale(scale, head_dim, query.dtype),
         left=who_sees_whom.left,
         right=who_sees_whom.right,
         bottom_right=who_sees_whom.bottom_right,
-        logits_soft_cap=_soft_cap(logits_soft_cap),
+        logits_soft_cap=_soft_cap(logits_soft_cap, query.dtype),
         dropout_rate=dropout_rate,
         highest_precision=_highest_precision(precision),
         deterministic_backward=flag("deterministic_backward", deterministic_backward),
@@ -517,23 +517,26 @@ def _is_traced_scale(scale) -> bool:
     return True
 
 
-def _scale(scale, head_dim) -> float:
+def _scale(scale, head_dim, query_dtype) -> float:
     if scale is None:
         if not isinstance(head_dim, int):
             raise ValueError(f"scale must be given for a symbolic head size ({head_dim}), got None")
         return 1.0 / math.sqrt(head_dim)
-    scale = number("scale", scale)
-    if not math.isfinite(scale):
-        raise ValueError(f"scale must be finite, got {scale}")
+    scale, computed = number("scale", scale), jnp.finfo(compute_dtype(query_dtype))
+    if not abs(scale) <= float(computed.max):
+        raise ValueError(f"scale must be finite in {computed.dtype}, got {scale}")
     return scale
 
 
-def _soft_cap(cap) -> float | None:
+def _soft_cap(cap, query_dtype) -> float | None:
     if cap is None:
         return None
-    cap = number("logits_soft_cap", cap)
-    if not (math.isfinite(cap) and cap > 0.0):
-        raise ValueError(f"logits_soft_cap must be positive and finite, got {cap}")
+    cap, computed = number("logits_soft_cap", cap), jnp.finfo(compute_dtype(query_dtype))
+    if not float(computed.tiny) <= cap <= float(computed.max):
+        raise ValueError(
+            f"logits_soft_cap must be positive, from {computed.tiny} to {computed.max} in "
+            f"{computed.dtype}, got {cap}"
+        )
     return cap
 
 

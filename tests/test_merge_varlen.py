@@ -141,6 +141,7 @@ def test_merge_keeps_the_dtype():
         ([np.ones((5, N, VALUE)), np.ones((4, N, VALUE))], np.ones((2, 5, N)), "outs"),
         (np.ones((2, 5, N, VALUE), np.int32), np.ones((2, 5, N)), "outs"),
         (np.ones((2, 5, N, VALUE)), None, "lses"),
+        (np.ones((2, 5)), np.ones(2), r"\(P, \*B, T, N, h\)"),
         ([np.ones((5, N, VALUE)), None], np.ones((2, 5, N)), "outs"),
     ],
 )  # fmt: skip

@@ -77,7 +77,7 @@ ERRORS = {
     "mask integer": (dict(mask=_ones(T, S, dtype=np.int32)), ["mask", "bool", "int32"]),
     "mask shape": (dict(mask=_ones(S, T, dtype=bool)), ["mask", "(5, 6)"]),
     "scale text": (dict(scale="big"), ["scale"]),
-    "scale bytes": (dict(scale=b"big"), ["scale", "bytes"]),
+    "scale bytes": (dict(scale=b"2"), ["scale", "real number", "b'2'"]),
     "scale too large": (dict(scale=10**400), ["scale", "int"]),
     "scale array": (dict(scale=_ones(2)), ["scale"]),
     "scale abstract array": (
@@ -132,6 +132,17 @@ ERRORS = {
     "soft cap zero": (dict(logits_soft_cap=0.0), ["logits_soft_cap", "0.0"]),
     "soft cap negative": (dict(logits_soft_cap=-1.0), ["logits_soft_cap", "-1.0"]),
     "soft cap text": (dict(logits_soft_cap="x"), ["logits_soft_cap"]),
+    "soft cap beyond float32": (
+        dict(logits_soft_cap=1e39),
+        ["logits_soft_cap", "float32", "1e+39"],
+    ),
+    "soft cap below float32": (
+        dict(logits_soft_cap=1e-39),
+        ["logits_soft_cap", "float32", "1e-39"],
+    ),
+    "scale beyond float32": (dict(scale=-1e39), ["scale", "float32", "-1e+39"]),
+    "scale complex": (dict(scale=np.complex64(1 + 5j)), ["scale", "real number", "1+5j"]),
+    "scale bool": (dict(scale=np.bool_(True)), ["scale", "real number", "True"]),
     "sink shape": (dict(sink=_ones(K)), ["sink", "(2,)", "(4,)"]),
     "sink integer": (dict(sink=_ones(N, dtype=np.int32)), ["sink", "int32"]),
     "alibi shape": (dict(alibi_slopes=_ones(3, N)), ["alibi_slopes", "(3, 4)"]),
