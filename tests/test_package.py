@@ -174,9 +174,8 @@ def test_imports_go_one_way():
 
 
 def test_paths_are_apart():
-    """Custom calls need nothing of the blockwise path, at any remove. The definition, against which
-    both are tested, imports nothing of either itself; `masks`, which has the meaning of masks, does
-    for plans."""
+    """Custom calls need nothing of the blockwise path, at any remove; the definition, against which
+    both are tested, needs nothing of either, and calls no score programs itself."""
     imports = _imports()
 
     def below(module: str) -> set[str]:
@@ -187,7 +186,8 @@ def test_paths_are_apart():
     assert imports.keys() >= blockwise | calls
     for module in calls:
         assert not below(module) & blockwise, module
-    assert not imports["reference"] & (blockwise | calls | {"_kernels", "_program", "_scores"})
+    assert not imports["reference"] & {"_program", "_scores"}
+    assert not below("reference") & (blockwise | calls | {"_kernels", "_derivatives"})
 
 
 def test_import_time():
