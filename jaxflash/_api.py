@@ -15,7 +15,7 @@ from jaxflash._mask import Mask
 Implementation = _spec.Implementation
 CausalAlignment = _spec.CausalAlignment
 ScoreMod = _spec.ScoreMod
-Window = int | tuple[int | None, int | None] | None
+Window = _spec.Window
 
 
 class PackedOptions(TypedDict, total=False):

@@ -35,6 +35,7 @@ from jaxflash._program import Program
 Implementation = Literal["cuda", "xla"]
 CausalAlignment = Alignment
 ScoreMod = Callable[..., Any]
+Window = int | tuple[int | None, int | None] | None
 
 IMPLEMENTATIONS = ("cuda", "xla")
 DTYPES = ("float16", "bfloat16", "float32", "float64")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +22,7 @@ from jax.typing import ArrayLike
 from jaxflash import _dropout, _mask, _spec
 from jaxflash._mask import Mask
 from jaxflash._mask_array import as_array
-
-if TYPE_CHECKING:
-    from jaxflash._api import CausalAlignment, Implementation, Window
+from jaxflash._spec import CausalAlignment, Implementation, Window
 
 __all__ = ["dot_product_attention", "paged_attention", "varlen_attention"]
 
