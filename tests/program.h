@@ -11,6 +11,7 @@
 
 inline float __fdividef(float x, float y) { return x / y; }
 inline float __fdiv_rn(float x, float y) { return x / y; }
+inline float __fmul_rn(float x, float y) { return x * y; }
 inline float __sinf(float x) { return sinf(x); }
 inline float __cosf(float x) { return cosf(x); }
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }

@@ -429,6 +429,12 @@ def test_sums_over_queries():
         (lambda s, b, h, q, kv: s + own[h] * (q - kv).astype(jnp.float32), [(0, of_head)]),
         (lambda s, b, h, q, kv: 30.0 * jnp.tanh((s + keys[b, kv]) / 30.0), [(0, of_keys)]),
         (lambda s, b, h, q, kv: jnp.where(q >= kv, s + keys[b, kv], -jnp.inf), [(0, of_keys)]),
+        (
+            lambda s, b, h, q, kv: (
+                (s + 0.3 * keys[b, kv]) * (1.0 + jnp.exp(-h.astype(jnp.float32)))
+            ),
+            [(0, of_keys)],
+        ),
         # Of the score, of other captures, of another index, of an index clamped or computed.
         (lambda s, b, h, q, kv: s * own[h], []),
         (lambda s, b, h, q, kv: s + keys[b, kv] * own[h], []),

@@ -158,6 +158,89 @@ _NOT_TAKEN = {
 }
 
 
+def _distance(q, kv):
+    return (q - kv).astype(jnp.float32)
+
+
+def _hidden_by(visible):
+    return (1.0 - visible.astype(jnp.float32)) * -1e9
+
+
+_WIDTHS = jnp.array([7.0, 11.0, 13.0, 9.0], jnp.float32)
+_KEYS = jnp.linspace(-1.0, 1.0, SIZES.kv_len, dtype=jnp.float32)
+_TIMES = 3e7 + 2.0 * jnp.arange(SIZES.q_len, dtype=jnp.float32)
+# What is said of each is of its sums, quotients and steps.
+_EXACT = {
+    "threshold": lambda s, b, h, q, kv: s + _hidden_by((s > 0.5) & (q >= kv)),
+    "threshold, bias": lambda s, b, h, q, kv: s + _KEYS[kv] + _hidden_by(s > 0.5),
+    "sign, bias": lambda s, b, h, q, kv: (
+        s + _KEYS[kv] + (1.0 - (jnp.sign(s - 0.3) + 1.0) / 2.0) * -1e9
+    ),
+    "rounded": lambda s, b, h, q, kv: s + _hidden_by(jnp.round(jax.nn.sigmoid(s))),
+    "time": lambda s, b, h, q, kv: s - 0.5 * (_TIMES[q] - _TIMES[kv]),
+    "time of keys": lambda s, b, h, q, kv: s + (_TIMES[kv] - 3e7),
+    "taper": lambda s, b, h, q, kv: (
+        s + jnp.where(q - kv <= 11, jnp.log((11.0 - _distance(q, kv)) / 11.0), -jnp.inf)
+    ),
+    "taper of heads": lambda s, b, h, q, kv: s + jnp.where(
+        jnp.abs(_distance(q, kv)) <= _WIDTHS[h],
+        jnp.sqrt(1.0 - jnp.square(_distance(q, kv) / _WIDTHS[h])),
+        0.0,
+    ),
+    "product": lambda s, b, h, q, kv: s + jnp.where(
+        jnp.abs(_distance(q, kv)) <= _WIDTHS[h],
+        jnp.sqrt(1.0 - (_distance(q, kv) / _WIDTHS[h]) * (_distance(q, kv) / _WIDTHS[h])),
+        0.0,
+    ),
+    "negated twice": lambda s, b, h, q, kv: (
+        s + jnp.sqrt(jnp.maximum(1.0 - (-(_distance(q, kv) / _WIDTHS[h])), 0.0))
+        - jnp.where(jnp.negative(-(_distance(q, kv) / 7.0)) >= 1.0, 1.0, 0.0)
+    ),
+    "floor": lambda s, b, h, q, kv: s - jnp.floor(_distance(q - 5, kv) * 0.7),
+    "floor of a multiple": lambda s, b, h, q, kv: (
+        s - jnp.floor(_distance(q, kv) / _WIDTHS[h] * 4.0)
+        + jnp.floor(jnp.minimum(_distance(q, kv) / _WIDTHS[h], 2.0))
+    ),
+    "rest": lambda s, b, h, q, kv: s - jax.lax.rem(_distance(q, kv) / _WIDTHS[h], 1.0),
+    "multiplied and divided": lambda s, b, h, q, kv: (
+        s + 1e-3 * ((_distance(q, kv) * 41.0) / 41.0) - jnp.floor(_distance(q, kv))
+    ),
+    "power": lambda s, b, h, q, kv: 1e-9 + 0.3 * (1.0 - jnp.tanh(0.1 * s)) ** 3,
+    "infinite factor": lambda s, b, h, q, kv: jnp.where(
+        q > kv, (jnp.abs(jax.lax.stop_gradient(s)) + 1.0) * -jnp.inf, s
+    ),
+}  # fmt: skip
+
+
+def test_what_is_exact_stays_exact(tmp_path):
+    """Where the terms of a sum cancel, and a step, a root or a logarithm tells zero from almost."""
+    prints = [print_function(function) for function in _EXACT.values()]
+    library = CompiledPrograms([printed.source for printed, _ in prints], tmp_path)
+    points = random_points(np.random.default_rng(5))
+    for number, (function, (printed, captures)) in enumerate(
+        zip(_EXACT.values(), prints, strict=True)
+    ):
+        check_program(library, number, printed, captures, function, points)
+
+
+def test_roundings_are_not_left_to_the_compiler():
+    """Which makes one operation of a product and a sum."""
+    for name, divides in ("taper of heads", "__fdiv_rn("), ("negated twice", "__fmul_rn("):
+        assert divides in print_function(_EXACT[name])[0].source
+
+
+def test_what_needs_no_rounding_stays_simple():
+    for function, follows in (
+        (lambda s, b, h, q, kv: s - sum([_distance(q, kv) / _WIDTHS[h]]), True),
+        (lambda s, b, h, q, kv: s + (1.0 - jnp.abs(_distance(q, kv)) / _WIDTHS[h]), False),
+        (lambda s, b, h, q, kv: (s + 1e-6) - 0.1 * _distance(q, kv) + 1.0, False),
+    ):
+        printed, _ = print_function(function, sides=("before", "behind"))
+        assert printed.unit_slope
+        assert ("kFollowsDistance = true" in printed.source) == follows
+        assert "_rn(" not in printed.source
+
+
 def test_branches_that_are_not_taken(tmp_path):
     """Where they are not finite they reach neither the logit nor the slope."""
     printed = [print_function(function) for function in _NOT_TAKEN.values()]

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 LOG2_E = math.log2(math.e)
 _LN_2 = math.log(2.0)
 _INTEGERS = ("int32", "uint32")
-_TO_WHOLE_NUMBERS = ("floor", "ceil", "round")
+# Of numbers that are steps, or steep at zero.
+_STEEP = ("floor", "ceil", "round", "rem", "sqrt", "rsqrt", "cbrt", "log", "log2", "log1p", "pow")
 # Each is one entry of `FLOAT_FORMATS`.
 _SAME = ("exp2", "tanh", "erf_inv", "pow", "atan2", *WITH_SUFFIX)
 _UNSET = ("empty", "empty2")
@@ -254,7 +255,7 @@ class Builder:
             return graph.compare("ne", x, graph.constant(0, x.dtype))
         if x.op == "constant" and x.dtype != "float32":
             return graph.constant(x.value, dtype)
-        x = graph.rounded_quotient(x)
+        x = graph.rounded(x)
         return graph.node("to_int" if dtype == "int32" else "to_uint", (x,), dtype)
 
     def _operation(self, eqn, name: str, dtype: str, args: list[Node]) -> Node | None:
@@ -270,7 +271,7 @@ class Builder:
                 self._unset.add(eqn.outvars[0])
             return chosen or args[1]
         if name in COMPARE:
-            return graph.compare(name, *map(graph.rounded_quotient, args))
+            return graph.compare(name, *map(graph.rounded, args))
         if name == "clamp":
             low, x, high = args
             name, args = "min", [self._operation(eqn, "max", dtype, [low, x]) or x, high]
@@ -339,8 +340,8 @@ class Builder:
 
     def _of_floats(self, eqn, name: str, args: list[Node]) -> Node | None:
         graph = self._graph
-        if name in _TO_WHOLE_NUMBERS:
-            args = [graph.rounded_quotient(args[0])]
+        if name in _STEEP:
+            args = list(map(graph.rounded, args))
         x, y = args[0], args[-1]
         constant = graph.constant
         if name in ("add", "add_any"):

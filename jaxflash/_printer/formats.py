@@ -19,6 +19,7 @@ FLOAT_FORMATS = {
     "fma": "fmaf({0}, {1}, {2})",
     "divide": "__fdividef({0}, {1})",
     "quotient": "__fdiv_rn({0}, {1})",
+    "rounded_times": "__fmul_rn({0}, {1})",  # not made one with an addition
     "abs": "fabsf({0})",
     "max": "max_nan({0}, {1})",
     "min": "min_nan({0}, {1})",

@@ -15,7 +15,7 @@ from jaxflash._printer.node import (
     depends_on_difference,
     is_along_diagonals,
     is_finite,
-    linear,
+    multiple_of,
 )
 from jaxflash._sizes import at_most
 
@@ -261,12 +261,8 @@ def key_weight(graph: Graph, partial: Node, slope: Node) -> Node | None:
         weight = partial
     else:
         # What is added to the score itself, or a multiple of it, has a multiple of the slope.
-        (constant, terms), (of_one, of_slope) = linear(partial), linear(slope)
-        # What cancels stays with a coefficient of 0 where it may be infinite.
-        if terms.keys() != of_slope.keys() or 0.0 in of_slope.values():
+        factor = multiple_of(partial, slope)
+        if factor is None:
             return None
-        factors = {terms[x] / of_slope[x] for x in terms}
-        if len(factors) != 1 or constant != of_one * min(factors):
-            return None
-        weight = graph.constant(factors.pop())
+        weight = graph.constant(factor)
     return None if weight.deps & SCORE or not is_finite(weight) else weight

@@ -1,7 +1,7 @@
 """Scalar expressions as a graph in which equal ones are one node, simplified as it is made.
 
 Sums and products of floats are kept as linear combinations of monomials, so that constant factors
-end up in coefficients.
+end up in coefficients. Sums that may cancel are terms of others as they are (`is_difference`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from jaxflash._printer.node import (
     ROW,
     SCORE,
     Node,
+    Terms,
     absorbs,
     affine,
-    cancels,
+    as_terms,
     chooses_constants,
     excludes,
     fits_float,
@@ -30,10 +31,10 @@ from jaxflash._printer.node import (
     is_difference,
     is_finite,
     is_hoistable,
-    is_lost,
     is_low_bits_of_difference,
     is_nonnegative,
     linear,
+    may_cancel,
     polynomial,
     rounds_down,
     wraps,
@@ -51,7 +52,7 @@ class Graph:
         self._nodes: dict[Any, Node] = {}
         self._floats_by_parts: dict[Node, Node | None] = {}
         self._scaled: dict[tuple[Node, str], Node] = {}
-        self._quotients: dict[Node, tuple[Node, Node]] = {}  # what was divided, by the result
+        self._quotients: dict[Node, Callable[[], Node]] = {}  # see `rounded`
         self._distance_is_difference = distance_is_difference
         self.subtracts_positions = False
 
@@ -238,23 +239,15 @@ class Graph:
         return self.node(op, args, "float32")
 
     def add(self, x: Node, y: Node) -> Node:
-        for constant, other in ((x, y), (y, x)):
-            if constant.op == "constant":
-                stays = cancels(other) or is_lost(constant.value, linear(other)[0])
-                return self._added(
-                    linear(constant), (0.0, {other: 1.0}) if stays else linear(other)
-                )
-        return self._added(*((0.0, {a: 1.0}) if is_difference(a) else linear(a) for a in (x, y)))
-
-    def _added(self, x: tuple[float, dict[Node, float]], y: tuple[float, dict[Node, float]]):
-        """The sum of two, each a constant and the coefficients of terms."""
-        (constant, terms), (other_constant, others) = x, y
-        terms = dict(terms)
-        for term, coefficient in others.items():
-            terms[term] = terms.get(term, 0.0) + coefficient
-            if terms[term] == 0.0 and is_finite(term):
-                del terms[term]
-        return self._sum(constant + other_constant, terms)
+        if x.op == "constant":
+            x, y = y, x
+        if y.op != "constant":
+            return self._sum(*_added(as_terms(x), as_terms(y)))
+        if x.op == "constant" or y.value == 0.0:
+            return self.constant(x.value + y.value) if x.op == "constant" else x
+        result = self._sum(*_added((0.0, {x: 1.0}) if is_difference(x) else linear(x), linear(y)))
+        self._pass_on(result, x, lambda x: self.add(x, y))
+        return result
 
     def scaled(self, x: Node, factor: float) -> Node:
         if factor == 1.0:
@@ -263,16 +256,26 @@ class Graph:
         key = x, repr(factor)
         if key not in self._scaled:
             constant, terms = linear(x)
-            rounds = is_difference(x) and not _is_power_of_two(factor)
+            # 0.7 * 5 - 3.5 is not 0 where 0.7 * (5 - 5) is.
+            offset = constant != 0.0 and not x.deps & SCORE
+            rounds = (offset or may_cancel(x)) and not _is_power_of_two(factor)
             if x.op == "sum" and (rounds or not math.isfinite(factor)):
                 constant, terms = 0.0, {x: 1.0}
             self._scaled[key] = self._sum(
                 _times(constant, factor) if constant or not terms else 0.0,
                 {term: _times(coefficient, factor) for term, coefficient in terms.items()},
             )
+            if _is_power_of_two(factor):
+                self._pass_on(self._scaled[key], x, lambda x: self.scaled(x, factor))
         return self._scaled[key]
 
     def multiply(self, x: Node, y: Node) -> Node:
+        result = self._product(x, y)
+        if x is y:
+            self._pass_on(result, x, lambda x: self.multiply(x, x))
+        return result
+
+    def _product(self, x: Node, y: Node) -> Node:
         if y.op == "constant":
             return self.scaled(x, y.value)
         if x.op == "constant":
@@ -286,6 +289,7 @@ class Graph:
                 b.op == "sum"
                 and b.deps & SCORE
                 and is_hoistable(a)
+                and not may_cancel(b)
                 and len(b.args) > 1 - (b.value[0] != 0.0)
             ):
                 constant, terms = linear(b)
@@ -307,8 +311,10 @@ class Graph:
         return self.scaled(self.atom("product", *factors), factor)
 
     def _multiply_polynomials(self, x: Node, y: Node) -> Node | None:
-        """Multiplied out where both are linear in one tanh: its derivative cancels then. Of higher
-        degree they are not, as powers of `1 - tanh` would be rounded where they are near 0."""
+        """Multiplied out where both are linear in one tanh and not the same, as in its derivative.
+        Powers of `1 - tanh` would be rounded where they are near 0."""
+        if x is y and x.op == "sum":
+            return None
         of_x, of_y = polynomial(x), polynomial(y)
         if of_x is None or of_y is None or of_x[0] is not of_y[0]:
             return None
@@ -342,7 +348,7 @@ class Graph:
             else:
                 chosen = self.extremum(term.op, a, b)
             others = {t: c for t, c in terms.items() if t is not term}
-            return self._added((constant, others), linear(chosen))
+            return self._sum(*_added((constant, others), linear(chosen)))
         if constant == 0.0 and len(terms) == 1:
             ((term, coefficient),) = terms.items()
             if coefficient == 1.0:
@@ -358,25 +364,39 @@ class Graph:
             return self.atom("divide", x, y)
         else:
             result = self.multiply(x, self.atom("reciprocal", y))
-        if not (x.deps & SCORE or (y.op == "constant" and _is_power_of_two(y.value))):
-            self._quotients[result] = x, y
+        # Of a multiple of something the quotient may be that itself, which is not rounded.
+        is_multiple = y.op == "constant" and x.op == "sum" and len(x.args) == 1
+        is_exact = y.op == "constant" and _is_power_of_two(y.value)
+        if not (is_exact or is_multiple or x.deps & SCORE or result.op == "constant"):
+            self._quotients.setdefault(result, lambda: self._rounded_quotient(x, y))
         return result
 
-    def rounded_quotient(self, x: Node) -> Node:
-        """`x`; a quotient without the score as JAX rounds it, ahead of other factors: it may be a
-        whole number, or almost. XLA multiplies by the inverse of a constant."""
-        if x not in self._quotients:
-            return x
-        dividend, divisor = self._quotients[x]
-        if divisor.op == "constant":
-            return self.atom("times", dividend, self.constant(1.0 / divisor.value))
-        return self.atom("quotient", dividend, divisor)
+    def rounded(self, x: Node) -> Node:
+        """`x`; what is made of a quotient without the score, with that as JAX rounds it, ahead of
+        what is done with it: it may be a whole number, or almost."""
+        return self._quotients[x]() if x in self._quotients else x
+
+    def _rounded_quotient(self, x: Node, y: Node) -> Node:
+        if y.op == "constant":  # as XLA does
+            return self.atom("rounded_times", x, self.constant(1.0 / y.value))
+        return self.atom("quotient", x, y)
+
+    def _pass_on(self, result: Node, x: Node, make: Callable[[Node], Node]) -> None:
+        """Notes that `make` makes the result of `x`, and is to be given that rounded."""
+        if x in self._quotients:
+            # What is there stays: the negative of a negative would be made of itself.
+            self._quotients.setdefault(result, lambda: make(self.rounded(x)))
 
     def absolute(self, x: Node) -> Node:
-        return x if x.op == "abs" else self.atom("abs", x)
+        result = x if x.op == "abs" else self.atom("abs", x)
+        self._pass_on(result, x, self.absolute)
+        return result
 
     def extremum(self, op: str, x: Node, y: Node) -> Node:
-        return x if x is y else self.atom(op, x, y)
+        result = x if x is y else self.atom(op, x, y)
+        for a, other in ((x, y), (y, x)):
+            self._pass_on(result, a, lambda a, other=other: self.atom(op, a, self.rounded(other)))
+        return result
 
     def power(self, x: Node, exponent: int) -> Node:
         if exponent < 0:
@@ -393,6 +413,11 @@ class Graph:
         result = self.atom("times", half, half)
         return self.atom("times", result, x) if exponent % 2 else result
 
+    def _score(self) -> Node:
+        """Scaled, as the caller's function gets it."""
+        scale = self.input("scale", "float32", 0)
+        return self.multiply(self.input("score", "float32", SCORE), scale)
+
     def without_score(self, x: Node, factor: float = 1.0) -> Node | None:
         """`x` less `factor` times the score, if the rest does not depend on the score."""
         if not x.deps & SCORE:
@@ -404,18 +429,24 @@ class Graph:
                 return None
             return self.select(condition, yes, no)
         constant, terms = linear(x)
-        scale = self.input("scale", "float32", 0)
-        score = self.multiply(self.input("score", "float32", SCORE), scale)
+        score = self._score()
         # The slope does not tell: a derivative may be the caller's, or that of a part.
         if terms.pop(score, None) != factor or any(term.deps & SCORE for term in terms):
             return None
+        return self._rest(constant, terms)
+
+    def _rest(self, constant: float, terms: dict[Node, float]) -> Node:
+        """What is left of a sum, of which each term stays one."""
+        if constant == 0.0 and len(terms) == 1:
+            ((term, coefficient),) = terms.items()
+            if coefficient == 1.0 and term.op == "sum":
+                return self.node("sum", (term,), "float32", (0.0, (1.0,)))
         return self._sum(constant, terms)
 
     def started(self, *roots: Node) -> tuple[Node, tuple[Node, ...]] | None:
         """(what is added to the scaled score, the roots in the place of the sum in the score's), if
         they know the score by such a sum alone."""
-        scale = self.input("scale", "float32", 0)
-        score = self.multiply(self.input("score", "float32", SCORE), scale)
+        score = self._score()
         added: Node | None = None
         found: dict[Node, Node | None] = {}
 
@@ -431,7 +462,7 @@ class Graph:
                 factor = terms.pop(score)
                 if factor and math.isfinite(factor) and not any(t.deps & SCORE for t in terms):
                     rest = {term: c / factor for term, c in terms.items()}
-                    own = self._sum(constant / factor, rest)
+                    own = self._rest(constant / factor, rest)
                     added = own if added is None else added
                     found[x] = self._sum(0.0, {score: factor}) if own is added else None
             elif x is not score and x.op != "input":
@@ -468,10 +499,14 @@ class Graph:
             if x.op == "select" and x.args[0] is condition:
                 return given(x.args[1 if holds else 2])
             if x.op == "sum":
-                result = self.constant(x.value[0])
+                result = x.value[0], {}
                 for coefficient, term in zip(x.value[1], x.args, strict=True):
-                    result = self.add(result, self.scaled(given(term), coefficient))
-                return result
+                    other = given(term)
+                    part = 0.0, {term: coefficient}
+                    if other is not term:
+                        part = as_terms(self.scaled(other, coefficient))
+                    result = _added(result, part)
+                return self._sum(*result)
             if x.op == "product":
                 result = self.constant(1.0)
                 for factor in x.args:
@@ -503,6 +538,15 @@ _FOLD: dict[str, Callable] = {
     "or": lambda x, y: x | y,
     "xor": lambda x, y: x ^ y,
 }
+
+
+def _added(x: Terms, y: Terms) -> Terms:
+    terms = dict(x[1])
+    for term, coefficient in y[1].items():
+        terms[term] = terms.get(term, 0.0) + coefficient
+        if terms[term] == 0.0 and is_finite(term):
+            del terms[term]
+    return x[0] + y[0], terms
 
 
 def _is_power_of_two(x: float) -> bool:

@@ -25,7 +25,8 @@ class Node:
     """A scalar expression; equal expressions are one node.
 
     Floats are constants, atoms (any operation but the next two), `product` of two or more atoms, or
-    `sum`, whose value is (constant, coefficients) for its arguments, which are atoms and products.
+    `sum`, whose value is (constant, coefficients) for its arguments, which are atoms, products and
+    sums that stay as they are.
     """
 
     op: str
@@ -216,7 +217,11 @@ def below(x: Node) -> set[Node]:
     return found
 
 
-def linear(x: Node) -> tuple[float, dict[Node, float]]:
+# A constant, and the coefficients of terms.
+Terms = tuple[float, dict[Node, float]]
+
+
+def linear(x: Node) -> Terms:
     """The constant and the coefficients of the terms of a float."""
     if x.op == "constant":
         return x.value, {}
@@ -225,12 +230,25 @@ def linear(x: Node) -> tuple[float, dict[Node, float]]:
     return 0.0, {x: 1.0}
 
 
+def multiple_of(x: Node, y: Node) -> float | None:
+    """The factor that makes a float of another one, if they are sums of the same terms."""
+    (constant, terms), (other_constant, others) = linear(x), linear(y)
+    if terms.keys() == {y}:  # a sum that is one term of its multiples
+        other_constant, others = 0.0, {y: 1.0}
+    # What cancels stays with a coefficient of 0 where it may be infinite.
+    if terms.keys() != others.keys() or 0.0 in others.values():
+        return None
+    factors = {terms[x] / others[x] for x in terms}
+    is_multiple = len(factors) == 1 and constant == other_constant * min(factors)
+    return factors.pop() if is_multiple else None
+
+
 @_fact
-def is_difference(x: Node) -> bool:
-    """Whether what it is made of may be large where it is not, as in `1 - mask` times -1e9 or in
-    differences of times: it is rounded as it is, ahead of what is done with it. Sums with the score
-    are not, which is rounded itself."""
-    if x.op != "sum" or x.deps & SCORE:
+def may_cancel(x: Node) -> bool:
+    """Whether the terms of a sum may be larger than it is, as in `1 - mask` times -1e9 or between
+    times: it is computed as it is, before others are added or it is scaled. Not so sums with the
+    score, which is rounded itself, unless they jump."""
+    if x.op != "sum" or not _jumps(x):
         return False
     constant, terms = linear(x)
     if all(map(_is_number, terms)):
@@ -238,30 +256,52 @@ def is_difference(x: Node) -> bool:
         return ((True, ROW) in places and (False, COLUMN) in places) or (
             (False, ROW) in places and (True, COLUMN) in places
         )
-    # A sign may be that of the choices in a term.
-    return constant != 0.0 or cancels(x)
+    # Choices have taken the signs of their coefficients.
+    return constant != 0.0 or is_difference(x)
 
 
 @_fact
-def cancels(x: Node) -> bool:
-    """Whether a sum without the score is a difference of others than numbers of queries and keys,
-    which constants are added to without rounding."""
-    if x.op != "sum" or x.deps & SCORE:
+def is_difference(x: Node) -> bool:
+    """Whether a sum may cancel without its constant, which others may not join then: by its
+    coefficients, as nothing says what sign a load has. Numbers of queries and keys are exact
+    together with a constant."""
+    if x.op != "sum" or not _jumps(x):
         return False
-    terms = linear(x)[1]
-    return len({c > 0.0 for c in terms.values()}) > 1 and not all(map(_is_number, terms))
+    signs = {coefficient > 0.0 for coefficient in x.value[1]}
+    return len(signs) > 1 and not all(map(_is_number, x.args))
 
 
-def is_lost(x: float, y: float) -> bool:
-    """Whether fewer than 10 bits may be left of the smaller one of two constants in their sum, as
-    of an epsilon."""
-    smaller, larger = sorted(map(abs, (x, y)))
-    return 0.0 < smaller < 2.0**-14 * larger < math.inf
+def as_terms(x: Node) -> Terms:
+    """Of a float as others are added to it."""
+    return (0.0, {x: 1.0}) if may_cancel(x) else linear(x)
+
+
+@_fact
+def _jumps(x: Node) -> bool:
+    """Whether a float knows the score by comparisons and whole numbers alone, if at all: it is as
+    exact as one without the score, as `1 - (score > threshold)` is."""
+    if not x.deps & SCORE or x.op in ("round", "round_even", "floor", "ceil", "to_float"):
+        return True
+    if x.op == "select":
+        return _is_sign(x) or all(map(_jumps, x.args[1:]))
+    keeps = x.op in ("sum", "product", "times", "min", "max", "abs", "sqrt")
+    return keeps and all(map(_jumps, x.args))
+
+
+def _is_sign(x: Node) -> bool:
+    """Whether a choice is one of two constants, or a multiple of a number that is 0 or NaN."""
+    condition, yes, no = x.args
+    if no.op != "select" or {yes.op, no.args[1].op} != {"constant"}:
+        return False
+    (other, _, last), zeros = no.args, (condition.args[-1], no.args[0].args[-1])
+    same = condition.args[0] is other.args[0] and multiple_of(other.args[0], last) is not None
+    return same and all(zero.op == "constant" and zero.value == 0.0 for zero in zeros)
 
 
 def _is_number(x: Node) -> bool:
     """Whether it is the number of a query, a key, a head or a batch element, or a distance."""
-    return x.op == "input" or (x.op == "to_float" and x.args[0].op == "input")
+    number = x.args[0] if x.op == "to_float" else x
+    return number.op == "input" and number.value in ("b", "h", "q", "kv", "distance")
 
 
 def polynomial(x: Node) -> tuple[Node, dict[int, float]] | None:
