@@ -223,10 +223,24 @@ def test_what_is_exact_stays_exact(tmp_path):
         check_program(library, number, printed, captures, function, points)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_logits_beyond_the_range_are_infinite(dtype, tmp_path):
+    """As docs/jax_nn.md says of a bias of the lowest number."""
+    bias = jnp.full((SIZES.kv_len,), jnp.finfo(dtype).min, dtype)
+    printed, captures = print_function(lambda s, b, h, q, kv: s + bias[kv].astype(jnp.float32))
+    points = random_points(np.random.default_rng(6))
+    logit, *_ = CompiledPrograms([printed.source], tmp_path)(0, captures, *points)
+    assert (logit == -np.inf).all()
+
+
 def test_roundings_are_not_left_to_the_compiler():
     """Which makes one operation of a product and a sum."""
-    for name, divides in ("taper of heads", "__fdiv_rn("), ("negated twice", "__fmul_rn("):
-        assert divides in print_function(_EXACT[name])[0].source
+    for function, rounded in (
+        (_EXACT["taper of heads"], "__fdiv_rn("),
+        (_EXACT["negated twice"], "__fmul_rn("),
+        (lambda s, b, h, q, kv: s + jnp.sqrt(1.0 - (_distance(q, kv) + 1.0) / 12.0), "__fmul_rn("),
+    ):
+        assert rounded in print_function(function)[0].source
 
 
 def test_what_needs_no_rounding_stays_simple():

@@ -243,8 +243,10 @@ class Graph:
             x, y = y, x
         if y.op != "constant":
             return self._sum(*_added(as_terms(x), as_terms(y)))
-        if x.op == "constant" or y.value == 0.0:
-            return self.constant(x.value + y.value) if x.op == "constant" else x
+        if x.op == "constant":
+            return self.constant(x.value + y.value)
+        if y.value == 0.0:
+            return x
         result = self._sum(*_added((0.0, {x: 1.0}) if is_difference(x) else linear(x), linear(y)))
         self._pass_on(result, x, lambda x: self.add(x, y))
         return result
@@ -365,7 +367,8 @@ class Graph:
         else:
             result = self.multiply(x, self.atom("reciprocal", y))
         # Of a multiple of something the quotient may be that itself, which is not rounded.
-        is_multiple = y.op == "constant" and x.op == "sum" and len(x.args) == 1
+        constant, terms = linear(x)
+        is_multiple = y.op == "constant" and x.op == "sum" and constant == 0.0 and len(terms) == 1
         is_exact = y.op == "constant" and _is_power_of_two(y.value)
         if not (is_exact or is_multiple or x.deps & SCORE or result.op == "constant"):
             self._quotients.setdefault(result, lambda: self._rounded_quotient(x, y))
