@@ -107,6 +107,7 @@ struct GradientWalk {
       }
       __syncwarp();
     }
+    __syncwarp();  // all lanes have read what lane 0 writes
     if (threadIdx.x % 32 != 0) return;
     if (left != 0) item = item_of(problem, plan, group + __ffs(static_cast<int>(left)) - 1);
     item.exists = left != 0;

@@ -32,7 +32,11 @@ class DiagonalSums {
   template <class Use>
   __device__ __forceinline__ void reduce(const Use& use) const {
     const auto lane = static_cast<int>(laneid());
-    const int row = lane / 4, column = lane % 4 * 2;
+    const int row = lane >> 2, column = (lane & 3) * 2;
+    // The lane of a row further down, whose place in the row is one more or less.
+    const auto of_row = [&](int further, int places) {
+      return ((row + further) << 2) + ((lane + places) & 3);
+    };
     // Of one remainder by eight, where a diagonal begins depends on the thread.
     float by_remainder[2][kDiagonals];
 #pragma unroll
@@ -46,16 +50,15 @@ class DiagonalSums {
       }
     }
     // Whose second element has the remainder of this thread's first one.
-    const int beside = row % 2 == 0 ? lane + 4 : (lane - 4) / 4 * 4 + (lane + 3) % 4;
+    const int beside = (row & 1) == 0 ? of_row(1, 0) : of_row(-1, 3);
     float sums[kDiagonals];
 #pragma unroll
     for (int i = 0; i < kDiagonals; ++i) {
       sums[i] = 0.f;
       if (i <= kPairs) sums[i] = by_remainder[0][i] + __shfl_sync(~0u, by_remainder[1][i], beside);
     }
-    const bool upper_pair = row / 2 % 2 == 0, upper_half = row / 4 == 0;
-    const int two_away = upper_pair ? lane / 4 * 4 + 8 + (lane + 1) % 4  //
-                                    : lane / 4 * 4 - 8 + (lane + 3) % 4;
+    const bool upper_pair = (row & 2) == 0, upper_half = row < 4;
+    const int two_away = upper_pair ? of_row(2, 1) : of_row(-2, 3);
     float halves[kDiagonals / 2];
     share(sums, halves, upper_pair, two_away);
     float quarters[kCount];

@@ -4,9 +4,11 @@
 
 #include <cuda_runtime_api.h>
 
+#include "common/launch.h"
 #include "common/status.h"
 #include "common/workspace.h"
 #include "problem.h"
+#include "sm90/backward/clear_stored_kernel.cuh"
 #include "sm90/hardware/tensor_map.h"
 
 namespace jaxflash::sm90 {
@@ -16,13 +18,26 @@ inline bool is_empty(const Problem& problem, const StoredGradient& stored) {
          problem.kv_len == 0;
 }
 
-// Whether the kernel stores every element: those of tiles that no row sees it does not come by, nor
-// matrices of heads that are another device's.
-inline bool stores_all(const Problem& problem, const StoredGradient& stored) {
-  const Band& band = problem.band;
-  return band.left >= kUnlimited && band.right >= kUnlimited && band.q_lengths == nullptr &&
-         band.kv_lengths == nullptr && problem.ranges.keys_of_row == nullptr &&
+// Whether the kernel comes by every matrix, and by the same rows of each: there are no lengths and
+// ranges, nor heads that are another device's.
+inline bool stores_alike(const Problem& problem, const StoredGradient& stored) {
+  return problem.band.q_lengths == nullptr && problem.band.kv_lengths == nullptr &&
+         problem.ranges.keys_of_row == nullptr &&
          stored.matrices * stored.batch_sum == batch_size(problem) * problem.q_heads;
+}
+
+// Zeros in what the kernel does not store: of tiles that no row sees, it does not come by those.
+inline cudaError_t clear_rest(const Problem& problem, const StoredGradient& stored,
+                              cudaStream_t stream) {
+  if (!stores_alike(problem, stored)) {
+    const int64_t elements = stored.matrices * problem.q_len * problem.kv_len;
+    return cudaMemsetAsync(stored.data, 0, 2 * elements, stream);
+  }
+  if (problem.band.left >= kUnlimited && problem.band.right >= kUnlimited) return cudaSuccess;
+  const int64_t blocks = stored.matrices * ((problem.q_len + kClearRows - 1) / kClearRows);
+  return launch(Kernel<Problem, uint4*>(clear_stored_kernel), Start::kAfter,
+                Grid{static_cast<unsigned>(blocks)}, kClearThreads, 0, stream, problem,
+                static_cast<uint4*>(stored.data));
 }
 
 // Behind the rest of the workspace, of `bytes`.
@@ -35,11 +50,7 @@ inline Status clear_stored(const BackwardParams& params, size_t bytes, cudaStrea
   const Problem& problem = params.problem;
   const StoredGradient& stored = params.stored;
   if (is_empty(problem, stored)) return {};
-  cudaError_t error = cudaSuccess;
-  if (!stores_all(problem, stored)) {
-    const int64_t elements = stored.matrices * problem.q_len * problem.kv_len;
-    error = cudaMemsetAsync(stored.data, 0, 2 * elements, stream);
-  }
+  cudaError_t error = clear_rest(problem, stored, stream);
   if (error == cudaSuccess && stored.batch_sum > 1) {
     const BatchSumWorkspace sums = batch_sum_workspace(problem, stored.batch_sum);
     error = cudaMemsetAsync(batch_sum_tiles(params, bytes) + sums.counters, 0,

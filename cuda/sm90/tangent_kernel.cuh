@@ -496,6 +496,7 @@ struct TangentConsumers {
         for (int stage = 0; stage < 2 * Tile::kPieces; ++stage) {
           buffers.wait();
           buffers.release();
+          __syncwarp();  // lane 0 releases for all: no lane falls a round of the ring behind
         }
       }
     };

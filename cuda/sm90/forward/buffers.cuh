@@ -130,6 +130,8 @@ class ConsumerBuffers {
     release_v();
     take_turn();
     pass_turn();
+    // Lane 0 releases for all: the others must not fall a round of the ring behind.
+    if constexpr (!Tile::kTurns) __syncwarp();
   }
 
  private:
