@@ -188,6 +188,22 @@ class Planned(Mask):
     found: dict[str, Any]  # operands of a call, those of `_spec.PLANNED`
     lead: tuple[Any, ...]  # (*batch, query heads), for which it was made
 
+    def beside_others(self) -> Planned:
+        """What is known where others hide something, too: what is hidden, but not what is shown as
+        a whole."""
+
+        # See `_ranges.Shown`.
+        of_wholes = {"inside": np.arange(4) < 2, "visits": np.arange(2) == 1}
+
+        def without_wholes(name, x):
+            numbers = of_wholes.get(name.partition("_")[2])
+            if numbers is None:
+                return x
+            return _arguments.computed(lambda x: jnp.where(numbers, np.int32(0), x), x)
+
+        found = {name: without_wholes(name, x) for name, x in self.found.items()}
+        return dataclasses.replace(self, found=found)
+
 
 # ---- How they are made ---------------------------------------------------------------------------
 

@@ -43,10 +43,20 @@ def place(mask: Mask, given: Placed, sizes: Sizes, alignment_is_free: bool) -> P
     """
     fitted = _mask.fitted(mask, sizes)
     parts = _mask.conjuncts(fitted)
+    placed, rest = _in_places(parts, given, sizes, alignment_is_free)
     plan = _mask.plan_of(fitted)
     if plan is not None and not _knows_its_lengths(plan, parts, given):
         plan = None
-    placed = given._replace(plan=plan)
+    if plan is not None and not _is_of_all(plan, rest, sizes):
+        plan = plan.beside_others()
+    return placed._replace(plan=plan, rest=_mask.And(tuple(rest)) if rest else None)
+
+
+def _in_places(
+    parts: tuple[Mask, ...], given: Placed, sizes: Sizes, alignment_is_free: bool
+) -> tuple[Placed, list[Mask]]:
+    """What `given` and some parts of a mask allow, and those that have no place."""
+    placed = given
     for part in parts:
         if isinstance(part, _mask.Lengths):
             placed = placed._replace(
@@ -83,9 +93,19 @@ def place(mask: Mask, given: Placed, sizes: Sizes, alignment_is_free: bool) -> P
                 placed = placed._replace(dense=both)
             case _:
                 rest.append(part)
-    if rest:
-        placed = placed._replace(rest=_mask.And(tuple(rest)))
-    return placed
+    return placed, rest
+
+
+_NOTHING = Placed(None, None, False, None, None, (None, None), None)
+
+
+def _is_of_all(plan: _mask.Planned, rest: list[Mask], sizes: Sizes) -> bool:
+    """Whether a plan is of all that has no place in a call: alone, its mask had some of these."""
+    of = _mask.conjuncts(plan.of)
+    if len(rest) > len(of):
+        return False
+    _, own = _in_places(of, _NOTHING, sizes, alignment_is_free=True)
+    return all(any(part is known for known in own) for part in rest)
 
 
 def _knows_its_lengths(plan: _mask.Planned, parts: tuple[Mask, ...], given: Placed) -> bool:

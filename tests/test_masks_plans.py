@@ -125,6 +125,74 @@ def test_plans_in_combinations():
     )
 
 
+_LONG = (1, 1, 256, 256)
+
+
+def _in_blocks(b, h, q, kv):
+    return (q // 128 == kv // 128) | (kv < 64)
+
+
+def _not_by_three(b, h, q, kv):
+    return (q * kv) % 3 != 0
+
+
+def _beside_plans():
+    """name: (mask, options of the call, what of the mask is no band and no segments of the call,
+    whether some of it is known to be shown as a whole)"""
+    blocks, thirds = masks.function(_in_blocks), masks.function(_not_by_three)
+    rng = np.random.default_rng(0)
+    many, rows = (masks.dense(rng.random(shape) < 0.9) for shape in ((256, 256), (256, 1)))
+    ends = jnp.arange(256, dtype=jnp.int32) + 10
+    near = masks.intervals(0 * ends, ends)
+    ids = jnp.arange(256, dtype=jnp.int32)[None] // 100
+    documents, given = masks.segments(ids), dict(segment_ids=ids // 2)
+    plan = masks.plan(blocks, _LONG)
+    in_documents = masks.plan(documents & blocks, _LONG)
+    of_rows = masks.plan(rows & blocks, _LONG)
+    other = masks.causal("bottom_right")
+    return {
+        "alone": (plan, {}, blocks, True),
+        "same function": (plan & blocks, {}, blocks, False),
+        "causal": (plan & masks.causal(), {}, blocks, True),
+        "causal in the plan": (masks.plan(blocks & masks.causal(), _LONG), {}, blocks, True),
+        "other alignment": (plan & other, dict(is_causal=True), blocks, True),
+        "function": (plan & thirds, {}, blocks & thirds, False),
+        "plan": (plan & masks.plan(thirds, _LONG), {}, blocks & thirds, False),
+        "intervals": (plan & near, {}, blocks & near, False),
+        "choice": (plan & (thirds | near), {}, blocks & (thirds | near), False),
+        "array": (plan & many, {}, blocks & many, False),
+        "array of the plan": (of_rows, {}, rows & blocks, False),
+        "array without a place": (of_rows & many, {}, rows & blocks & many, False),
+        "segments": (plan, given, blocks, True),
+        "segments of the plan": (in_documents, {}, blocks, True),
+        "segments without a place": (in_documents, given, documents & blocks, False),
+    }
+
+
+@pytest.mark.parametrize("name", _beside_plans())
+def test_what_plans_know_beside_other_masks(name):
+    """Kernels test no element of what is shown as a whole, but for bands and segments."""
+    mask, options, shown, knows = _beside_plans()[name]
+    x = jnp.zeros((1, 256, 1, 8), jnp.float32)
+    spec, operands = _api.described(x, x, x, mask=mask, **options)
+    assert spec.predicate is not None
+    ranges = _ranges.of_call(spec, operands, *_ranges.of_dense_mask(operands))
+    assert ranges is not None
+    shown = np.asarray(masks.as_array(shown, _LONG))[0, 0]
+    known = np.zeros_like(shown)
+    for of_rows, (begin, end) in zip(np.split(known, 4), ranges.row_blocks[0, :, 2:4], strict=True):
+        of_rows[:, begin:end] = True
+    for of_keys, (begin, end) in zip(
+        np.split(known, 4, axis=1), ranges.key_blocks[0, :, 2:4], strict=True
+    ):
+        of_keys[begin:end] = True
+    if ranges.row_visits is not None:
+        blocks = _ranges.unpacked(ranges.row_visits[0, ..., 1])[:, :4]
+        known |= np.repeat(np.repeat(blocks, 64, axis=0), 64, axis=1)
+    assert not (known & ~shown).any()
+    assert known.any() == knows
+
+
 @pytest.mark.usefixtures("small_blocks")
 def test_plans_do_not_know_lengths_of_the_call():
     """That move where a query stands: what was found without them is not used."""
