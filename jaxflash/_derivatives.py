@@ -141,11 +141,8 @@ def _backward(
 
     def kernels(operands, out, lse, dout, dlse):
         gradients = {}
-        captures = {
-            i: _support.reasons_against_gradient(spec, operands, i)
-            for i in range(len(operands.captures))
-            if f"captures[{i}]" in wanted
-        }
+        of_wanted = [i for i in range(len(operands.captures)) if f"captures[{i}]" in wanted]
+        captures = _support.reasons_against_gradients(spec, operands, of_wanted)
         taken = [i for i, reasons in captures.items() if not reasons]
         of_captures = _kernel_program.gradients(spec, operands, taken)
         if _OF_KERNELS & set(wanted) or of_captures is not None:

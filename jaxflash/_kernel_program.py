@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import jax.numpy as jnp
 
@@ -40,6 +40,9 @@ _LONG_OF_BOTH_SIDES = 2048
 # (capture, axis whose index is the query head or None) of captures that are loaded; None where the
 # number of the head is asked for elsewhere, or an axis does not hold all heads.
 HeadAxes = tuple[tuple[int, int | None], ...] | None
+
+
+_T = TypeVar("_T")
 
 
 class KernelProgram(NamedTuple):
@@ -169,9 +172,9 @@ def predicate(predicate: Program) -> KernelPredicate:
     """
     ranks = tuple(len(t.shape) for t in predicate.capture_types)
     _check_count(len(ranks))
-    printed = _printed(Request(_identity(), (predicate,), distance_is_difference=True))
-    if isinstance(printed, NotPrintable):
-        raise printed
+    printed = _unless_refused(
+        _printed(Request(_identity(), (predicate,), distance_is_difference=True))
+    )
     return KernelPredicate(printed.source, ranks)
 
 
@@ -206,19 +209,16 @@ def _program(
     mask = operands.mask
     words = pass_ == "forward" and mask is not None
     words = words and _dense_mask.packed_axis(mask, pass_) is not None
-    printed = _printed(
-        dataclasses.replace(
-            request,
-            paired=paired,
-            starts=() if moving else request.starts,
-            moving=moving,
-            words=words,
-            keys_are_rows=pass_ == "backward",
-            sides=_sides(spec, operands) if pass_ == "forward" and not moving else (),
-        )
+    request = dataclasses.replace(
+        request,
+        paired=paired,
+        starts=() if moving else request.starts,
+        moving=moving,
+        words=words,
+        keys_are_rows=pass_ == "backward",
+        sides=_sides(spec, operands) if pass_ == "forward" and not moving else (),
     )
-    if isinstance(printed, NotPrintable):
-        raise printed
+    printed = _unless_refused(_printed(request))
     start = printed.start_capture
     if start is not None and not _comes_in_tiles(operands.captures[start], operands):
         start = None
@@ -253,9 +253,7 @@ def gradients(
         return None
     request = _request(spec, operands, "backward", tuple(wanted))
     lengths = (operands.query.shape[-3], operands.key.shape[-3])
-    printed = _printed_gradients(dataclasses.replace(request, lengths=lengths))
-    if isinstance(printed, NotPrintable):
-        raise printed
+    printed = _unless_refused(_printed_gradients(dataclasses.replace(request, lengths=lengths)))
     if not (printed.loads or printed.key_loads):
         return None
     shapes = [t.shape for t in request.capture_types]
@@ -480,23 +478,36 @@ def captures(
 
 
 @functools.lru_cache(maxsize=256)
-def _printed(request: Request) -> Printed | NotPrintable:
+def _printed(request: Request) -> Printed | Refusal:
     from jaxflash._printer import cuda  # a tenth of the time of `import jaxflash`
 
     try:
         return cuda.print_program(request)
     except NotPrintable as reason:
-        return reason
+        return Refusal(str(reason))
 
 
 @functools.lru_cache(maxsize=256)
-def _printed_gradients(request: Request) -> PrintedGradients | NotPrintable:
+def _printed_gradients(request: Request) -> PrintedGradients | Refusal:
     from jaxflash._printer import cuda  # a tenth of the time of `import jaxflash`
 
     try:
         return cuda.print_gradients(request)
     except NotPrintable as reason:
-        return reason
+        return Refusal(str(reason))
+
+
+class Refusal(NamedTuple):
+    """Why a program is not printable. An exception that is kept would keep the frames of all who
+    have raised it, and the arrays in them."""
+
+    reason: str
+
+
+def _unless_refused(printed: _T | Refusal) -> _T:
+    if isinstance(printed, Refusal):
+        raise NotPrintable(printed.reason)
+    return printed
 
 
 @functools.cache

@@ -162,22 +162,45 @@ def plans_by_kernel(spec: AttentionSpec, operands: Operands) -> bool:
     return True
 
 
-def reasons_against_gradient(
+def reasons_against_gradients(
+    spec: AttentionSpec, operands: Operands, captures: Sequence[int]
+) -> dict[int, tuple[str, ...]]:
+    """Why the kernels, which take the call, cannot compute the gradients of some of its captures:
+    of each, none if they can."""
+    found = {i: _reasons_against_gradient(spec, operands, i) for i in captures}
+    more = found
+    # How one is summed depends on the others.
+    while spec.deterministic_backward and more:
+        taken = [i for i, reasons in found.items() if not reasons]
+        more = _unordered(_kernel_program.gradients(spec, operands, taken))
+        found |= more
+    return found
+
+
+def _reasons_against_gradient(
     spec: AttentionSpec, operands: Operands, capture: int
 ) -> tuple[str, ...]:
-    """Why the kernels, which take the call, cannot compute the gradient of one of its captures."""
-    name = _captured_by(spec, capture)
     try:
         gradients = _kernel_program.gradients(spec, operands, (capture,))
     except NotPrintable as reason:
+        name = _captured_by(spec, capture)
         return (f"the derivative of {name} by what it captures {reason}",)
-    if gradients is None or not spec.deterministic_backward:
+    if not spec.deterministic_backward:
         return ()
-    causes = dict.fromkeys(load.scattered for load in gradients.loads if load.scatter)
-    return tuple(
-        f"deterministic_backward with the gradient of an array that score_mod reads {cause}"
-        for cause in causes
-    )
+    return _unordered(gradients).get(capture, ())
+
+
+def _unordered(gradients: _kernel_program.KernelGradients | None) -> dict[int, tuple[str, ...]]:
+    """Of captures whose gradients have no order, the reasons."""
+    found: dict[int, tuple[str, ...]] = {}
+    for load in () if gradients is None else gradients.loads:
+        if load.scatter:
+            reason = (
+                "deterministic_backward with the gradient of an array that score_mod reads "
+                f"{load.scattered}"
+            )
+            found[load.capture] = tuple(dict.fromkeys((*found.get(load.capture, ()), reason)))
+    return found
 
 
 def reasons_against_tangents(

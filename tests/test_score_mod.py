@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -222,6 +224,21 @@ def test_kernels_say_which_equation_they_do_not_take():
         jaxflash.dot_product_attention(
             q, k, v, score_mod=_unprintable(random_table()), implementation="cuda"
         )
+
+
+@needs_kernels
+def test_refusals_keep_no_arrays():
+    """What is kept is the reason, not the frames of those who were told."""
+
+    def refused(seed):
+        query, key, value = random_qkv(seed)
+        table = random_table()
+        assert jaxflash.supported(query, key, value, score_mod=_unprintable(table))
+        return weakref.ref(query)
+
+    seen = [refused(seed) for seed in range(3)]
+    gc.collect()
+    assert [of() is None for of in seen] == 3 * [True]
 
 
 def test_keys_can_be_captured():

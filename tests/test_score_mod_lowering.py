@@ -166,6 +166,27 @@ def test_gradients_of_captures_are_results_of_the_custom_call():
     assert blockwise
 
 
+@needs_kernels
+@pytest.mark.parametrize("beside", [False, True])
+def test_order_of_gradients_beside_others(beside):
+    """With a bias of each batch element, more sums of a table are wanted than have an order."""
+    x = jax.ShapeDtypeStruct((1100, 64, 64, 64), jnp.bfloat16)
+    bias = jax.ShapeDtypeStruct((1100, 1, 1, 64), jnp.float32)
+    table = jax.ShapeDtypeStruct((1100, 64, 64), jnp.float32)
+
+    def loss(bias, table, x):
+        return jnp.sum(
+            jaxflash.dot_product_attention(
+                x, x, x, bias, score_mod=lambda s, b, h, q, kv: s + table[b, h, kv],
+                implementation="cuda", deterministic_backward=True,
+            ).astype(jnp.float32)
+        )  # fmt: skip
+
+    gradient = jax.jit(jax.grad(loss, (0, 1) if beside else 1))
+    text = gradient.trace(bias, table, x).lower(lowering_platforms=("cuda",)).as_text()
+    assert ("dot_general" in text) == beside
+
+
 def _bias_gradient(shape, dtype=jnp.bfloat16, head_dim=128, **options):
     q, k, *_ = _kernel_arguments(head_dim=head_dim)
 
