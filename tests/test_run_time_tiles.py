@@ -15,6 +15,7 @@ from compiled_kernels import (
     A100,
     H200,
     MORE_SPILLS,
+    RANGES,
     RTX_4090,
     RTX_5090,
     S80,
@@ -183,20 +184,23 @@ def test_tile_follows_the_slope():
 
 
 @pytest.mark.parametrize("one_sided", [False, True])
-def test_tile_follows_the_lengths_of_packed_sequences(one_sided):
-    """Two warpgroups are for short ones."""
+def test_warpgroups_take_turns_where_rows_see_many_keys(one_sided):
+    """Of few keys, some see more than others, and would be waited for."""
 
-    def warpgroups(sequences):
+    def takes_turns(length, mask, sequences=0):
         compiled = compile_program(
-            programs.ALIBI, pass_name="forward", head_dim=128, mask=1, one_sided=one_sided,
-            sizes=call_sizes(q_len=16384, kv_len=16384, sequences=sequences), **H200,
+            programs.SOFT_CAP, pass_name="forward", head_dim=128, mask=mask, one_sided=one_sided,
+            sizes=call_sizes(q_len=length, kv_len=length, sequences=sequences), **H200,
         )  # fmt: skip
-        (number,) = re.findall(r"ForwardTile<128, 128, (\d)", compiled.tile)
-        return int(number)
+        tile = r"ForwardTile<128, 128, 3, 64, 4, 2, .*, (true|false)>"
+        (turns,) = re.findall(tile, compiled.tile)
+        return turns == "true"
 
-    assert [warpgroups(n) for n in (1, 4, 8, 16, 100)] == [3, 3, 3, 2, 2]
+    packed = RANGES["ranges"]
+    assert [takes_turns(16384, packed, n) for n in (1, 8, 16, 100)] == [True, True, False, False]
     # Of segments nobody knows how many there are.
-    assert warpgroups(0) == (3 if one_sided else 2)
+    assert not takes_turns(16384, RANGES["segments"])
+    assert [takes_turns(length, 0) for length in (960, 4096)] == [not one_sided, True]
 
 
 def test_spills_lead_to_the_next_tile():

@@ -366,14 +366,16 @@ bool takes_fewer_rows(ProgramTiles<Tiles...>, int64_t units, int cost) {
          fill_better(units, Choice::kFewerWarpGroups, cost, std::max({Tiles::kWarpGroups...}));
 }
 
-// Whether rows of a mask of ranges see few keys: of packed sequences, not causal, those of 1024
-// take 0.239 ms with two warpgroups and 0.248 with three, those of 4096 0.876 and 0.827. Nothing
-// says how many segments there are; a causal band then makes up for what more rows cost.
+// Whether rows see few keys, and those of some warpgroups fewer than those of others, for which
+// they would wait in turns. At head size 128, without turns and in turns: 8 documents of 512,
+// causal, 0.116 ms and 0.127, 2 of 2048 0.284 and 0.292; with a soft cap, causal, 512 tokens 0.114
+// and 0.118, but 4096 that are not causal 1.003 and 0.989. Nothing says how many segments there
+// are.
 inline bool see_few_keys(const ProgramTraits& program) {
   constexpr int kFewKeys = 1536;
   const CallSizes& sizes = program.sizes;
-  if (sizes.sequences == 0) return !program.one_sided;
-  return sizes.kv_len / sizes.sequences <= kFewKeys;
+  if (program.ranges) return sizes.sequences == 0 || sizes.kv_len / sizes.sequences <= kFewKeys;
+  return program.one_sided && sizes.kv_len > 128 && sizes.kv_len <= 1024;
 }
 
 }  // namespace detail
@@ -409,9 +411,8 @@ std::vector<ProgramKernel> forward_program_kernels(const ProgramTraits& program)
       const bool is_short =
           program.unit_slope || (program.bounded && needs_no_reference<Tile, kMath>);
       if (!is_short && number < Choice::kWithSlope) return;
-      const int of_ranges =
-          detail::see_few_keys(program) ? Choice::kWithRanges : Choice::kWithSlope;
-      if (program.ranges && number < of_ranges) return;
+      if (program.ranges && number < Choice::kWithSlope) return;
+      if (detail::see_few_keys(program) && number < Choice::kWithFewKeys) return;
     }
     using Traits = ForwardTraits<Tile, kMath, BandMask>;
     const char* const scores = Tile::kKeyTerms && of_distance ? "DistanceScores" : "ProgramScores";

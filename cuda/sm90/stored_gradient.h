@@ -34,10 +34,10 @@ inline cudaError_t clear_rest(const Problem& problem, const StoredGradient& stor
     return cudaMemsetAsync(stored.data, 0, 2 * elements, stream);
   }
   if (problem.band.left >= kUnlimited && problem.band.right >= kUnlimited) return cudaSuccess;
-  const int64_t blocks = stored.matrices * ((problem.q_len + kClearRows - 1) / kClearRows);
-  return launch(Kernel<Problem, uint4*>(clear_stored_kernel), Start::kAfter,
-                Grid{static_cast<unsigned>(blocks)}, kClearThreads, 0, stream, problem,
-                static_cast<uint4*>(stored.data));
+  const int64_t row_tiles = (problem.q_len + kClearRows - 1) / kClearRows;
+  return launch_heads(Kernel<ClearStoredArgs, uint64_t>(clear_stored_kernel), stored.matrices,
+                      row_tiles, kClearThreads, 0,
+                      ClearStoredArgs{problem, static_cast<uint4*>(stored.data)}, stream);
 }
 
 // Behind the rest of the workspace, of `bytes`.

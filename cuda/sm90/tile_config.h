@@ -156,8 +156,9 @@ struct ForwardTileFor<128, 128> {
   using Tiles =
       Choices<UpTo<256, 1024, Short>, UpTo<1024, 511, Diagonal>,
               UpTo<kMaxLength, Long::kKeys, Long>, UpTo<kMaxLength, 1024, Medium>, Otherwise<Long>>;
+  // 16 x 8192 keys take 0.1277 ms in boxes of 128, 0.1286 and 0.1305 in boxes of 64.
   using OneUnit =
-      ForwardTile<128, 128, 1, 64, 6, 1, Overlap::kValues, Output::kDirect, false, true>;
+      ForwardTile<128, 128, 1, 128, 3, 1, Overlap::kValues, Output::kDirect, false, true>;
   using TwoUnits =
       ForwardTile<128, 128, 2, 128, 3, 1, Overlap::kValues, Output::kDirect, false, true>;
 };
@@ -206,14 +207,12 @@ struct ForwardTileFor<256, 256> {
 // that follow for programs that add to scores what depends on the key (kKeyTerms), or on its
 // distance from the query. kWithSlope: the number of the first of the others for programs that do
 // more with a score than adding to it, but for those that need no reference: their softmax is
-// longer. kWithRanges: of the first of the others for masks of ranges whose rows see few keys,
-// which begin anywhere: 8 documents of 512 take 0.128 ms with two warpgroups at head size 128,
-// 0.173 with three. With a causal band 0.148 and 0.126: kWithSlope for those. kFewerWarpGroups: of
-// the tiles for heads whose rows fill them better, and kFewerCost what a row then costs, in percent
-// of what it costs with the others (kFewerStartsCost: where tiles of starts are loaded); 0: there
-// are none. suits(): whether a tile is for calls of such sizes, whose queries of a kv head fill so
-// many units, and whose band may limit one side alone. Tiles for smaller heads than the list's are
-// for those alone.
+// longer. kWithFewKeys: of the first of the others for calls of which see_few_keys() holds.
+// kFewerWarpGroups: of the tiles for heads whose rows fill them better, and kFewerCost what a row
+// then costs, in percent of what it costs with the others (kFewerStartsCost: where tiles of starts
+// are loaded); 0: there are none. suits(): whether a tile is for calls of such sizes, whose queries
+// of a kv head fill so many units, and whose band may limit one side alone. Tiles for smaller heads
+// than the list's are for those alone.
 template <int kHeadDim, int kValueDim>
 struct ForwardProgramTiles;
 
@@ -264,7 +263,7 @@ struct ForwardProgramTiles<64, 64> {
       ForwardTile<64, 64, 4, 64, 8, 2, Overlap::kNone, Output::kStaged, false>,
       ForwardTile<64, 64, 3, 64, 8, 2, Overlap::kNone, Output::kStaged, false>>;
   static constexpr int kWithSlope = 7;
-  static constexpr int kWithRanges = 7;
+  static constexpr int kWithFewKeys = 7;
   static constexpr int kFewerWarpGroups = 3;
   static constexpr int kFewerCost = 115;
   static constexpr int kFewerStartsCost = 115;
@@ -301,9 +300,10 @@ struct ForwardProgramTiles<96, 96> : LongTilesForLongRows<96> {
       WithKeyTerms<96, 96, 2, 128, 2, 2, Overlap::kValues, Output::kStaged, false>,
       ForwardTile<96, 96, 3, 96, 3, 1, Overlap::kNone, Output::kDirect, true>,
       ForwardTile<96, 96, 3, 64, 4, 2, Overlap::kNone, Output::kStaged, true>,
+      ForwardTile<96, 96, 3, 64, 4, 2, Overlap::kNone, Output::kStaged, false>,
       ForwardTile<96, 96, 2, 128, 2, 2, Overlap::kValues, Output::kStaged, false>>;
   static constexpr int kWithSlope = 6;
-  static constexpr int kWithRanges = 6;
+  static constexpr int kWithFewKeys = 7;
   static constexpr int kFewerWarpGroups = 2;
   static constexpr int kFewerCost = 108;
   static constexpr int kFewerStartsCost = 108;
@@ -325,9 +325,10 @@ struct ForwardProgramTiles<128, 128> {
       WithKeyTerms<128, 128, 2, 128, 2, 2, Overlap::kValues, Output::kStaged, false>,
       ForwardTile<128, 128, 3, 80, 3, 2, Overlap::kNone, Output::kStaged, true>,
       ForwardTile<128, 128, 3, 64, 4, 2, Overlap::kNone, Output::kStaged, true>,
+      ForwardTile<128, 128, 3, 64, 4, 2, Overlap::kNone, Output::kStaged, false>,
       ForwardTile<128, 128, 2, 128, 2, 2, Overlap::kValues, Output::kStaged, false>>;
   static constexpr int kWithSlope = 6;
-  static constexpr int kWithRanges = 7;
+  static constexpr int kWithFewKeys = 7;
   static constexpr int kFewerWarpGroups = 2;
   static constexpr int kFewerCost = 113;
   static constexpr int kFewerStartsCost = 108;
@@ -346,7 +347,7 @@ struct ForwardProgramTiles<192, 128> : TilesForAllSizes {
       ForwardTile<192, 128, 3, 64, 3, 1, Overlap::kNone, Output::kDirect, true>,
       ForwardTile<192, 128, 2, 128, 2, 1, Overlap::kValues, Output::kDirect, true>>;
   static constexpr int kWithSlope = 2;
-  static constexpr int kWithRanges = 2;
+  static constexpr int kWithFewKeys = 2;
   static constexpr int kFewerWarpGroups = 0;
   static constexpr int kFewerCost = 100;
   static constexpr int kFewerStartsCost = 100;
@@ -363,7 +364,7 @@ struct ForwardProgramTiles<192, 192> : LongTilesForLongRows<112> {
       ForwardTile<192, 192, 2, 96, 2, 1, Overlap::kValues, Output::kDirect, true>,
       ForwardTile<192, 192, 2, 64, 2, 1, Overlap::kValues, Output::kDirect, true>>;
   static constexpr int kWithSlope = 3;
-  static constexpr int kWithRanges = 3;
+  static constexpr int kWithFewKeys = 3;
   static constexpr int kFewerWarpGroups = 0;
   static constexpr int kFewerCost = 100;
   static constexpr int kFewerStartsCost = 100;
@@ -381,7 +382,7 @@ struct ForwardProgramTiles<256, 256> : LongTilesForLongRows<80> {
       ForwardTile<256, 256, 2, 64, 2, 1, Overlap::kValues, Output::kDirect, true>,
       ForwardTile<256, 256, 2, 48, 2, 1, Overlap::kValues, Output::kDirect, true>>;
   static constexpr int kWithSlope = 3;
-  static constexpr int kWithRanges = 3;
+  static constexpr int kWithFewKeys = 3;
   static constexpr int kFewerWarpGroups = 0;
   static constexpr int kFewerCost = 100;
   static constexpr int kFewerStartsCost = 100;

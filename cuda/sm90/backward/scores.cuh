@@ -421,7 +421,7 @@ class ProgramLogits {
   float scale_log2_;
   typename Program::Head head_;
   typename Program::Column columns_[2];
-  int diagonal_;  // from a row number to its position among the keys
+  int diagonal_;          // from a row number to its position among the keys
   float* diagonal_sums_;  // with kSumsDiagonals: of the batch element
   // With kDrops:
   Dropout dropout_;

@@ -71,11 +71,10 @@ struct ForwardConsumers {
   // The first scores of a run of tiles, with `meanwhile` beside them.
   template <class Meanwhile>
   __device__ __forceinline__ static void begin_scores(Buffers& buffers, Product& product, int tile,
-                                                      uint64_t q, uint32_t pin,
-                                                      const Meanwhile& meanwhile) {
+                                                      uint64_t q, const Meanwhile& meanwhile) {
     product.load_start(tile);
     buffers.wait_k();
-    product.start(tile, pin, buffers.starts(tile));
+    product.start(tile, buffers.starts(tile));
     buffers.take_turn();
     product.issue(q, buffers.k(), buffers.ones(), buffers.key_terms());
     buffers.pass_turn();
@@ -104,7 +103,7 @@ struct ForwardConsumers {
         buffers.wait_k();
         buffers.wait_v();
       }
-      product.start(tile, pin, buffers.starts(tile));
+      product.start(tile, buffers.starts(tile));
       buffers.take_turn();
       if constexpr (Tile::kOverlap == Overlap::kNone) {
         step(buffers, product, probabilities, output, q, look_ahead, release_scores);
@@ -196,7 +195,7 @@ struct ForwardConsumers {
         whole = buffers.staged_tile().sights.of(group).all;
         look_ahead();
       }
-      begin_scores(buffers, product, tile, q, pin, meanwhile);
+      begin_scores(buffers, product, tile, q, meanwhile);
     };
     // K of the tile has been read, and with the last one Q.
     const auto release_scores = [&] {
@@ -242,7 +241,7 @@ struct ForwardConsumers {
           } while (!next_sight.some);
           buffers.wait_k();
           look_ahead();
-          begin_scores(buffers, product, tile, q, pin, [] {});
+          begin_scores(buffers, product, tile, q, [] {});
           release_scores();
         }
         // Beside the last product: what the output needs.

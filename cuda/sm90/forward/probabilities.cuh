@@ -46,8 +46,8 @@ class ScoreProduct {
       : scores_(scores), s_(s), thread_(thread) {}
 
   // What the products of a tile start from: loaded ahead of waits, or behind them from `starts`,
-  // where a producer has laid it; and computed behind them. Into the turn ptxas cannot move what a
-  // store depends on.
+  // where a producer has laid it; and computed behind them, beside P V of the tile before if ptxas
+  // sees fit.
   __device__ __forceinline__ void load_start(int tile) {
     if constexpr (kStarts && !Tile::kLoadsStarts) {
       const int column = Fragment::column(thread_);
@@ -55,17 +55,11 @@ class ScoreProduct {
       scores_.template prefetch_start<kKeys / 2>(tile * kKeys, column);
     }
   }
-  __device__ __forceinline__ void start(int tile, uint32_t pin, uint32_t starts) {
+  __device__ __forceinline__ void start(int tile, uint32_t starts) {
     if constexpr (kStarts) {
       if constexpr (Tile::kLoadsStarts) read(starts);
       scores_.begin_keys(tile * kKeys + Fragment::column(thread_));
       scores_.start(s_);
-      float all[2] = {0.f, 0.f};
-#pragma unroll
-      for (int i = 0; i < kKeys / 2; i += 2) {
-        all[Fragment::lower(i)] = fmaf(s_[i], s_[i + 1], all[Fragment::lower(i)]);
-      }
-      store_shared_volatile(pin, all[0] + all[1]);
     }
   }
 
