@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import jaxflash
+from jaxflash import masks
 
 # Tiles have 64, 80, 112, 128, 192 or 256 rows or keys; 96 is half of 192.
 _EDGES = (1, 63, 64, 65, 79, 81, 95, 97, 111, 113, 127, 128, 129, 160, 161, 191, 193, 255, 257)
@@ -251,6 +252,79 @@ def test_values_at_the_ends_of_a_soft_cap(head_dim, value_dim, size):
     )
     caps = np.where(np.arange(130) % 2 == 0, 50.0, -50.0)[:, None]
     np.testing.assert_allclose(lse, np.broadcast_to(caps + np.log(1300), lse.shape), rtol=1e-3)
+
+
+@pytest.mark.parametrize("path", ["xla", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+@pytest.mark.parametrize("lengths", [(130, 200), (2, 1300)])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("low", [-1e7, -1e9, -1e10, -1e30])
+def test_rows_far_below_zero(path, dtype, lengths, head_dim, low):
+    """As models have it instead of -inf. On the kernels rows below -1.4e9 (-9e7) see no key: the
+    exponents of their probabilities would be hundreds (tens) off."""
+    q_len, kv_len = lengths
+    arrays = _arrays(0, q_len, kv_len, head_dim, head_dim)
+    query, key, value, dout = (x.astype(dtype) for x in arrays)
+    bias = np.zeros((1, 1, q_len, kv_len), np.float32)
+    bias[..., ::2, :] = low
+    bias[..., 1::2, 3::2] = low
+    attend = functools.partial(
+        jaxflash.dot_product_attention, return_residual=True, implementation=path
+    )
+
+    @jax.jit
+    def run(query, key, value, bias, dout):
+        (out, lse), pull = jax.vjp(lambda *x: attend(*x, bias), query, key, value)
+        return out, lse, pull((dout, jnp.zeros_like(lse)))
+
+    out, lse, gradients = jax.device_get(run(query, key, value, bias, dout))
+    lowered = out.astype(np.float32)[:, ::2]
+    if path == "cuda" and low < (-9e7 if dtype == jnp.float16 else -1.4e9):
+        assert (lowered == 0).all()
+        assert (lse[:, ::2] == -np.inf).all()
+    else:
+        group = _HEADS // _KV_HEADS
+        mean = np.repeat(np.mean(value.astype(np.float32), axis=1), group, axis=1)
+        # Parts of few keys count as much as others: blocks that share them know an lse of each.
+        atol = 0.05 if path == "cuda" and q_len == 2 else 0.01
+        np.testing.assert_allclose(
+            lowered, np.broadcast_to(mean[:, None], lowered.shape), atol=atol
+        )
+        np.testing.assert_allclose(lse[:, ::2], low, rtol=1e-6)
+    assert (np.abs(lse[:, 1::2]) < 20).all()
+    for name, x in zip(("query", "key", "value"), gradients, strict=True):
+        assert np.isfinite(x.astype(np.float32)).all(), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_plans_beside_masks_that_hide_more(head_dim):
+    """What a plan knows to be shown as a whole is not."""
+
+    def in_blocks(b, h, q, kv):
+        return (q // 128 == kv // 128) | (kv < 64)
+
+    def not_by_three(b, h, q, kv):
+        return (q * kv) % 3 != 0
+
+    query, key, value, dout = _arrays(0, 330, 400, head_dim, head_dim)
+    shape = (1, _HEADS, 330, 400)
+
+    def run(mask):
+        def loss(query, key, value):
+            out = jaxflash.dot_product_attention(
+                query, key, value, mask=mask, implementation="cuda"
+            )
+            return jnp.sum(out * dout, dtype=jnp.float32)
+
+        return jax.device_get(jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(query, key, value))
+
+    mask = masks.function(in_blocks) & masks.function(not_by_three)
+    plan = masks.plan(masks.function(in_blocks), shape) & masks.function(not_by_three)
+    expected = run(mask)
+    for x, y in zip(*map(jax.tree.leaves, (run(plan), expected)), strict=True):
+        x, y = x.astype(np.float32), y.astype(np.float32)
+        assert np.linalg.norm(x - y) <= 1e-2 * np.linalg.norm(y)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

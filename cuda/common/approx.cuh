@@ -1,6 +1,8 @@
 // Approximations of the special-function unit.
 #pragma once
 
+#include "common/logarithms.h"
+
 namespace jaxflash {
 
 __device__ __forceinline__ float exp2_approx(float x) {
@@ -31,6 +33,15 @@ __device__ __forceinline__ float tanh_approx(float x) {
   asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 #endif
+}
+
+// An lse, as what probabilities are computed from again. It has been rounded three times by now, by
+// 2^-22 of its size in all. Where that may be 2^2 and more, it is taken away from exponents: what
+// could be 2^100 instead of a probability, and infinity then, becomes 0.
+__device__ __forceinline__ float lse_in_log2(float lse) {
+  const float log2 = lse * kLog2E;
+  const float size = fabsf(log2);
+  return size < 0x1p24f ? log2 : fmaf(size, 0x1p-22f, log2);
 }
 
 // The larger and the smaller; NaN if one of them is.

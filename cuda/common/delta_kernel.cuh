@@ -2,8 +2,8 @@
 // out (batch, head, row) as the main kernel reads them; clears what the main kernel adds to.
 #pragma once
 
+#include "common/approx.cuh"
 #include "common/dependency.cuh"
-#include "common/logarithms.h"
 #include "common/mask.cuh"
 #include "common/softmax.cuh"
 #include "common/tensor.cuh"
@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(kDeltaThreads, 3)
     // A row that sees no key, padding included: P = exp2(s - inf) = 0, whatever dout holds there.
     const bool sees_keys = own_lse != -INFINITY;
     workspace.lse_of(params.workspace, head_index)[own_row] =
-        sees_keys ? own_lse * kLog2E : INFINITY;
+        sees_keys ? lse_in_log2(own_lse) : INFINITY;
     workspace.delta_of(params.workspace, head_index)[own_row] =
         sees_keys ? own_sum - own_dlse : 0.f;
   }

@@ -5,14 +5,22 @@
 
 #include "common/approx.cuh"
 #include "common/logarithms.h"
+#include "problem.h"
 
 namespace jaxflash {
+
+// Minus the reference of a row that has none yet: so far down that the first visible key moves it,
+// yet finite, because (-inf) - (-inf) is NaN. And no further: the exponents of a row's largest
+// logits are off by up to half of the last digit of these. From here on that is 128, in float16 8,
+// and 2^128 is no float32. Rows all of whose logits lie below see no key.
+template <Math kMath>
+inline constexpr float kNoReference = kMath == Math::kFloat16 ? 0x1p27f : 0x1p31f;
 
 // Running reference and sum of the rows of kRowTiles fragments of 16 rows. The reference is the row
 // maximum, but lazily: it moves only when a row has outgrown it by 2^8, because moving it means
 // rescaling the output, and 2^8 is harmless in every element type. Sums stay per thread until the
 // end. Logits are factor * s, in units of log 2.
-template <int kRowTiles>
+template <int kRowTiles, Math kMath>
 class OnlineSoftmax {
  public:
   __device__ __forceinline__ OnlineSoftmax() {
@@ -20,8 +28,7 @@ class OnlineSoftmax {
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        // So far down that the first visible key moves it, yet finite: (-inf) - (-inf) is NaN.
-        offset_[m][r] = 1e30f;
+        offset_[m][r] = kNoReference<kMath>;
         sum_[m][r] = 0.f;
       }
     }

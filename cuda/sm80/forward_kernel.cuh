@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSM)
 
   const auto q_smem = smem.q().from_row(threadIdx.x / 32 * kWarpRows);  // the warp's own rows
   float o[kRowTiles][kHeadDim / 8][4] = {};
-  OnlineSoftmax<kRowTiles> softmax;
+  OnlineSoftmax<kRowTiles, kMath> softmax;
 
   int stage = 0;
 #pragma unroll 1

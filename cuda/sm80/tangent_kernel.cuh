@@ -11,7 +11,7 @@
 // the same sum. Another tile's mean may be far from all that counts.
 #pragma once
 
-#include "common/logarithms.h"
+#include "common/approx.cuh"
 #include "common/mask.cuh"
 #include "common/tangent_reference.h"
 #include "common/tensor.cuh"
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(Traits::Tile::kThreads, Traits::Tile::kBlocksP
               ? params.lse[(work.batch * problem.q_len + row) * problem.q_heads + work.head]
               : -INFINITY;
       settled[m][r] = lse == -INFINITY;
-      lse_log2[m][r] = settled[m][r] ? INFINITY : lse * kLog2E;
+      lse_log2[m][r] = settled[m][r] ? INFINITY : lse_in_log2(lse);
     }
   }
 

@@ -4,6 +4,7 @@
 #include "common/approx.cuh"
 #include "common/logarithms.h"
 #include "common/mask.cuh"
+#include "common/softmax.cuh"
 #include "sm90/hardware/ptx.cuh"
 
 namespace jaxflash::sm90 {
@@ -92,7 +93,7 @@ template <int kElements, Math kMath, bool kBounded = false>
 class OnlineSoftmax {
  public:
   __device__ __forceinline__ void reset() {
-    offset_[0] = offset_[1] = kBounded ? -0.f : kNoReference;
+    offset_[0] = offset_[1] = kBounded ? -0.f : kNoReference<kMath>;
     sum_[0] = sum_[1] = 0.f;
     settled_ = false;
   }
@@ -122,13 +123,14 @@ class OnlineSoftmax {
       for (int r = 0; r < 2; ++r) {
         // From the rounded offsets, as the exponentials use them: large logits stay consistent.
         const float logit = top[r] * scale_log2 + scores.lacking(r);
-        const float above = offset_[r] < kNoReference ? room : 0.f;
+        const float above = offset_[r] < kNoReference<kMath> ? room : 0.f;
         const float offset = fminf(offset_[r], -logit - above);
         correction_[r] = exp2_approx(offset - offset_[r]);
         offset_[r] = offset;
         sum_[r] *= correction_[r];
       }
-      settled_ = __all_sync(~0u, offset_[0] < kNoReference && offset_[1] < kNoReference);
+      settled_ =
+          __all_sync(~0u, offset_[0] < kNoReference<kMath> && offset_[1] < kNoReference<kMath>);
     }
     return rescale;
   }
@@ -192,8 +194,6 @@ class OnlineSoftmax {
   }
 
  private:
-  // So far down that the first visible key moves it, yet finite: -inf - (-inf) is not a number.
-  static constexpr float kNoReference = 1e30f;
   // The larger, the less often a reference moves, and rows that have seen few keys have low ones.
   // Leaves room in float16 for four such sums, in float32 for values of 1e28.
   static constexpr float kMaxSum = kMath == Math::kFloat16 ? 0x1p14f : 0x1p32f;

@@ -9,7 +9,7 @@
 // Weights take the registers of t: the next s is issued while they are read, the next t after.
 #pragma once
 
-#include "common/logarithms.h"
+#include "common/approx.cuh"
 #include "common/mask.cuh"
 #include "common/tangent_reference.h"
 #include "common/tensor.cuh"
@@ -258,7 +258,7 @@ struct TangentConsumers {
           position < work.mask.q_len()
               ? __ldg(args.lse + (first_of_rows + position) * problem.q_heads + work.head)
               : -INFINITY;
-      state.lse_log2[r] = lse == -INFINITY ? INFINITY : lse * kLog2E;
+      state.lse_log2[r] = lse == -INFINITY ? INFINITY : lse_in_log2(lse);
       state.has_reference[r] = state.lse_log2[r] == INFINITY;
     }
     return state;
