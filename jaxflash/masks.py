@@ -52,8 +52,9 @@ def plan(mask: Mask, shape: tuple[int, ...]) -> Mask:
 
     To find that out, a call evaluates a mask function, or a mask made with ``|`` or ``~``, once for
     each query and key. If several calls share a mask, such as the layers of a network, they can
-    share a plan that is made once. A plan is itself a mask. ``plan & other`` keeps what was found
-    to be hidden, ``|`` and ``~`` discard it.
+    share a plan that is made once. A plan is itself a mask. ``plan & other`` keeps what was found,
+    or, where ``other`` is a function or a choice, what was found to be hidden; ``|`` and ``~``
+    discard it.
 
     Args:
       mask: a value of this module. Those made of bands, lengths, segments and arrays with ``&``

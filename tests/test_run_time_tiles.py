@@ -197,7 +197,7 @@ def test_warpgroups_take_turns_where_rows_see_many_keys(one_sided):
         return turns == "true"
 
     packed = RANGES["ranges"]
-    assert [takes_turns(16384, packed, n) for n in (1, 8, 16, 100)] == [True, True, False, False]
+    assert [takes_turns(16384, packed, n) for n in (1, 4, 8, 100)] == [True, True, False, False]
     # Of segments nobody knows how many there are.
     assert not takes_turns(16384, RANGES["segments"])
     assert [takes_turns(length, 0) for length in (960, 4096)] == [not one_sided, True]
@@ -229,6 +229,19 @@ def test_pages_on_hopper(sizes, shared_units, program):
 def test_shared_keys_on_hopper(sizes, shared_units, program):
     """Rows are of several heads: each has its own slope and bits."""
     check_shared_keys(getattr(programs, program), *sizes, shared_units)
+
+
+def test_shared_keys_in_shorter_boxes():
+    """Of programs that take too many registers beside 128 keys."""
+    tiles = [
+        compile_program(
+            programs.registers(count), pass_name="forward", head_dim=128, shared_units=1, **H200
+        )
+        for count in (8, 56)
+    ]
+    assert [tile.spilled for tile in tiles] == [0, 0], tiles
+    assert "<128, 128, 1, 128, 3," in tiles[0].tile
+    assert "<128, 128, 1, 64, 6," in tiles[1].tile
 
 
 @pytest.mark.parametrize(

@@ -326,16 +326,12 @@ Status forward(const ForwardParams& params, cudaStream_t stream) {
 
 namespace detail {
 
-// Of calls whose blocks share keys: their rows are of many heads, and a merge follows. One unit
-// after two, for programs that take too many registers beside those.
-template <int kHeadDim, int kValueDim>
-using SharingTiles = ProgramTiles<typename ForwardTileFor<kHeadDim, kValueDim>::TwoUnits,
-                                  typename ForwardTileFor<kHeadDim, kValueDim>::OneUnit>;
-
+// Of calls whose blocks share keys: their rows are of many heads, and a merge follows.
 template <Math kMath, int kHeadDim, int kValueDim>
 std::vector<ProgramKernel> sharing_program_kernels(const ProgramTraits& program) {
   ProgramKernelList list(program);
-  for_each_tile(SharingTiles<kHeadDim, kValueDim>{}, [&](int number, auto tile) {
+  const typename ForwardSharingTiles<kHeadDim, kValueDim>::Tiles tiles;
+  for_each_tile(tiles, [&](int number, auto tile) {
     using Tile = decltype(tile);
     if (Tile::kWarpGroups > 1 && program.shared_units < 2) return;
     using Contiguous = ForwardTraits<Tile, kMath, BandMask>;
@@ -368,11 +364,11 @@ bool takes_fewer_rows(ProgramTiles<Tiles...>, int64_t units, int cost) {
 
 // Whether rows see few keys, and those of some warpgroups fewer than those of others, for which
 // they would wait in turns. At head size 128, without turns and in turns: 8 documents of 512,
-// causal, 0.116 ms and 0.127, 2 of 2048 0.284 and 0.292; with a soft cap, causal, 512 tokens 0.114
-// and 0.118, but 4096 that are not causal 1.003 and 0.989. Nothing says how many segments there
-// are.
+// causal, 0.116 ms and 0.127, 2 of 2048 0.284 and 0.292, and not causal 0.467 and (two warpgroups)
+// 0.493; with a soft cap, causal, 512 tokens 0.114 and 0.118, but 4096 that are not causal 1.003
+// and 0.989. Nothing says how many segments there are.
 inline bool see_few_keys(const ProgramTraits& program) {
-  constexpr int kFewKeys = 1536;
+  constexpr int kFewKeys = 3072;
   const CallSizes& sizes = program.sizes;
   if (program.ranges) return sizes.sequences == 0 || sizes.kv_len / sizes.sequences <= kFewKeys;
   return program.one_sided && sizes.kv_len > 128 && sizes.kv_len <= 1024;
@@ -412,7 +408,11 @@ std::vector<ProgramKernel> forward_program_kernels(const ProgramTraits& program)
           program.unit_slope || (program.bounded && needs_no_reference<Tile, kMath>);
       if (!is_short && number < Choice::kWithSlope) return;
       if (program.ranges && number < Choice::kWithSlope) return;
-      if (detail::see_few_keys(program) && number < Choice::kWithFewKeys) return;
+      if (detail::see_few_keys(program)) {
+        if (number < Choice::kWithFewKeys) return;
+      } else if (number == Choice::kWithFewKeys && number > Choice::kWithSlope) {
+        return;  // the one before it, without turns
+      }
     }
     using Traits = ForwardTraits<Tile, kMath, BandMask>;
     const char* const scores = Tile::kKeyTerms && of_distance ? "DistanceScores" : "ProgramScores";
@@ -435,7 +435,8 @@ Status forward_program(const ForwardParams& params, const LoadedKernel& kernel,
     });
   };
   if (kernel.merge != nullptr) {
-    return launch_one(detail::SharingTiles<kHeadDim, kValueDim>{}, kernel, params, false);
+    const typename ForwardSharingTiles<kHeadDim, kValueDim>::Tiles sharing;
+    return launch_one(sharing, kernel, params, false);
   }
   const typename ForwardProgramTiles<kHeadDim, kValueDim>::Tiles tiles;
   if (!kernel.has_walk()) return launch_one(tiles, kernel, params, false);

@@ -201,6 +201,23 @@ struct ForwardTileFor<256, 256> {
       ForwardTile<256, 256, 2, 64, 2, 1, Overlap::kValues, Output::kDirect, true, true>;
 };
 
+// Tiles for score programs of calls whose blocks share keys, to be tried in this order: one unit
+// after two, for programs that take too many registers beside those.
+template <int kHeadDim, int kValueDim>
+struct ForwardSharingTiles {
+  using Tiles = ProgramTiles<typename ForwardTileFor<kHeadDim, kValueDim>::TwoUnits,
+                             typename ForwardTileFor<kHeadDim, kValueDim>::OneUnit>;
+};
+
+// Boxes of 64 keys leave 48 registers more: a program that keeps 56 values a row spills 5.9 KB with
+// boxes of 128, and nothing with these.
+template <>
+struct ForwardSharingTiles<128, 128> {
+  using Tiles = ProgramTiles<
+      ForwardTileFor<128, 128>::TwoUnits, ForwardTileFor<128, 128>::OneUnit,
+      ForwardTile<128, 128, 1, 64, 6, 1, Overlap::kValues, Output::kDirect, false, true>>;
+};
+
 // Tiles for score programs, to be tried in this order: a program takes registers, and the next tile
 // leaves more of them. The first ones are for programs that say which capture they shall load
 // (kLoadsStarts): its tiles of starts take the shared memory of a second Q, or of stages; those
