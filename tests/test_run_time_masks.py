@@ -173,11 +173,10 @@ def test_masks_of_programs_elsewhere(pass_name, mask):
     assert compiled.name.startswith(f"sm80 {pass_name}")
 
 
-# Bytes that loads of an element each took up to 676 of, by what JAX 0.10 and 0.11 make of the
-# program. The last is of NVRTC 12.9; 13 spills 320.
+# Bytes that loads of an element each took up to 676 of. The last is of NVRTC 12.9; 13 spills 320.
 @pytest.mark.parametrize(
     ("mask", "bias", "bounds"),
-    [(True, False, (40, 112)), (False, True, (32, 108)), (True, True, (48, 392))],
+    [(True, False, (40, 112)), (False, True, (32, 104)), (True, True, (24, 392))],
     ids=["mask", "bias", "mask and bias"],
 )
 def test_elements_share_loads_elsewhere(mask, bias, bounds):

@@ -79,14 +79,13 @@ __device__ __forceinline__ int64_t capture_offset(const int64_t (&batch_stride)[
                                                   const Problem& problem, int64_t batch) {
   int64_t offset = 0;
   uint32_t rest = static_cast<uint32_t>(batch);
-  // For the outermost axis nothing is left to divide.
-  for (int axis = problem.num_batch_axes - 1; axis > 0; --axis) {
+  for (int axis = problem.num_batch_axes - 1; axis >= 0; --axis) {
     const auto extent = static_cast<uint32_t>(problem.batch_extent[axis]);
-    const uint32_t outer = rest / extent;
+    const uint32_t outer = axis == 0 ? 0 : rest / extent;  // a division takes some 100 clocks
     offset += static_cast<int64_t>(rest - outer * extent) * batch_stride[axis];
     rest = outer;
   }
-  return offset + static_cast<int64_t>(rest) * batch_stride[0];
+  return offset;
 }
 
 template <class T>

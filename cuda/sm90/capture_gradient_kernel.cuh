@@ -339,7 +339,7 @@ struct CaptureGradientConsumers {
   __device__ __forceinline__ static void issue_step(float (&x)[kKeys / 2], SharedMemory& smem,
                                                     uint64_t rows, uint64_t keys,
                                                     Ring<Traits::kStages>& ring) {
-    smem.full[ring.stage].wait(ring.phase);
+    smem.full[ring.stage].poll(ring.phase);  // with segments it spills 80 bytes if it sleeps
     const uint64_t offset = ring.stage * descriptor_step(Traits::kStageBytes);
     issue_scores<kMath, 64, Traits::kRowPanelBytes, Traits::kKeyPanelBytes, kKeys>(
         x, rows + offset, keys + offset, kAdds);

@@ -61,9 +61,9 @@ class ScaledLogits {
   __device__ __forceinline__ auto adder_to(KeySums<0>&, int /*row*/, int /*key*/) const {
     return [](int /*i*/, float /*ds*/) {};
   }
-  template <int kRows>
-  __device__ __forceinline__ void add_up(const StepDiagonals<false, kRows>&, int /*row*/,
-                                         int /*key*/) const {}
+  template <int kRows, class Block>
+  __device__ __forceinline__ void add_up(const BackwardArgs&, const StepDiagonals<false, kRows>&,
+                                         const Block&, int /*row*/, int /*key*/) const {}
 
   // lse as for_columns takes it; `row` and `key` of the warpgroup's first element. `common_rows`
   // see all of its keys: other tiles are masked.
@@ -166,11 +166,6 @@ class ProgramLogits {
       columns_[lower] = Program::column(head_, own_key + 8 * lower);
     }
     diagonal_ = diagonal_of(args.problem, block.mask);
-    if constexpr (Program::kSumsDiagonals) {
-      const CaptureGradientArray& array = args.diagonal_sums;
-      diagonal_sums_ = static_cast<float*>(array.data) +
-                       capture_offset(array.batch_stride, args.problem, block.batch);
-    }
   }
 
   // What the products of a step start from, as it lies in memory: pairs of neighbouring keys, in
@@ -263,10 +258,14 @@ class ProgramLogits {
   }
 
   // Adds a step's sums along diagonals to a gradient. Belongs beside products.
-  template <int kRows>
-  __device__ __forceinline__ void add_up(const AlongDiagonals<kRows>& along, int row,
-                                         int key) const {
+  template <int kRows, class Block>
+  __device__ __forceinline__ void add_up(const BackwardArgs& args,
+                                         const AlongDiagonals<kRows>& along, const Block& block,
+                                         int row, int key) const {
     if constexpr (Program::kSumsDiagonals) {
+      const CaptureGradientArray& array = args.diagonal_sums;
+      float* const data = static_cast<float*>(array.data) +
+                          capture_offset(array.batch_stride, args.problem, block.batch);
       const float weight = Program::diagonal_weight(head_);
       const int first_key = key + late_thread() / 32 * 16;
       along.reduce([&](int further, float sum) {
@@ -284,7 +283,7 @@ class ProgramLogits {
             if (late_thread() % 32 != 0) sum = 0.f;
           }
         }
-        if (sum != 0.f) red_add_f32(diagonal_sums_ + index, sum * weight);  // NaN is not 0
+        if (sum != 0.f) red_add_f32(data + index, sum * weight);  // NaN is not 0
       });
     }
   }
@@ -421,8 +420,7 @@ class ProgramLogits {
   float scale_log2_;
   typename Program::Head head_;
   typename Program::Column columns_[2];
-  int diagonal_;          // from a row number to its position among the keys
-  float* diagonal_sums_;  // with kSumsDiagonals: of the batch element
+  int diagonal_;  // from a row number to its position among the keys
   // With kDrops:
   Dropout dropout_;
   float share_;  // that is kept

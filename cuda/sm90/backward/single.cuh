@@ -251,7 +251,7 @@ struct SingleConsumers {
 
         discard(dq);
         issue_dq(dq, dq_ds + odd * descriptor_step(Traits::kScoreBytes), dq_k);
-        score.add_up(along_diagonals, row, own_key);
+        score.add_up(args, along_diagonals, block, row, own_key);
         prepare_next(staged());
         wgmma_wait<1>();
         steps.release_dout();

@@ -29,6 +29,11 @@ struct Barrier {
     while (!mbarrier_try_wait_parity(address(), parity)) {
     }
   }
+  // Without a limit of its own, where that takes registers.
+  __device__ __forceinline__ void poll(uint32_t parity) const {
+    while (!mbarrier_try_wait_parity_briefly(address(), parity)) {
+    }
+  }
 };
 
 // A count in shared memory, where one side may be further ahead than a parity could say.
