@@ -81,7 +81,7 @@ __device__ __forceinline__ int64_t capture_offset(const int64_t (&batch_stride)[
   uint32_t rest = static_cast<uint32_t>(batch);
   for (int axis = problem.num_batch_axes - 1; axis >= 0; --axis) {
     const auto extent = static_cast<uint32_t>(problem.batch_extent[axis]);
-    const uint32_t outer = axis == 0 ? 0 : rest / extent;  // a division takes some 100 clocks
+    const uint32_t outer = rest / extent;
     offset += static_cast<int64_t>(rest - outer * extent) * batch_stride[axis];
     rest = outer;
   }
