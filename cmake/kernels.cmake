@@ -185,7 +185,8 @@ set(common_gencode ${sm80_gencode})
 if(NOT common_gencode)
   set(common_gencode ${sm90_gencode})
 endif()
-set(common_sources ${PROJECT_SOURCE_DIR}/cuda/masks.cu
+set(common_sources ${PROJECT_SOURCE_DIR}/cuda/delta.cu
+                   ${PROJECT_SOURCE_DIR}/cuda/masks.cu
                    ${PROJECT_SOURCE_DIR}/cuda/ranges.cu)
 set_source_files_properties(${common_sources} PROPERTIES COMPILE_OPTIONS "${common_gencode}")
 file(GLOB host_sources CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/cuda/host/*.cc)

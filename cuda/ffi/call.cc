@@ -492,7 +492,7 @@ static std::optional<int32_t> batch_sum(ffi::Span<const int64_t> dims, Shape ful
       return std::nullopt;
     }
   }
-  if (sum > kMaxBatchSum) return std::nullopt;
+  if (sum < 1 || sum > kMaxBatchSum) return std::nullopt;
   return static_cast<int32_t>(sum);
 }
 

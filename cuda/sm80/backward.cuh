@@ -6,11 +6,11 @@
 
 #include "attention.h"
 #include "common/convert_dq.cuh"
-#include "common/delta.cuh"
 #include "common/launch.h"
 #include "common/program_kernels.h"
 #include "common/status.h"
 #include "common/workspace.h"
+#include "delta.h"
 #include "sm80/backward_kernel.cuh"
 
 namespace jaxflash::sm80 {
@@ -29,8 +29,7 @@ Status launch_backward(MainKernel kernel, const BackwardParams& params, cudaStre
   const Problem& problem = params.problem;
   const BackwardWorkspace workspace = backward_workspace(problem);
 
-  Status status =
-      cuda_status(launch_delta<kMath>(params, workspace, stream), "launching the delta kernel");
+  Status status = launch_delta(params, workspace, stream);
   if (!status.ok()) return status;
 
   const int64_t key_tiles = (int64_t{problem.kv_len} + Tile::kKeys - 1) / Tile::kKeys;

@@ -8,12 +8,12 @@
 
 #include "attention.h"
 #include "common/convert_dq.cuh"
-#include "common/delta.cuh"
 #include "common/launch.h"
 #include "common/logarithms.h"
 #include "common/program_kernels.h"
 #include "common/status.h"
 #include "common/workspace.h"
+#include "delta.h"
 #include "sm90/backward_kernel.cuh"
 #include "sm90/hardware/tensor_map.h"
 #include "sm90/start_map.h"
@@ -230,8 +230,7 @@ Status launch_backward_kernels(Kernel<BackwardArgs> kernel, const BackwardParams
   BackwardWorkspace cleared = workspace;
   if (direct) cleared.dims = 0;  // no accumulator
 
-  Status status =
-      cuda_status(launch_delta<kMath>(params, cleared, stream), "launching the delta kernel");
+  Status status = launch_delta(params, cleared, stream);
   if (status.ok() && problem.kv_len > 0) status = launch_walk(workspace);
   if (status.ok() && problem.kv_len > 0) {
     status = launch_backward<kMath, Tile>(kernel, params, workspace, direct ? &dq : nullptr,
