@@ -79,8 +79,8 @@ void add_portable(int shared_bytes, Geometries* result) {
   using Large = typename Choice::Large;
   using Small = typename Choice::Small;
   result->push_back(Large::kSharedBytes <= shared_bytes
-                        ? geometry_of<Large>(Large::Tile::kBlocksPerSM)
-                        : geometry_of<Small>(Small::Tile::kBlocksPerSM));
+                        ? geometry_of<Large>(Large::Tile::kBlocksPerSm)
+                        : geometry_of<Small>(Small::Tile::kBlocksPerSm));
 }
 
 }  // namespace

@@ -15,7 +15,7 @@
 namespace jaxflash::sm80 {
 
 template <class Traits, class AnyMask, class Program, class Load>
-__global__ void __launch_bounds__(Traits::kThreads, Traits::Tile::kBlocksPerSM)
+__global__ void __launch_bounds__(Traits::kThreads, Traits::Tile::kBlocksPerSm)
     capture_gradient_kernel(const __grid_constant__ BackwardParams params,
                             const __grid_constant__ BackwardWorkspace workspace,
                             const __grid_constant__ CaptureGradient plan, int64_t first_block) {

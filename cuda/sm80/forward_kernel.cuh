@@ -54,7 +54,7 @@ __device__ __forceinline__ auto key_rows(const ForwardParams& params, const Tens
 
 template <Math kMath, int kHeadDim, class Tile, class AnyMask = BandMask,
           class Scores = ScaledScores, bool kPaged = false>
-__global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSM)
+__global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     forward_kernel(const __grid_constant__ ForwardParams params, uint64_t first_head) {
   using Mask = MaskBeside<AnyMask, Scores>;
   using Smem = ForwardSmem<kMath, kHeadDim, Tile>;

@@ -25,7 +25,7 @@
 namespace jaxflash::sm80 {
 
 template <class Traits, class AnyMask, class Scores>
-__global__ void __launch_bounds__(Traits::Tile::kThreads, Traits::Tile::kBlocksPerSM)
+__global__ void __launch_bounds__(Traits::Tile::kThreads, Traits::Tile::kBlocksPerSm)
     tangent_kernel(const __grid_constant__ TangentParams params, uint64_t first_head) {
   using Mask = MaskBeside<AnyMask, Scores>;
   using Tile = typename Traits::Tile;

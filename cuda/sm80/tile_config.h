@@ -19,13 +19,13 @@ inline constexpr int kTileGroup = kMath == Math::kFloat32 ? 0 : kElementBytes<kM
 // What a block works on. A warp takes rows / warps query rows, 16 or 32: with 32 every fragment of
 // K and V is used twice, which is what shared-memory bandwidth asks for wherever registers allow
 // it.
-template <int kRows_, int kKeys_, int kWarps_, int kStages_, int kBlocksPerSM_>
+template <int kRows_, int kKeys_, int kWarps_, int kStages_, int kBlocksPerSm_>
 struct ForwardTile {
   static constexpr int kRows = kRows_;
   static constexpr int kKeys = kKeys_;
   static constexpr int kWarps = kWarps_;
   static constexpr int kStages = kStages_;            // 2: the next K and V load beside this step
-  static constexpr int kBlocksPerSM = kBlocksPerSM_;  // what the registers are limited for
+  static constexpr int kBlocksPerSm = kBlocksPerSm_;  // what the registers are limited for
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kRowTiles = kRows / (16 * kWarps);  // of 16 rows, in a warp
 };
@@ -134,10 +134,11 @@ struct BackwardTile {
   // The warps that share keys: each computes the scores of its part of the rows, and they exchange
   // p and ds through shared memory (true), or each computes the scores of all rows (false).
   static constexpr bool kExchange = kExchange_;
-  static constexpr int kPassRows = kPassRows_;        // rows whose scores a warp has in registers
-  static constexpr int kStages = kStages_;            // buffers of q and dout
-  static constexpr int kDqRowWarps = kDqRowWarps_;    // dq's rows are divided by these, its columns
-  static constexpr int kBlocksPerSm = kBlocksPerSm_;  // by the other warps
+  static constexpr int kPassRows = kPassRows_;  // rows whose scores a warp has in registers
+  static constexpr int kStages = kStages_;      // buffers of q and dout
+  // dq's rows are divided by these, its columns by the other warps.
+  static constexpr int kDqRowWarps = kDqRowWarps_;
+  static constexpr int kBlocksPerSm = kBlocksPerSm_;  // what the registers are limited for
 };
 
 // Columns: rows, keys, key warps, column warps, exchange, rows of a pass, stages, dq row warps,
@@ -201,13 +202,13 @@ struct BackwardTiles<0, 256> : BackwardTiles<4, 256> {};
 // --- gradients of captures -----------------------------------------------------------------------
 
 // kRowWarps x kKeyWarps warps, each with its part of both products and of the sum in registers.
-template <int kRows_, int kKeys_, int kRowWarps_, int kKeyWarps_, int kBlocksPerSM_>
+template <int kRows_, int kKeys_, int kRowWarps_, int kKeyWarps_, int kBlocksPerSm_>
 struct CaptureGradientTile {
   static constexpr int kRows = kRows_;
   static constexpr int kKeys = kKeys_;
   static constexpr int kRowWarps = kRowWarps_;
   static constexpr int kKeyWarps = kKeyWarps_;
-  static constexpr int kBlocksPerSM = kBlocksPerSM_;  // what the registers are limited for
+  static constexpr int kBlocksPerSm = kBlocksPerSm_;  // what the registers are limited for
 };
 
 // Large and Small as for the forward pass. Every step reads all four operands: the larger a tile,

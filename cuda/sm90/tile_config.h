@@ -233,6 +233,12 @@ struct ForwardSharingTiles<128, 128> {
 template <int kHeadDim, int kValueDim>
 struct ForwardProgramTiles;
 
+struct NoFewerWarpGroups {
+  static constexpr int kFewerWarpGroups = 0;
+  static constexpr int kFewerCost = 100;
+  static constexpr int kFewerStartsCost = 100;
+};
+
 struct TilesForAllSizes {
   template <class Tile>
   static constexpr bool suits(const CallSizes&, int64_t /*units*/, bool /*one_sided*/) {
@@ -357,7 +363,7 @@ struct ForwardProgramTiles<128, 128> {
 };
 
 template <>
-struct ForwardProgramTiles<192, 128> : TilesForAllSizes {
+struct ForwardProgramTiles<192, 128> : NoFewerWarpGroups, TilesForAllSizes {
   using Tiles = ProgramTiles<
       ForwardTile<192, 128, 3, 64, 2, 1, Overlap::kNone, Output::kDirect, true, false, true>,
       WithKeyTerms<192, 128, 3, 64, 3, 1, Overlap::kNone, Output::kDirect, true>,
@@ -365,15 +371,12 @@ struct ForwardProgramTiles<192, 128> : TilesForAllSizes {
       ForwardTile<192, 128, 2, 128, 2, 1, Overlap::kValues, Output::kDirect, true>>;
   static constexpr int kWithSlope = 2;
   static constexpr int kWithFewKeys = 2;
-  static constexpr int kFewerWarpGroups = 0;
-  static constexpr int kFewerCost = 100;
-  static constexpr int kFewerStartsCost = 100;
 };
 
 // 112 keys: 0.716 ms against 0.741 with a table read at q - kv (4096 tokens), 0.764 against 0.792
 // with a mask array.
 template <>
-struct ForwardProgramTiles<192, 192> : LongTilesForLongRows<112> {
+struct ForwardProgramTiles<192, 192> : NoFewerWarpGroups, LongTilesForLongRows<112> {
   using Tiles = ProgramTiles<
       ForwardTile<192, 192, 2, 64, 2, 1, Overlap::kValues, Output::kDirect, true, false, true>,
       WithKeyTerms<192, 192, 2, 96, 2, 1, Overlap::kValues, Output::kDirect, true>,
@@ -382,16 +385,13 @@ struct ForwardProgramTiles<192, 192> : LongTilesForLongRows<112> {
       ForwardTile<192, 192, 2, 64, 2, 1, Overlap::kValues, Output::kDirect, true>>;
   static constexpr int kWithSlope = 3;
   static constexpr int kWithFewKeys = 3;
-  static constexpr int kFewerWarpGroups = 0;
-  static constexpr int kFewerCost = 100;
-  static constexpr int kFewerStartsCost = 100;
 };
 
 // 80 keys: 0.920 ms against 0.989 with a table read at q - kv (4096 tokens), 0.974 against 1.045
 // with a mask array, but 0.474 against 0.435 with two segments. With a soft cap they fit where the
 // program is bounded: Gemma's shape takes 0.94 ms against 1.01.
 template <>
-struct ForwardProgramTiles<256, 256> : LongTilesForLongRows<80> {
+struct ForwardProgramTiles<256, 256> : NoFewerWarpGroups, LongTilesForLongRows<80> {
   using Tiles = ProgramTiles<
       ForwardTile<256, 256, 2, 64, 2, 1, Overlap::kValues, Output::kDirect, true, false, true>,
       WithKeyTerms<256, 256, 2, 64, 2, 1, Overlap::kValues, Output::kDirect, true>,
@@ -400,9 +400,6 @@ struct ForwardProgramTiles<256, 256> : LongTilesForLongRows<80> {
       ForwardTile<256, 256, 2, 48, 2, 1, Overlap::kValues, Output::kDirect, true>>;
   static constexpr int kWithSlope = 3;
   static constexpr int kWithFewKeys = 3;
-  static constexpr int kFewerWarpGroups = 0;
-  static constexpr int kFewerCost = 100;
-  static constexpr int kFewerStartsCost = 100;
 };
 
 // --- tangent ------------------------------------------------------------------------------------
