@@ -318,6 +318,8 @@ SCORES_OF_TILES = (
     _row("tiles-distance-bottom-right-64", alibi="N", q_len=300, kv_len=1300, head_dim=64,
          is_causal=True, causal_alignment="bottom_right", dtype="bfloat16",
          kv_lengths=(1300, 700), query_lengths=(300, 130), gpu_only=True),
+    _row("tiles-distance-key-bias-128", alibi="N", bias="B11S", q_len=300, kv_len=720, head_dim=128,
+         dtype="bfloat16", gpu_only=True),
     _row("tiles-distance-window-96", alibi="N", q_len=1200, kv_len=2300, head_dim=96,
          local_window_size=(900, 1200), sink=True, batch=(1,), dtype="bfloat16", gpu_only=True),
     _row("tiles-distance-behind-64", alibi="N", q_len=500, kv_len=700, head_dim=64,

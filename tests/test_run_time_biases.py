@@ -324,6 +324,26 @@ _ADDED = {
     "a factor": (lambda s, b, h, q, kv: s * _TABLE[kv], False, False),
     "slopes": (dict(alibi_slopes=np.ones(4, np.float32)), False, False),
     "matrix": (dict(bias=np.zeros((1, 1, 64, 64), np.float32)), False, False),
+    "bias and slopes": (
+        dict(bias=np.zeros((1, 1, 1, 64), np.float32), alibi_slopes=np.ones(4, np.float32)),
+        False,
+        False,
+    ),
+    "a distance": (
+        dict(score_mod=lambda s, b, h, q, kv: s + _TABLE[kv] - 0.1 * (q - kv).astype(s.dtype)),
+        False,
+        False,
+    ),
+    "a factor of the distance": (
+        dict(score_mod=lambda s, b, h, q, kv: s + _TABLE[kv] * (q - kv).astype(s.dtype)),
+        False,
+        False,
+    ),
+    "a step": (
+        dict(score_mod=lambda s, b, h, q, kv: s + _TABLE[kv] + jnp.where(q - kv > 3, 1.0, 0.0)),
+        False,
+        False,
+    ),
 }
 
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Collection, Sequence
 
 from jaxflash._printer.graph import Graph
-from jaxflash._printer.node import COLUMN, FLOATS, ROW, Node, below, linear
+from jaxflash._printer.node import COLUMN, DISTANCE, FLOATS, ROW, Node, below, linear
 
 # Quotients of larger ones might overflow, where the sum does not.
 _MAX_CONSTANT = 1e30
@@ -31,7 +31,7 @@ class Start:
     @property
     def is_of_key(self) -> bool:
         """Whether all queries of a head start from the same."""
-        return not self.added.deps & ROW
+        return not self.added.deps & (ROW | DISTANCE)
 
     @property
     def is_of_head(self) -> bool:
@@ -115,13 +115,18 @@ def start_of(
     of_neighbours = [x for x in nodes if x.op == "load" and is_of_neighbours(x, paired)]
     if of_rows and not any(x.deps & ROW for x in of_neighbours):
         return None
-    if len(of_neighbours) != 1 or any(
-        x.op == "constant" and x.dtype == "float32" and _MAX_CONSTANT < abs(x.value) < math.inf
-        for x in nodes
-    ):
+    if len(of_neighbours) != 1 or any(map(_has_large_number, nodes)):
         return None
     value = _over_scale(graph, addend, of_neighbours[0])
     return None if value is None else Start(of_neighbours[0], value, addend)
+
+
+def _has_large_number(x: Node) -> bool:
+    numbers = [x.value] if x.op == "constant" and x.dtype == "float32" else []
+    if x.op == "sum":
+        constant, coefficients = x.value
+        numbers = [constant, *coefficients]
+    return any(_MAX_CONSTANT < abs(number) < math.inf for number in numbers)
 
 
 def _over_scale(graph: Graph, addend: Node, load: Node) -> Node | None:
