@@ -206,6 +206,21 @@ _EXACT = {
         s + 1e-3 * ((_distance(q, kv) * 41.0) / 41.0) - jnp.floor(_distance(q, kv))
     ),
     "power": lambda s, b, h, q, kv: 1e-9 + 0.3 * (1.0 - jnp.tanh(0.1 * s)) ** 3,
+    "hidden below a function": lambda s, b, h, q, kv: (
+        jax.nn.log_sigmoid(s + _hidden_by(q >= kv))
+        + jax.nn.softplus(s + 1e-3 * _hidden_by(kv % 2 > 0))
+    ),
+    "steep": lambda s, b, h, q, kv: 0.01 * jax.nn.softplus(1000.0 * s),
+    "numbers of 32 bits": lambda s, b, h, q, kv: s + sum(
+        jnp.where(equals, 1.0, 0.0)
+        for equals in (
+            jnp.where(q > kv, 0.1, 1.0) == jnp.float32(0.1),
+            jnp.where(q > kv, 0.1, 1.0) * 3.0 == 0.3,
+            jnp.where(q > kv, 7.0, 1.0) * 0.1 <= 0.7,
+            jnp.where(q > kv, 0.57, 1.0) * 100.0 >= 57.0,
+            jnp.where(q > kv, 1.0, 2.0) / 49.0 * 49.0 >= 1.0,
+        )
+    ),
     "infinite factor": lambda s, b, h, q, kv: jnp.where(
         q > kv, (jnp.abs(jax.lax.stop_gradient(s)) + 1.0) * -jnp.inf, s
     ),
@@ -485,6 +500,8 @@ _NOT_STARTING = {
     "beside the score": lambda e: jnp.tanh(e["s"] + e["bias"]) + 0.1 * e["s"],
     "two sums": lambda e: jnp.tanh(e["s"] + e["bias"]) + jnp.tanh(e["s"] + 0.5 * e["bias"]),
     "lowest": lambda e: e["s"] + e["bias"] + jnp.where(e["q"] > 3, 0.0, -1e38),
+    "large factor": lambda e: e["s"] - 3e38 * e["bias"],
+    "capped with a large factor": lambda e: 5.0 * jnp.tanh((e["s"] - 3e38 * e["bias"]) / 5.0),
 }
 
 

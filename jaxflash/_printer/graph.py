@@ -71,7 +71,10 @@ class Graph:
 
     def constant(self, value, dtype: str = "float32") -> Node:
         if dtype == "float32":
+            # Rounded, as comparisons are made of it; finite values stay finite.
             value = float(value)
+            if abs(value) <= FLOAT_MAX:
+                value = float(np.float32(value))
         elif dtype == "bool":
             value = bool(value)
         else:
@@ -242,7 +245,7 @@ class Graph:
         if x.op == "constant":
             x, y = y, x
         if y.op != "constant":
-            return self._sum(*_added(as_terms(x), as_terms(y)))
+            return self._sum(*_added(as_terms(x, y), as_terms(y, x)))
         if x.op == "constant":
             return self.constant(x.value + y.value)
         if y.value == 0.0:
@@ -507,7 +510,7 @@ class Graph:
                     other = given(term)
                     part = 0.0, {term: coefficient}
                     if other is not term:
-                        part = as_terms(self.scaled(other, coefficient))
+                        part = as_terms(self.scaled(other, coefficient), x)
                     result = _added(result, part)
                 return self._sum(*result)
             if x.op == "product":

@@ -247,9 +247,9 @@ def multiple_of(x: Node, y: Node) -> float | None:
 def may_cancel(x: Node) -> bool:
     """Whether the terms of a sum may be larger than it is, as in `1 - mask` times -1e9 or between
     times: it is computed as it is, before others are added or it is scaled. Not so sums with the
-    score, which is rounded itself, unless they jump."""
+    score, which is rounded itself, unless they jump or meet themselves."""
     if x.op != "sum" or not _jumps(x):
-        return False
+        return _meets_itself(x)
     constant, terms = linear(x)
     if all(map(_is_number, terms)):
         places = {(c > 0.0, term.deps) for term, c in terms.items()}
@@ -266,14 +266,62 @@ def is_difference(x: Node) -> bool:
     coefficients, as nothing says what sign a load has. Numbers of queries and keys are exact
     together with a constant."""
     if x.op != "sum" or not _jumps(x):
-        return False
+        return _meets_itself(x)
     signs = {coefficient > 0.0 for coefficient in x.value[1]}
     return len(signs) > 1 and not all(map(_is_number, x.args))
 
 
-def as_terms(x: Node) -> Terms:
-    """Of a float as others are added to it."""
-    return (0.0, {x: 1.0}) if may_cancel(x) else linear(x)
+def as_terms(x: Node, beside: Node) -> Terms:
+    """Of a float as another one is added to it."""
+    keeps = may_cancel(x) or (x.op == "sum" and bool(x.deps & SCORE) and _is_within({x}, beside))
+    return (0.0, {x: 1.0}) if keeps else linear(x)
+
+
+@_fact
+def _meets_itself(x: Node) -> bool:
+    """Whether what a sum adds is also within other terms of it, as in `x - max(x, 0)`: that is 0
+    however `x` is rounded, if it is the same in both."""
+    return (
+        x.op == "sum"
+        and len(x.args) > 1
+        and bool(x.deps & SCORE)
+        and any(
+            _is_within(_parts(term), other)
+            for term in x.args
+            if term.deps & SCORE
+            for other in x.args
+            if other is not term
+        )
+    )
+
+
+def _parts(x: Node) -> set[Node]:
+    """What a float is a choice or a sum of, in any order, and these."""
+    found, left = {x}, [x]
+    while left:
+        part = left.pop()
+        new = set(part.args[1:] if part.op == "select" else linear(part)[1]) - found
+        found |= new
+        left += new
+    return found
+
+
+def _is_within(nodes: set[Node], x: Node) -> bool:
+    """Whether one of these depends on the score and is what a function is applied to that is a part
+    of `x`."""
+    nodes = {node for node in nodes if node.deps & SCORE}
+    first = min((node.number for node in nodes), default=math.inf)
+    left = [a for part in _parts(x) for a in (part.args if part.op == "product" else (part,))]
+    left = [a for a in left if a.op not in ("select", "sum")]
+    found = set[Node]()
+    while left:
+        # What a node is made of was there before it.
+        new = {a for a in left.pop().args if a.number >= first} - found
+        if not new.isdisjoint(nodes):
+            return True
+        found |= new
+        left += new
+    return False
 
 
 @_fact
