@@ -73,8 +73,22 @@ def with_scaled_query(operands):
     if scale is None:
         return operands
     dtype = compute_dtype(query.dtype)
-    query = (query.astype(dtype) * scale.astype(dtype)).astype(query.dtype)
-    return operands._replace(query=query, scale=None)
+    scaled = _scaled(query.astype(dtype), scale.astype(dtype))
+    return operands._replace(query=scaled.astype(query.dtype), scale=None)
+
+
+@jax.custom_jvp
+def _scaled(query, scale):
+    return query * scale
+
+
+@_scaled.defjvp
+def _scaled_tangent(primals, tangents):
+    """NaN and infinity in a query that sees no key reach no derivative by the scale; in one that
+    sees keys, its cotangent is NaN."""
+    (query, scale), (t_query, t_scale) = primals, tangents
+    known = jnp.where(jnp.isfinite(query), query, jnp.zeros_like(query))
+    return _scaled(query, scale), t_query * scale + known * t_scale
 
 
 def with_plan(spec: AttentionSpec, path: Path, operands: Operands) -> Operands:

@@ -510,11 +510,9 @@ def _band(is_causal, local_window_size) -> tuple[int | None, int | None]:
 def _is_traced_scale(scale) -> bool:
     if not isinstance(scale, jax.core.Tracer | jax.ShapeDtypeStruct):
         return False
-    if scale.shape != () or not jnp.issubdtype(scale.dtype, jnp.floating):
-        raise ValueError(
-            "scale must be a Python number or a floating scalar, got "
-            f"{scale.dtype} of shape {scale.shape}"
-        )
+    is_real = any(jnp.issubdtype(scale.dtype, kind) for kind in (jnp.floating, jnp.integer))
+    if scale.shape != () or not is_real:
+        raise ValueError(f"scale must be a real scalar, got {scale.dtype} of shape {scale.shape}")
     return True
 
 

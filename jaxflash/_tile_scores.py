@@ -12,6 +12,7 @@ heads per key head, with size 1 where an axis does not matter.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,6 +24,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxflash import _jaxpr
 from jaxflash._jaxpr import is_literal
 from jaxflash._program import ARGUMENTS, Program, View, constant
+from jaxflash._sizes import at_most
 from jaxflash._spec import compute_dtype
 from jaxflash._split import padded
 
@@ -205,6 +207,7 @@ class TileScores:
 _KEEPING_FINITE = frozenset(
     {"convert_element_type", "neg", "abs", "max", "min", "clamp", "select_n", "copy"}
 )
+_FEW_ELEMENTS = 64  # of a capture, of which each element of a tile may have a gradient of its own
 _TINY = 1e-30  # what a finite number can be divided by
 
 
@@ -417,20 +420,27 @@ class _Split:
 
         return tuple(partial(i) for i in range(len(floats)))
 
-    def moved_by_whole(self, floats, integers, whole, t_whole):
-        """The tangent of the value by those of the captures `whole`."""
+    def moved_by_whole(self, visible, floats, integers, whole, t_whole):
+        """The tangent of the value by those of the captures `whole`, where it is visible."""
 
         def value(whole):
             return self._plain(floats, integers, whole)
 
-        if not self._whole_in_reverse:
-            return jax.jvp(value, (whole,), (t_whole,))[1]
-        gradients = jax.grad(value, allow_int=True)(whole)
-        return sum(
-            jnp.vdot(g, t)
-            for g, t in zip(gradients, t_whole, strict=True)
-            if g.dtype != jax.dtypes.float0
+        # Of an element of a tile each, the gradients are as many times larger than the captures.
+        few = all(at_most(_FEW_ELEMENTS, math.prod(x.shape)) for x in whole)
+        if few or self._whole_in_reverse:
+            gradients = jax.grad(value, allow_int=True)(whole)
+            return sum(
+                jnp.vdot(jnp.where(visible, g, jnp.zeros_like(g)), t)
+                for g, t in zip(gradients, t_whole, strict=True)
+                if g.dtype != jax.dtypes.float0
+            )
+        # Slopes of hidden elements, which a cotangent of 0 meets: those of harmless ones.
+        floats, integers = jax.tree.map(
+            lambda x: jnp.where(visible, x, jnp.zeros_like(x)), (floats, integers)
         )
+        moved = jax.jvp(value, (whole,), (t_whole,))[1]
+        return jnp.where(visible, moved, jnp.zeros_like(moved))
 
 
 _split = functools.lru_cache(maxsize=256)(_Split)
@@ -458,8 +468,8 @@ def _hidden_tangent(split: _Split, primals, tangents):
         tangent = tangent + shown(partial).astype(dtype) * t.astype(dtype)
     floats, integers, whole = arguments
     if whole:
-        moved = split.moved_by_whole(floats, integers, whole, t_whole)
-        tangent = tangent + shown(moved).astype(dtype)
+        moved = split.moved_by_whole(visible, floats, integers, whole, t_whole)
+        tangent = tangent + moved.astype(dtype)
     return value, tangent.astype(value.dtype)
 
 

@@ -110,6 +110,35 @@ def test_whole_capture_with_a_reverse_derivative_of_its_own():
     assert_equal(gradients, random_qkv(), 0.01 * random_table())
 
 
+_WHOLE = {
+    "sum": lambda s, root, w: s * jnp.sum(w) + root,
+    "product": lambda s, root, w: s - jnp.prod(w[:2]) * root,
+    "branch": lambda s, root, w: jax.lax.cond(s > 2.0, lambda: s, lambda: s - w[0] * w[1] * root),
+}
+
+
+@pytest.mark.parametrize("size", [2, 100])
+@pytest.mark.parametrize("name", _WHOLE)
+def test_gradient_of_a_whole_capture_beside_hidden_keys(name, size):
+    """Their slopes may be infinite or NaN, and reach nothing."""
+    query, key, value = random_qkv()
+    options = dict(is_causal=True, key_value_seq_lengths=jnp.full(query.shape[:1], 4, jnp.int32))
+    hidden = jnp.arange(key.shape[1])[:, None, None] >= 4
+    capture = jnp.linspace(0.5, 0.7, size, dtype=jnp.float32)
+
+    def loss(capture, key, least):
+        def score_mod(score, b, h, q, kv):
+            root = jnp.sqrt(jnp.maximum(q - kv, least).astype(jnp.float32) + 1.0)
+            return _WHOLE[name](score, root, capture)
+
+        out = jaxflash.dot_product_attention(query, key, value, score_mod=score_mod, **options)
+        return jnp.sum(jnp.sin(out))
+
+    expected = jax.grad(loss)(capture, key, 0)
+    actual = jax.grad(loss)(capture, jnp.where(hidden, jnp.nan, key), -S)
+    np.testing.assert_allclose(actual, expected, rtol=2e-4, atol=2e-5)
+
+
 def test_gradient_of_a_capture_of_branches():
     def make(table):
         return lambda score, b, h, q, kv: jax.lax.cond(

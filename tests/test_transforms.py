@@ -307,6 +307,27 @@ def test_traced_scale(attend, compilations):
     assert len(compilations) == 1
 
 
+def test_traced_scale_beside_unseen_queries(attend):
+    """Their NaN reaches no derivative by the scale."""
+    query, key, value = random_qkv(2)
+    lengths = jnp.array([3, 5], jnp.int32)
+    unseen = (np.arange(query.shape[1])[None] >= lengths[:, None])[..., None, None]
+
+    def derivatives(query):
+        def loss(scale):
+            return jnp.sum(attend(query, key, value, scale=scale, query_seq_lengths=lengths) ** 2)
+
+        return jax.jit(jax.value_and_grad(loss))(0.3), jax.jvp(loss, (0.3,), (1.0,))[1]
+
+    for poison in (np.nan, np.inf):
+        assert_close(derivatives(np.where(unseen, poison, query)), derivatives(query))
+
+
+def test_traced_scale_that_is_a_whole_number(attend):
+    qkv = random_qkv(B)
+    assert_close(jax.jit(lambda scale: attend(*qkv, scale=scale))(2), attend(*qkv, scale=2))
+
+
 @pytest.mark.parametrize("options", [dict(is_causal=True), dict(key_value_seq_lengths=0)], ids=str)
 def test_no_nan_on_the_way(options):
     """Which people hunt operation by operation; a row that sees no key has none, either."""
