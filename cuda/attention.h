@@ -32,6 +32,7 @@ struct Device {
   int32_t major;  // compute capability
   int32_t minor;
   int32_t shared_memory_per_block;  // bytes, opt-in maximum
+  bool has_kernels;                 // this build has kernels for it
 };
 
 enum class Pass : int32_t { kForward, kBackward, kTangent };

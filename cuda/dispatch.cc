@@ -70,6 +70,14 @@ bool fits(const CompiledVariant& variant, int arch, const Problem& problem) {
          (variant.takes_sizes == nullptr || variant.takes_sizes(problem));
 }
 
+bool has_kernels(int arch) {
+  for (const Launcher<ForwardParams>* const* launcher = kForward; *launcher != nullptr;
+       ++launcher) {
+    if (runs_on((*launcher)->target, arch)) return true;
+  }
+  return false;
+}
+
 // A list of variants.h: best family first, in a family the smallest head size first, nullptr last.
 template <class Params>
 using Launchers = const Launcher<Params>* const*;
@@ -488,6 +496,7 @@ int32_t jaxflash_devices(Device* devices, int32_t capacity) {
     device.major = properties.major;
     device.minor = properties.minor;
     device.shared_memory_per_block = static_cast<int32_t>(properties.sharedMemPerBlockOptin);
+    device.has_kernels = jaxflash::has_kernels(10 * device.major + device.minor);
   }
   return count;
 }

@@ -274,11 +274,7 @@ def _problems(config: _config.Config, environment: dict[str, Any]) -> list[str]:
         return ["this installation has no CUDA kernels: calls take the blockwise path"]
     if not config.devices:
         return ["the CUDA driver shows no device to the kernels, although JAX runs on a GPU"]
-    return [
-        f"{device.name}: the kernels need compute capability 8.0 or newer"
-        for device in config.devices
-        if device.compute_capability < (8, 0)
-    ]
+    return [device.reason_against for device in config.devices if not device.has_kernels]
 
 
 # ---- Text ----------------------------------------------------------------------------------------

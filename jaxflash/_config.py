@@ -38,6 +38,20 @@ class Device:
     name: str
     compute_capability: tuple[int, int]
     shared_memory_per_block: int  # bytes
+    has_kernels: bool  # this build has kernels for it
+
+    @property
+    def reason_against(self) -> str:
+        """Why the kernels do not run on it; "" if they do."""
+        if self.has_kernels:
+            return ""
+        capability = "{}.{}".format(*self.compute_capability)
+        if self.compute_capability < (8, 0):
+            return f"the kernels need compute capability 8.0 or newer, {self.name} has {capability}"
+        return (
+            f"no kernel of this build ({extension.build_info()}) runs on {self.name}, of compute "
+            f"capability {capability}, which needs a build with it in JAXFLASH_CUDA_ARCHS"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +118,7 @@ class Config:
             lines.append(
                 f"  device    {device.name}, compute capability {major}.{minor}, "
                 f"{device.shared_memory_per_block} bytes of shared memory per block"
+                f"{'' if device.has_kernels else '; no kernels for it'}"
             )
         if not self.devices:
             lines.append("  device    none: no NVIDIA GPU, or no driver for this CUDA version")
@@ -114,6 +129,15 @@ class Config:
         lines.append(f"  cache     {self.cache_folder or 'in memory alone'}")
         lines += [f"    {kernel}" for kernel in self.compiled]
         return "\n".join(lines)
+
+
+def devices() -> tuple[Device, ...]:
+    """The GPUs of this machine, as the CUDA driver of the kernels shows them."""
+    rows = extension.devices() if extension.kernels else ()
+    return tuple(
+        Device(name, (major, minor), shared_memory, has_kernels)
+        for name, major, minor, shared_memory, has_kernels in rows
+    )
 
 
 def config() -> Config:
@@ -130,10 +154,7 @@ def config() -> Config:
         kernels=kernels,
         build_info=extension.build_info() if kernels else "",
         variants=tuple(Variant(*row) for row in extension.variants()) if kernels else (),
-        devices=tuple(
-            Device(name, (major, minor), shared_memory)
-            for name, major, minor, shared_memory in (extension.devices() if kernels else ())
-        ),
+        devices=devices(),
         nvrtc_version=nvrtc_version,
         nvrtc=nvrtc,
         cache_folder=extension.cache_folder() if kernels else "",

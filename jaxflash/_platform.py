@@ -46,6 +46,12 @@ def _platform_primitives():
     return primitives
 
 
+NO_PARTITIONER = (
+    "the CUDA kernels need the Shardy partitioner, which tells them how arrays are split: leave "
+    "jax_use_shardy_partitioner at True"
+)
+
+
 def has_partitioner() -> bool:
     """Whether programs have the partitioner that custom calls need."""
     # A JAX without the choice has no other one.
@@ -54,10 +60,7 @@ def has_partitioner() -> bool:
 
 def _check_on_cuda(ctx, x, *, only_cuda):
     if not has_partitioner():
-        raise NotImplementedError(
-            "the CUDA kernels need the Shardy partitioner, which tells them how arrays are split: "
-            "leave jax_use_shardy_partitioner at True, or use implementation='xla'"
-        )
+        raise NotImplementedError(f"{NO_PARTITIONER}, or use implementation='xla'")
     return [x]
 
 

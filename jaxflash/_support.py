@@ -1,15 +1,14 @@
-"""Why the kernels cannot take a call, its gradients or its tangents, and the warnings that say so;
-`FEATURES` and `TRANSFORMS` are the support table of the documents, and nothing else."""
+"""Why the kernels cannot take a call, its gradients or its tangents, and the warnings that say
+so."""
 
 from __future__ import annotations
 
 import functools
 import warnings
 from collections.abc import Sequence
-from typing import NamedTuple
 
+from jaxflash import _config, _kernel_program, _nvrtc, _platform
 from jaxflash import _extension as extension
-from jaxflash import _kernel_program, _nvrtc
 from jaxflash._pages import Pages
 from jaxflash._printer import MAX_LENGTH, NotPrintable
 from jaxflash._spec import AttentionSpec, Operands
@@ -25,62 +24,12 @@ _MATH = {
 }
 
 
-class Feature(NamedTuple):
-    """An argument of the call."""
-
-    name: str
-    but: str = ""  # what of it the kernels leave to the blockwise path
-
-
-FEATURES = (
-    Feature("`is_causal`, both alignments"),
-    Feature("`local_window_size`"),
-    Feature("`query_seq_lengths`"),
-    Feature("`key_value_seq_lengths`"),
-    Feature("`scale`"),
-    Feature("grouped and multi-query heads"),
-    Feature("value head size other than the query's"),
-    Feature("`return_residual` (lse) and its gradient"),
-    Feature("`deterministic_backward`"),
-    Feature("`bias` and its gradient"),
-    Feature("`mask` as an array"),
-    Feature("`mask` as a value of `jaxflash.masks`, functions included"),
-    Feature("`segment_ids`"),
-    Feature("`logits_soft_cap`"),
-    Feature("`sink` and its gradient"),
-    Feature("`alibi_slopes` and their gradient"),
-    Feature(
-        "`score_mod` and the gradients of what it captures",
-        but=", except, with `deterministic_backward`, [some of these gradients]"
-        "(#gradients-on-the-blockwise-path)",
-    ),
-    Feature("`dropout_rate`"),
-    Feature("`varlen_attention` (packed)"),
-    Feature("`paged_attention` (no derivatives)"),
-)
-
-
-# (transformations of JAX, what the kernels compute of them); on the blockwise path all work.
-TRANSFORMS = (
-    ("`jit`, `vmap`, `scan`, `cond`, sharded arrays, `shard_map`, `jax.export`", "yes"),
-    ("`grad`, `value_and_grad`, `vjp`, `jacrev`", "yes"),
-    ("`jax.checkpoint`, also with policies that save by name", "yes"),
-    ("`jvp`, `linearize`, `jacfwd`", "yes"),
-    ("`jax.linear_transpose` with respect to `value`", "yes"),
-    (
-        "`jvp` of `grad` (Hessian-vector products), `grad` of `grad`, `hessian`",
-        "partly: tangents and first gradients",
-    ),
-    ("`grad` of `jvp`", "partly: tangents and first gradients"),
-    ("MeanFlow: a tangent under `stop_gradient` in a loss", "yes"),
-    ("third and higher derivatives", "partly: tangents and first gradients"),
-)
-
-
 def reasons_against_kernels(spec: AttentionSpec, operands: Operands) -> tuple[str, ...]:
     """Every reason why the kernels cannot take the call; empty when they can."""
     if not extension.kernels:
         return ("this installation was built without CUDA kernels (JAXFLASH_CUDA=OFF)",)
+    if not _platform.has_partitioner():
+        return (_platform.NO_PARTITIONER,)
     query, key, value = operands.query, operands.key, operands.value
     reasons = _reasons_against_symbolic_sizes(operands)
     if reasons:
@@ -92,8 +41,10 @@ def reasons_against_kernels(spec: AttentionSpec, operands: Operands) -> tuple[st
         reasons.append(f"dtype {dtype}: the kernels take float16, bfloat16 and float32")
     else:
         largest = _largest_head_size(math)
+        if largest == 0:
+            reasons.append(f"dtype {dtype}: this installation lacks {math} kernels")
         for name, size in (("query/key", query.shape[-1]), ("value", value.shape[-1])):
-            if size > largest:
+            if size > largest > 0:
                 reasons.append(
                     f"{name} head size {size}: the {math} kernels in this installation take "
                     f"1 to {largest}"
@@ -229,8 +180,8 @@ class SlowPathWarning(UserWarning):
     because they do not take a call, its tangents or its first gradients. Given once for each
     reason, when the program is compiled.
 
-    ``implementation="xla"`` asks for the blockwise path without this warning; `supported` returns
-    the reasons beforehand.
+    ``implementation="xla"`` asks for the blockwise path without this warning. `supported` returns
+    the reasons against a call beforehand, not those against its tangents and gradients.
 
     Examples:
       As an error, to find such calls::
@@ -285,19 +236,15 @@ def reasons_against_machine() -> tuple[str, ...]:
     starts no JAX backend."""
     if not extension.kernels:
         return ()  # a reason against the call already
-    devices = extension.devices()
+    devices = _config.devices()
     if not devices:
         return (
             "this machine has no NVIDIA GPU, or no driver for CUDA "
             f"({extension.build_info()}): programs can be lowered and exported for CUDA here, "
             "not run",
         )
-    if all((major, minor) < (8, 0) for _, major, minor, _ in devices):
-        names = ", ".join(
-            f"{name} (compute capability {major}.{minor})" for name, major, minor, _ in devices
-        )
-        return (f"the kernels need compute capability 8.0 or newer, this machine has {names}",)
-    return ()
+    reasons = [device.reason_against for device in devices]
+    return tuple(dict.fromkeys(reasons)) if all(reasons) else ()
 
 
 @functools.cache
@@ -308,11 +255,3 @@ def _largest_head_size(math: str) -> int:
         if built_math == math:
             sizes[pass_name] = max(sizes[pass_name], min(head_sizes))
     return min(sizes.values())
-
-
-def table() -> str:
-    """The support table of docs/arguments.md, in Markdown."""
-    rows = ["| feature | CUDA kernels | blockwise path (`xla`) |", "|---|---|---|"]
-    rows += [f"| {f.name} | yes{f.but} | yes |" for f in FEATURES]
-    rows += [f"| {name} | {on_kernels} | yes |" for name, on_kernels in TRANSFORMS]
-    return "\n".join(rows)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 import jaxflash
 from jaxflash import __main__ as command
-from jaxflash import _check, _config, _extension
+from jaxflash import _check, _config, _extension, _support
 
 _TINY = ["--batch", "1", "--heads", "2", "--kv-heads", "1", "--head-size", "8", "--length", "16"]
 _QUICK = [*_TINY, "--dtype", "float32", "--seconds", "0.01"]
@@ -299,8 +300,35 @@ def test_report_of_a_jax_that_does_not_start(monkeypatch, capsys, tmp_path, file
         assert text.endswith(f"problem: {report['problems'][0]}\n")
 
 
+@pytest.mark.parametrize(
+    ("capability", "reason"),
+    [
+        ((7, 5), "need compute capability 8.0 or newer, a GPU has 7.5"),
+        ((8, 6), "runs on a GPU, of compute capability 8.6, .*JAXFLASH_CUDA_ARCHS"),
+    ],
+)
+def test_gpu_without_kernels(monkeypatch, capability, reason):
+    if not _extension.kernels:
+        pytest.skip("there are kernels for none")
+    device = _config.Device("a GPU", capability, 1, has_kernels=False)
+    config = dataclasses.replace(_config.config(), devices=(device,))
+    assert "a GPU" in str(config)
+    assert "no kernels for it" in str(config)
+    monkeypatch.setattr(_config, "devices", lambda: (device,))
+    _support.reasons_against_machine.cache_clear()
+    try:
+        found = _support.reasons_against_machine()
+    finally:
+        _support.reasons_against_machine.cache_clear()
+    assert command._problems(config, {"backend": "gpu"}) == list(found)
+    assert len(found) == 1
+    assert re.search(reason, found[0])
+
+
 def test_gpu_that_jax_does_not_use(monkeypatch):
-    config = dataclasses.replace(_config.config(), devices=(_config.Device("a GPU", (9, 0), 1),))
+    config = dataclasses.replace(
+        _config.config(), devices=(_config.Device("a GPU", (9, 0), 1, True),)
+    )
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     (problem,) = command._problems(config, {**command._environment(), **command._backend()})

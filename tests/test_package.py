@@ -3,6 +3,7 @@
 import ast
 import ctypes
 import graphlib
+import inspect
 import os
 import pathlib
 import re
@@ -11,13 +12,14 @@ import subprocess
 import sys
 import time
 import types
+import typing
 
 import jax.export
 import pytest
 
 import jaxflash
 from another_process import run_python
-from jaxflash import _config, _extension, _ffi, _support
+from jaxflash import _api, _config, _extension, _ffi, _paged
 
 _ROOT = pathlib.Path(__file__).parents[1]
 
@@ -260,9 +262,22 @@ def test_every_pass_has_every_arithmetic():
     assert expected <= built
 
 
-def test_support_table_of_the_documentation():
-    """The table is the code's own."""
-    assert _support.table() in (_ROOT / "docs/arguments.md").read_text()
+@pytest.mark.parametrize(
+    ("function", "options", "others"),
+    [
+        (jaxflash.dot_product_attention, _api.Options, {"query", "key", "value", "bias", "mask"}),
+        (jaxflash.varlen_attention, _api.PackedOptions, {"max_query_len", "max_kv_len"}),
+        (jaxflash.paged_attention, _paged.PagedOptions, set()),
+    ],
+)
+def test_types_of_options(function, options, others):
+    """What a type checker knows of a call is what the function takes."""
+    keywords = {
+        p.name
+        for p in inspect.signature(function).parameters.values()
+        if p.kind is inspect.Parameter.KEYWORD_ONLY
+    }
+    assert set(typing.get_type_hints(options)) == keywords - others - {"return_residual"}
 
 
 def test_typed():

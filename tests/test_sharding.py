@@ -97,6 +97,11 @@ def test_kernels_need_shardy():
     try:
         with pytest.raises(NotImplementedError, match="jax_use_shardy_partitioner"):
             _compiled(lambda *qkv: jnp.sum(attend(*qkv)), "cuda", qkv)
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in qkv]
+        assert "Shardy" in jaxflash.supported(*shapes)[0]
+        traced = jax.jit(jaxflash.dot_product_attention).trace(*shapes)
+        with pytest.warns(jaxflash.SlowPathWarning, match="Shardy"):
+            traced.lower(lowering_platforms=("cuda",))
         # Of which the blockwise path can make use.
         mask = masks.function(lambda b, h, q, kv: q + kv > 3)
         plan = jax.jit(lambda: masks.plan(mask, (1, 1, 8, 8))).trace()

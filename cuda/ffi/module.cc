@@ -430,10 +430,10 @@ void define_library(nb::module_& m) {
   m.def("devices", [] {
     Device devices[64];
     const int32_t count = std::min(jaxflash_devices(devices, 64), 64);
-    std::vector<std::tuple<std::string, int32_t, int32_t, int32_t>> rows;
+    std::vector<std::tuple<std::string, int32_t, int32_t, int32_t, bool>> rows;
     for (int32_t i = 0; i < count; ++i) {
       rows.emplace_back(devices[i].name, devices[i].major, devices[i].minor,
-                        devices[i].shared_memory_per_block);
+                        devices[i].shared_memory_per_block, devices[i].has_kernels);
     }
     return rows;
   });
