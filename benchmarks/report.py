@@ -1,6 +1,7 @@
 """Tables, plot and the block of docs/benchmarks.md from a results file: no figure is typed by hand.
 
 python -m benchmarks.report benchmarks/results/nvidia-h200.json --page docs/benchmarks.md
+python -m benchmarks.report benchmarks/results/nvidia-h200.json --plot docs/nvidia-h200.png
 """
 
 from __future__ import annotations
@@ -346,8 +347,7 @@ def plot(results: Results, path: Path) -> None:
     try:
         import matplotlib
     except ImportError:
-        print(f"{path} is not drawn: matplotlib is missing; benchmarks.report draws it later")
-        return
+        raise SystemExit("benchmarks.report --plot needs matplotlib") from None
 
     matplotlib.use("Agg")  # no display is needed
     import matplotlib.pyplot as plt
@@ -386,10 +386,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
     parser.add_argument("results", type=Path, help="a file that benchmarks.run wrote")
     parser.add_argument("--page", type=Path, help="replace the block of that name on this page")
+    parser.add_argument("--plot", type=Path, help="draw the figure into this file")
     arguments = parser.parse_args()
     results = json.loads(arguments.results.read_text())
     print(text(results))
-    plot(results, arguments.results.with_suffix(".png"))
+    if arguments.plot:
+        plot(results, arguments.plot)
     if arguments.page:
         write_page(results, arguments.results.stem, arguments.page)
 

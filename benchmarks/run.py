@@ -8,7 +8,7 @@
     python -m benchmarks.run --platform cpu            # the blockwise path against jax.nn
     python -m benchmarks.run --platform cpu --tiny     # that rows run and are right; no times
 
-A full run writes benchmarks/results/<device>.json and .png; a run with a selection writes only with
+A full run writes benchmarks/results/<device>.json; a run with a selection writes only with
 --output. What is timed, and how, is in benchmarks/timing.py; the bars are in benchmarks/cases.py.
 """
 
@@ -264,7 +264,6 @@ def main() -> None:
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(results, indent=1) + "\n")
-        report.plot(results, output.with_suffix(".png"))
         print(f"\nwritten: {output}")
     failed = report.failures(results)
     if failed:
