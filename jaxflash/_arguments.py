@@ -1,5 +1,6 @@
-"""Checks of single arguments, for `_spec` and `masks`: what is wrong is a ValueError that names the
-argument, what came and what is allowed. Arrays may be `jax.ShapeDtypeStruct`.
+"""Single arguments as users give them: checked, cast, and as arrays, for `_spec`, `masks` and the
+adapters. What is wrong is a ValueError that names the argument, what came and what is allowed.
+Arrays may be `jax.ShapeDtypeStruct`.
 """
 
 from __future__ import annotations
@@ -122,6 +123,11 @@ def window_side(
     """One of a window's sides; `given`: what it is part of."""
     if side is None:
         return None
+    if isinstance(side, jax.core.Tracer):
+        raise ValueError(
+            f"{name} must be {allowed} known at trace time, got a traced {side.dtype}: name it in "
+            "static_argnames of jax.jit"
+        )
     try:
         number = -1 if isinstance(side, bool) else operator.index(side)
     except TypeError:

@@ -61,7 +61,8 @@ def attention_fn(
       value: ``(*B, S, K, h)``; the head size of Flax's modules is ``H``.
       bias: as in `jaxflash.dot_product_attention`.
       mask: broadcasts to ``(*B, N, T, S)``; bool, or numbers of which 0 means do not attend (Flax's
-        mask helpers make float32 ones); or a value of `jaxflash.masks`.
+        mask helpers make float32 ones); or a value of `jaxflash.masks`, which a module with
+        ``decode=True`` does not take, as Flax combines it with the mask of its cache.
       dropout_rng: PRNG key.
       dropout_rate: see `jaxflash.dot_product_attention`.
       broadcast_dropout: True is not supported: every head and sequence draws its own mask. With
@@ -230,9 +231,9 @@ def _check_position(query, key, is_causal, options) -> None:
     if by_position:
         raise ValueError(
             f"{', '.join(by_position)}: one query over {key.shape[-3]} keys, as with a cache "
-            "(decode=True), has no known position among them. Leave them away where the mask of "
-            "the cache says what is visible, pass mask_is_prefix=True, or causal_alignment "
-            "('bottom_right': the query stands at the last key, or at that of "
+            "(decode=True), has no known position among them. Leave them out where the mask of "
+            "the cache says what is visible, pass mask_is_prefix=True and that mask as an array, "
+            "or causal_alignment ('bottom_right': the query stands at the last key, or at that of "
             "key_value_seq_lengths)"
         )
 

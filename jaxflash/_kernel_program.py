@@ -173,7 +173,7 @@ def predicate(predicate: Program) -> KernelPredicate:
     ranks = tuple(len(t.shape) for t in predicate.capture_types)
     _check_count(len(ranks))
     printed = _unless_refused(
-        _printed(Request(_identity(), (predicate,), distance_is_difference=True))
+        _printed(Request(identity(), (predicate,), distance_is_difference=True))
     )
     return KernelPredicate(printed.source, ranks)
 
@@ -412,7 +412,7 @@ def _parts(
         predicates.append(_scores.dense_predicate(axes, own, packed))
     if spec.predicate is not None:
         predicates.append(spec.predicate)
-    return _identity() if spec.program is None else spec.program, tuple(predicates)
+    return identity() if spec.program is None else spec.program, tuple(predicates)
 
 
 def _paired(capture_types: Sequence[Any], operands: Operands) -> tuple[int, ...]:
@@ -511,6 +511,6 @@ def _unless_refused(printed: _T | Refusal) -> _T:
 
 
 @functools.cache
-def _identity() -> Program:
+def identity() -> Program:
     """Of a call with a sink, dropout or a mask alone."""
     return trace(lambda score, *_: score, (), jnp.float32)[0]

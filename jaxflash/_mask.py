@@ -76,6 +76,8 @@ def array_of(mask: Any) -> jax.Array:
     allowed = "mask must be a bool array or a value of jaxflash.masks"
     mask = _arguments.unwrapped(mask)
     if callable(mask):
+        if mask in (causal, window, lengths, segments, intervals, dense, function):
+            raise ValueError(f"{allowed}, got {mask.__name__} without its arguments: call it")
         raise ValueError(
             f"{allowed}, got {type(mask).__name__}; jaxflash.masks.function(f) makes one of a "
             "function"

@@ -7,6 +7,7 @@ N query heads, K key/value heads, H query/key head size, h value head size.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -298,6 +299,46 @@ def make_paged(
     query = array("query", query)
     key_pages, value_pages = array("key_pages", key_pages), array("value_pages", value_pages)
     page_table = array("page_table", page_table)
+    _check_pages(query, key_pages, value_pages, page_table)
+    batch = query.shape[:-3]
+    if lengths is None:
+        raise ValueError("lengths must be an int32 array of the valid keys, got None")
+    lengths = checked_lengths("lengths", lengths, batch)
+
+    # The cache as the contiguous arrays that the pages stand for.
+    kv_len = page_table.shape[-1] * key_pages.shape[1]
+    key, value = (
+        jax.ShapeDtypeStruct((*batch, kv_len, *x.shape[2:]), x.dtype)
+        for x in (key_pages, value_pages)
+    )
+    spec, operands = make(
+        query,
+        key,
+        value,
+        None,
+        None,
+        scale=scale,
+        is_causal=is_causal,
+        query_seq_lengths=None,
+        key_value_seq_lengths=lengths,
+        local_window_size=local_window_size,
+        segment_ids=None,
+        causal_alignment="bottom_right",
+        logits_soft_cap=logits_soft_cap,
+        sink=sink,
+        alibi_slopes=None,
+        dropout_rate=0.0,
+        dropout_rng=None,
+        precision=precision,
+        deterministic_backward=False,
+    )
+    arrays = PagedOperands(
+        query, key_pages, value_pages, page_table, lengths, operands.sink, operands.scale
+    )
+    return spec, arrays
+
+
+def _check_pages(query, key_pages, value_pages, page_table) -> None:
     for name, x in (("key_pages", key_pages), ("value_pages", value_pages)):
         if len(x.shape) != 4:
             raise ValueError(
@@ -339,41 +380,6 @@ def make_paged(
             f"page_table must have shape (*batch, pages of a sequence), batch {batch} as query, "
             f"got {page_table.shape}"
         )
-    if lengths is None:
-        raise ValueError("lengths must be an int32 array of the valid keys, got None")
-    lengths = checked_lengths("lengths", lengths, batch)
-
-    # The cache as the contiguous arrays that the pages stand for.
-    kv_len = page_table.shape[-1] * key_pages.shape[1]
-    key, value = (
-        jax.ShapeDtypeStruct((*batch, kv_len, *x.shape[2:]), x.dtype)
-        for x in (key_pages, value_pages)
-    )
-    spec, operands = make(
-        query,
-        key,
-        value,
-        None,
-        None,
-        scale=scale,
-        is_causal=is_causal,
-        query_seq_lengths=None,
-        key_value_seq_lengths=lengths,
-        local_window_size=local_window_size,
-        segment_ids=None,
-        causal_alignment="bottom_right",
-        logits_soft_cap=logits_soft_cap,
-        sink=sink,
-        alibi_slopes=None,
-        dropout_rate=0.0,
-        dropout_rng=None,
-        precision=precision,
-        deterministic_backward=False,
-    )
-    arrays = PagedOperands(
-        query, key_pages, value_pages, page_table, lengths, operands.sink, operands.scale
-    )
-    return spec, arrays
 
 
 def check_implementation(implementation) -> Implementation | None:
@@ -391,6 +397,7 @@ def checked_score_mod(score_mod: ScoreMod) -> ScoreMod:
         )
     takes("score_mod", score_mod, "(score, b, h, q, kv)", 5)
 
+    @functools.wraps(score_mod, updated=())  # which JAX's messages then name
     def checked(*arguments):
         result = score_mod(*arguments)
         expected = "score_mod must return one floating scalar"

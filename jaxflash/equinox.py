@@ -19,7 +19,7 @@ except ImportError as _error:
     ) from _error
 
 from jaxflash._api import dot_product_attention
-from jaxflash._arguments import promoted
+from jaxflash._arguments import array, promoted
 from jaxflash._mask import Mask
 
 __all__ = ["MultiheadAttention"]
@@ -211,6 +211,7 @@ class MultiheadAttention(eqx.Module):
                     f"{name} is not an option of the module: dropout comes from dropout_p and key, "
                     "and the output alone is returned"
                 )
+        query, key_, value = array("query", query), array("key_", key_), array("value", value)
         if query.ndim != 2 or key_.ndim != 2 or value.ndim != 2:
             raise ValueError(
                 "query, key_ and value must be one example, (length, channels), got shapes "
@@ -234,6 +235,11 @@ class MultiheadAttention(eqx.Module):
         if process_heads is not None:
             shapes = [x.shape for x in heads]
             heads = process_heads(*heads)
+            if not isinstance(heads, tuple | list):
+                raise ValueError(
+                    f"process_heads must return (query, key, value), got {type(heads).__name__}"
+                )
+            heads = [array("process_heads", x) for x in heads]
             if [x.shape for x in heads] != shapes:
                 raise ValueError(
                     f"process_heads must keep the shapes {shapes}, got {[x.shape for x in heads]}"

@@ -63,7 +63,8 @@ def plan(mask: Mask, shape: tuple[int, ...]) -> Mask:
 
     Raises:
       ValueError: the mask does not fit the shape; or, in a call, what the plan holds does not fit
-        its sizes (that of a mask which is the same for all batch elements fits any number of them).
+        its sizes (that of a mask which is the same for all batch elements fits any number of them,
+        if it was made for more than one).
 
     Examples:
       One plan for all layers of a scan::

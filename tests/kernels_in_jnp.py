@@ -62,7 +62,7 @@ def _attention(kernel, numbers, qkv, captures):
     key, value = (jnp.repeat(x, group, axis=2) for x in (key, value))
     scores = jnp.einsum("btnh,bsnh->bnts", query, key) * kernel.spec.scale
     q_len, kv_len = scores.shape[2:]
-    jaxpr = (kernel.spec.program or _kernel_program._identity()).jaxpr
+    jaxpr = (kernel.spec.program or _kernel_program.identity()).jaxpr
     used = len(jaxpr.in_avals) - len(_program.ARGUMENTS)
 
     def logit(batch_captures, score, b, h, q, kv):

@@ -373,7 +373,7 @@ def test_printed_masks(tmp_path):
     rows = {name: _masked(name) for name, row in MASK_VALUES.items() if row.on_kernels}
     rows = {name: row for name, row in rows.items() if row is not None}
     assert len(rows) > 15
-    score = _kernel_program._identity()
+    score = _kernel_program.identity()
     printed = [
         cuda.print_program(Request(score, (predicate,), distance_is_difference=True))
         for predicate, *_ in rows.values()
@@ -409,7 +409,7 @@ def test_arrays_of_more_than_2_31_elements(tmp_path):
     mask = ~masks.dense(jax.ShapeDtypeStruct(array.shape, bool)) | nothing
     spec, _ = _api.described(query, query, query, mask=mask)
     assert spec.predicate is not None
-    request = Request(_kernel_program._identity(), (spec.predicate,), distance_is_difference=True)
+    request = Request(_kernel_program.identity(), (spec.predicate,), distance_is_difference=True)
     library = CompiledPrograms([cuda.print_program(request).source], tmp_path)
     s = rng.standard_normal(POINTS).astype(np.float32)
     _, logit, *_ = library(0, [array], [np.zeros_like(h), h, q, kv], s)

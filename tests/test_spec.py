@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxflash
-from jaxflash import _extension, _support
+from jaxflash import _extension, _support, masks
 from marks import needs_kernels
 
 T, S, N, K, H, VALUE = 6, 5, 4, 2, 8, 3
@@ -241,6 +241,7 @@ _JAX_NN_CALLS = {
     "mask 4-D unbatched": dict(batch=(), mask=(1, 1, 6, 5)),
     "lengths": dict(lengths=(2,)),
     "lengths unbatched": dict(batch=(), lengths=(1,)),
+    "query lengths": dict(query_lengths=(2,)),
     "window int": dict(options=dict(local_window_size=2)),
     "window pair": dict(options=dict(local_window_size=(2, 1))),
     "scale int": dict(options=dict(scale=2)),
@@ -267,6 +268,8 @@ def test_takes_what_jax_nn_takes(name):
         arguments["mask"][..., 0] = True
     if "lengths" in row:
         arguments["key_value_seq_lengths"] = np.arange(2, 2 + row["lengths"][0]).astype(np.int32)
+    if "query_lengths" in row:
+        arguments["query_seq_lengths"] = np.arange(3, 5).astype(np.int32)
     with jax.numpy_dtype_promotion("standard"):  # with 64-bit types, its lengths meet int64
         expected = jax.nn.dot_product_attention(**arguments)
     actual = jaxflash.dot_product_attention(**arguments)
@@ -286,6 +289,30 @@ def test_takes_lists_and_numpy():
 
 
 # ---- The choice of the implementation -----------------------------------------------------------
+
+
+def test_masks_that_were_not_made():
+    qkv = (jnp.ones((1, 4, 2, 8)),) * 3
+    with pytest.raises(ValueError, match="got causal without its arguments: call it"):
+        jaxflash.dot_product_attention(*qkv, mask=masks.causal)
+    with pytest.raises(ValueError, match="makes one of a function"):
+        jaxflash.dot_product_attention(*qkv, mask=lambda b, h, q, kv: q > kv)
+
+
+def test_traced_window():
+    qkv = (jnp.ones((1, 4, 2, 8)),) * 3
+    attend = jax.jit(lambda side: jaxflash.dot_product_attention(*qkv, local_window_size=side))
+    with pytest.raises(ValueError, match=r"local_window_size .* traced int32: .* static_argnames"):
+        attend(2)
+
+
+def test_errors_of_score_functions_name_them():
+    def scored_by_user(score, b, h, q, kv):
+        return score if q > kv else 0.0
+
+    qkv = (jnp.ones((1, 4, 2, 8)),) * 3
+    with pytest.raises(jax.errors.TracerBoolConversionError, match="scored_by_user"):
+        jaxflash.dot_product_attention(*qkv, score_mod=scored_by_user)
 
 
 def test_supported_without_arrays():
