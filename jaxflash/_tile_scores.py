@@ -430,10 +430,12 @@ class _Split:
         few = all(at_most(_FEW_ELEMENTS, math.prod(x.shape)) for x in whole)
         if few or self._whole_in_reverse:
             gradients = jax.grad(value, allow_int=True)(whole)
-            return sum(
-                jnp.vdot(jnp.where(visible, g, jnp.zeros_like(g)), t)
-                for g, t in zip(gradients, t_whole, strict=True)
-                if g.dtype != jax.dtypes.float0
+            return jnp.asarray(
+                sum(
+                    jnp.vdot(jnp.where(visible, g, jnp.zeros_like(g)), t)
+                    for g, t in zip(gradients, t_whole, strict=True)
+                    if g.dtype != jax.dtypes.float0
+                )
             )
         # Slopes of hidden elements, which a cotangent of 0 meets: those of harmless ones.
         floats, integers = jax.tree.map(

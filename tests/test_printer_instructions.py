@@ -319,10 +319,21 @@ def test_captures_that_kernels_do_not_take(capture, said):
         (lambda s, b, h, q, kv: s + (q - kv).astype(jnp.float64), "computes in float64"),
         (lambda s, b, h, q, kv: s + jnp.int64(q) * 3, "computes in int64, and 32 bits may not"),
         (lambda s, b, h, q, kv: jnp.where(jnp.int64(q) * 3 > kv, s, 0), "32 bits may not hold"),
+        (lambda s, b, h, q, kv: s + (jnp.int64(q) - (-(2**31))), "computes in int64"),
+        (lambda s, b, h, q, kv: s + ((jnp.int64(q) & 7) - 2**30 - 2**30 - 2**30), "in int64"),
         (lambda s, b, h, q, kv: s + jnp.where(q > kv, 2**31, 0), "operand of dtype int64"),
         (lambda s, b, h, q, kv: s + jnp.where(q > kv, 2**30, 0) * 5, "may not hold"),
     ],
-    ids=["constant", "conversion", "index", "comparison", "beyond", "product"],
+    ids=[
+        "constant",
+        "conversion",
+        "index",
+        "comparison",
+        "lowest",
+        "wrapped twice",
+        "beyond",
+        "product",
+    ],
 )
 def test_explicit_64_bits_are_refused(function, said):
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):

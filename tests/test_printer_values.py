@@ -150,7 +150,7 @@ _NOT_TAKEN = {
     "cond": lambda s, b, h, q, kv: jax.lax.cond(s > 0.0, jnp.log, lambda s: 0.5 * s - 9.0, s),
     "switch": lambda s, b, h, q, kv: jax.lax.switch(
         jnp.sign(s).astype(jnp.int32) + 1,
-        [lambda: jnp.sqrt(-s), lambda: -1.0, lambda: 1.0 / s + jnp.sqrt(s)],
+        [lambda: jnp.sqrt(-s), lambda: jnp.float32(-1.0), lambda: 1.0 / s + jnp.sqrt(s)],
     ),
     "one within the other": lambda s, b, h, q, kv: jax.lax.cond(
         q > kv, lambda s: s, lambda s: jax.lax.cond(s < 0.0, jnp.tanh, jnp.sqrt, s), s
@@ -201,7 +201,7 @@ _EXACT = {
         s - jnp.floor(_distance(q, kv) / _WIDTHS[h] * 4.0)
         + jnp.floor(jnp.minimum(_distance(q, kv) / _WIDTHS[h], 2.0))
     ),
-    "rest": lambda s, b, h, q, kv: s - jax.lax.rem(_distance(q, kv) / _WIDTHS[h], 1.0),
+    "rest": lambda s, b, h, q, kv: s - jax.lax.rem(_distance(q, kv) / _WIDTHS[h], jnp.float32(1.0)),
     "multiplied and divided": lambda s, b, h, q, kv: (
         s + 1e-3 * ((_distance(q, kv) * 41.0) / 41.0) - jnp.floor(_distance(q, kv))
     ),
@@ -211,16 +211,6 @@ _EXACT = {
         + jax.nn.softplus(s + 1e-3 * _hidden_by(kv % 2 > 0))
     ),
     "steep": lambda s, b, h, q, kv: 0.01 * jax.nn.softplus(1000.0 * s),
-    "numbers of 32 bits": lambda s, b, h, q, kv: s + sum(
-        jnp.where(equals, 1.0, 0.0)
-        for equals in (
-            jnp.where(q > kv, 0.1, 1.0) == jnp.float32(0.1),
-            jnp.where(q > kv, 0.1, 1.0) * 3.0 == 0.3,
-            jnp.where(q > kv, 7.0, 1.0) * 0.1 <= 0.7,
-            jnp.where(q > kv, 0.57, 1.0) * 100.0 >= 57.0,
-            jnp.where(q > kv, 1.0, 2.0) / 49.0 * 49.0 >= 1.0,
-        )
-    ),
     "infinite factor": lambda s, b, h, q, kv: jnp.where(
         q > kv, (jnp.abs(jax.lax.stop_gradient(s)) + 1.0) * -jnp.inf, s
     ),
@@ -236,6 +226,24 @@ def test_what_is_exact_stays_exact(tmp_path):
         zip(_EXACT.values(), prints, strict=True)
     ):
         check_program(library, number, printed, captures, function, points)
+
+
+def test_decimal_numbers_are_compared_as_they_are_rounded(tmp_path):
+    def function(s, b, h, q, kv):
+        equal = (
+            jnp.where(q > kv, 0.1, 1.0) == jnp.float32(0.1),
+            jnp.where(q > kv, 0.1, 1.0) * 3.0 == 0.3,
+            jnp.where(q > kv, 7.0, 1.0) * 0.1 <= 0.7,
+            jnp.where(q > kv, 0.57, 1.0) * 100.0 >= 57.0,
+            jnp.where(q > kv, 1.0, 2.0) / 49.0 * 49.0 >= 1.0,
+        )
+        return s + sum(jnp.where(holds, 1.0, 0.0) for holds in equal)
+
+    with jax.enable_x64(False):  # or the numbers would have 64 bits
+        printed, captures = print_function(function)
+        library = CompiledPrograms([printed.source], tmp_path)
+        points = random_points(np.random.default_rng(5))
+        check_program(library, 0, printed, captures, function, points)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

@@ -182,8 +182,11 @@ class Builder:
                 f"has {result.depth} operations one within the other as printed, with what its "
                 f"derivative needs; allowed are {MAX_DEPTH}"
             )
-        if str(out.dtype) == "int64" and wraps(result):
-            self._too_wide[eqn.outvars[0]] = eqn
+        if str(out.dtype) == "int64":
+            # As it is written, too: simplified, it may have wrapped around twice.
+            written = self._graph.node(name, tuple(args), "int32")
+            if wraps(result) or (name in ("add", "sub") and wraps(written)):
+                self._too_wide[eqn.outvars[0]] = eqn
         return [result]
 
     def _index(self, atom, eqn) -> Node:
