@@ -207,7 +207,7 @@ class TileScores:
 _KEEPING_FINITE = frozenset(
     {"convert_element_type", "neg", "abs", "max", "min", "clamp", "select_n", "copy"}
 )
-_FEW_ELEMENTS = 64  # of a capture, of which each element of a tile may have a gradient of its own
+_FEW = 8  # elements of a capture: each element of a tile may have a gradient of its own by them
 _TINY = 1e-30  # what a finite number can be divided by
 
 
@@ -273,6 +273,7 @@ class _Split:
         # `jax.vmap` of a branch stops the gradient of its operands, also where they are tangents,
         # which then have no transpose.
         self._whole_in_reverse = self._reverse_only or "cond[" in equations
+        self._forward_only = "while[" in equations
 
     def _has_gradient(self, load: _Load) -> bool:
         return jnp.issubdtype(self.captures[load.capture].aval.dtype, jnp.floating)
@@ -426,9 +427,9 @@ class _Split:
         def value(whole):
             return self._plain(floats, integers, whole)
 
-        # Of an element of a tile each, the gradients are as many times larger than the captures.
-        few = all(at_most(_FEW_ELEMENTS, math.prod(x.shape)) for x in whole)
-        if few or self._whole_in_reverse:
+        if self._whole_in_reverse or (
+            not self._forward_only and all(at_most(math.prod(x.shape), _FEW) for x in whole)
+        ):
             gradients = jax.grad(value, allow_int=True)(whole)
             return jnp.asarray(
                 sum(
@@ -437,10 +438,8 @@ class _Split:
                     if g.dtype != jax.dtypes.float0
                 )
             )
-        # Slopes of hidden elements, which a cotangent of 0 meets: those of harmless ones.
-        floats, integers = jax.tree.map(
-            lambda x: jnp.where(visible, x, jnp.zeros_like(x)), (floats, integers)
-        )
+        # A slope of NaN, which a cotangent of 0 would meet: not because of what hidden keys hold.
+        floats = tuple(jnp.where(visible | jnp.isfinite(x), x, jnp.ones_like(x)) for x in floats)
         moved = jax.jvp(value, (whole,), (t_whole,))[1]
         return jnp.where(visible, moved, jnp.zeros_like(moved))
 

@@ -117,10 +117,12 @@ _WHOLE = {
 }
 
 
-@pytest.mark.parametrize("size", [2, 100])
-@pytest.mark.parametrize("name", _WHOLE)
+@pytest.mark.parametrize(
+    ("name", "size"), [("sum", 2), ("sum", 100), ("product", 2), ("branch", 2), ("branch", 100)]
+)
 def test_gradient_of_a_whole_capture_beside_hidden_keys(name, size):
-    """Their slopes may be infinite or NaN, and reach nothing."""
+    """Their slopes may be infinite or NaN, and reach nothing; of an array of more than a few
+    elements if it is because of what the keys hold, or in a branch."""
     query, key, value = random_qkv()
     options = dict(is_causal=True, key_value_seq_lengths=jnp.full(query.shape[:1], 4, jnp.int32))
     hidden = jnp.arange(key.shape[1])[:, None, None] >= 4
@@ -137,6 +139,28 @@ def test_gradient_of_a_whole_capture_beside_hidden_keys(name, size):
     expected = jax.grad(loss)(capture, key, 0)
     actual = jax.grad(loss)(capture, jnp.where(hidden, jnp.nan, key), -S)
     np.testing.assert_allclose(actual, expected, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("size", [2, 100])
+def test_whole_captures_that_others_divide(size):
+    capture = jnp.linspace(0.5, 0.7, size, dtype=jnp.float32)
+
+    def make(capture):
+        widths = jnp.array([0.7, 1.3, 0.9, 1.1], jnp.float32)
+
+        def score_mod(score, b, h, q, kv):
+            turns = jax.lax.fori_loop(0, h + 1, lambda i, x: jnp.tanh(x), jnp.float32(1.0))
+            return (score + turns * jnp.sum(capture)) / widths[h % 4]
+
+        return score_mod
+
+    def tangents(attention, qkv, capture):
+        return jax.jvp(
+            lambda capture: _loss(attention, capture, qkv, make, is_causal=True),
+            (capture,), (jnp.cos(capture),),
+        )  # fmt: skip
+
+    assert_equal(tangents, random_qkv(), capture)
 
 
 def test_gradient_of_a_capture_of_branches():
