@@ -126,7 +126,7 @@ def window_side(
     if isinstance(side, jax.core.Tracer):
         raise ValueError(
             f"{name} must be {allowed} known at trace time, got a traced {side.dtype}: name it in "
-            "static_argnames of jax.jit"
+            "static_argnames of jax.jit, or call once for each"
         )
     try:
         number = -1 if isinstance(side, bool) else operator.index(side)

@@ -8,6 +8,11 @@ from collections.abc import Callable
 import jax
 from jax.interpreters import batching, mlir
 
+NO_PARTITIONER = (
+    "the CUDA kernels need the Shardy partitioner, which tells them how arrays are split: leave "
+    "jax_use_shardy_partitioner at True"
+)
+
 
 def checked(arrays, only_cuda: bool):
     """The pytree `arrays`, in a program that will hold the kernels: its lowering raises
@@ -44,12 +49,6 @@ def _platform_primitives():
     # platform JAX takes for several at once (jax.export) from its cache alone.
     mlir.register_lowering(announced, _announce, cacheable=False)
     return primitives
-
-
-NO_PARTITIONER = (
-    "the CUDA kernels need the Shardy partitioner, which tells them how arrays are split: leave "
-    "jax_use_shardy_partitioner at True"
-)
 
 
 def has_partitioner() -> bool:

@@ -208,7 +208,6 @@ def _with_score_mod(built_in: _BuiltIn, types, score_mod: ScoreMod, dtype, mesh)
     """(program, arrays that score_mod captures)."""
     score_mod = checked_score_mod(score_mod)
 
-    @functools.wraps(score_mod, updated=())
     def function(score, b, h, q, kv, distance, *captures):
         score = built_in(score, h, q, kv, distance, *captures)
         if built_in.packing is not None:

@@ -7,7 +7,6 @@ N query heads, K key/value heads, H query/key head size, h value head size.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -397,7 +396,6 @@ def checked_score_mod(score_mod: ScoreMod) -> ScoreMod:
         )
     takes("score_mod", score_mod, "(score, b, h, q, kv)", 5)
 
-    @functools.wraps(score_mod, updated=())  # which JAX's messages then name
     def checked(*arguments):
         result = score_mod(*arguments)
         expected = "score_mod must return one floating scalar"

@@ -28,13 +28,11 @@ def reasons_against_kernels(spec: AttentionSpec, operands: Operands) -> tuple[st
     """Every reason why the kernels cannot take the call; empty when they can."""
     if not extension.kernels:
         return ("this installation was built without CUDA kernels (JAXFLASH_CUDA=OFF)",)
-    if not _platform.has_partitioner():
-        return (_platform.NO_PARTITIONER,)
     query, key, value = operands.query, operands.key, operands.value
     reasons = _reasons_against_symbolic_sizes(operands)
     if reasons:
         return reasons
-    reasons = []
+    reasons = [] if _platform.has_partitioner() else [_platform.NO_PARTITIONER]
     dtype = query.dtype.name
     math = _MATH.get((dtype, spec.highest_precision))
     if math is None:

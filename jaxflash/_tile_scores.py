@@ -433,7 +433,7 @@ class _Split:
             gradients = jax.grad(value, allow_int=True)(whole)
             return jnp.asarray(
                 sum(
-                    jnp.vdot(jnp.where(visible, g, jnp.zeros_like(g)), t)
+                    jnp.sum(jnp.where(visible, g, jnp.zeros_like(g)) * t)  # exact, unlike a product
                     for g, t in zip(gradients, t_whole, strict=True)
                     if g.dtype != jax.dtypes.float0
                 )

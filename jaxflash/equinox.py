@@ -235,11 +235,11 @@ class MultiheadAttention(eqx.Module):
         if process_heads is not None:
             shapes = [x.shape for x in heads]
             heads = process_heads(*heads)
-            if not isinstance(heads, tuple | list):
+            if not isinstance(heads, tuple | list | jax.Array):
                 raise ValueError(
                     f"process_heads must return (query, key, value), got {type(heads).__name__}"
                 )
-            heads = [array("process_heads", x) for x in heads]
+            heads = [array("a result of process_heads", x) for x in heads]
             if [x.shape for x in heads] != shapes:
                 raise ValueError(
                     f"process_heads must keep the shapes {shapes}, got {[x.shape for x in heads]}"

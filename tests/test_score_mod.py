@@ -142,25 +142,29 @@ def test_gradient_of_a_whole_capture_beside_hidden_keys(name, size):
 
 
 @pytest.mark.parametrize("size", [2, 100])
-def test_whole_captures_that_others_divide(size):
+@pytest.mark.parametrize("loops", [False, True])
+def test_whole_captures_that_others_divide(size, loops):
     capture = jnp.linspace(0.5, 0.7, size, dtype=jnp.float32)
 
     def make(capture):
         widths = jnp.array([0.7, 1.3, 0.9, 1.1], jnp.float32)
 
         def score_mod(score, b, h, q, kv):
-            turns = jax.lax.fori_loop(0, h + 1, lambda i, x: jnp.tanh(x), jnp.float32(1.0))
-            return (score + turns * jnp.sum(capture)) / widths[h % 4]
+            waves = jnp.sum(capture * jnp.cos(0.01 * (q - kv).astype(jnp.float32)))
+            if loops:
+                waves = jax.lax.fori_loop(0, h + 1, lambda i, x: jnp.tanh(x), waves)
+            return (score + waves) / widths[h % 4]
 
         return score_mod
 
-    def tangents(attention, qkv, capture):
-        return jax.jvp(
-            lambda capture: _loss(attention, capture, qkv, make, is_causal=True),
-            (capture,), (jnp.cos(capture),),
-        )  # fmt: skip
+    def derivative(attention, qkv, capture):
+        def loss(capture):
+            return _loss(attention, capture, qkv, make, is_causal=True)
 
-    assert_equal(tangents, random_qkv(), capture)
+        # In reverse, JAX differentiates no such loop.
+        return jax.jvp(loss, (capture,), (capture,)) if loops else jax.grad(loss)(capture)
+
+    assert_equal(derivative, random_qkv(), capture)
 
 
 def test_gradient_of_a_capture_of_branches():

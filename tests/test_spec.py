@@ -306,15 +306,6 @@ def test_traced_window():
         attend(2)
 
 
-def test_errors_of_score_functions_name_them():
-    def scored_by_user(score, b, h, q, kv):
-        return score if q > kv else 0.0
-
-    qkv = (jnp.ones((1, 4, 2, 8)),) * 3
-    with pytest.raises(jax.errors.TracerBoolConversionError, match="scored_by_user"):
-        jaxflash.dot_product_attention(*qkv, score_mod=scored_by_user)
-
-
 def test_supported_without_arrays():
     def shapes(*shape, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(shape, dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -273,55 +274,64 @@ def is_difference(x: Node) -> bool:
 
 def as_terms(x: Node, beside: Node) -> Terms:
     """Of a float as another one is added to it."""
-    keeps = may_cancel(x) or (x.op == "sum" and bool(x.deps & SCORE) and _is_within({x}, beside))
-    return (0.0, {x: 1.0}) if keeps else linear(x)
+    within = x.op == "sum" and _bit(x) & _applied_to(beside)
+    return (0.0, {x: 1.0}) if within or may_cancel(x) else linear(x)
 
 
 @_fact
 def _meets_itself(x: Node) -> bool:
     """Whether what a sum adds is also within other terms of it, as in `x - max(x, 0)`: that is 0
     however `x` is rounded, if it is the same in both."""
-    return (
-        x.op == "sum"
-        and len(x.args) > 1
-        and bool(x.deps & SCORE)
-        and any(
-            _is_within(_parts(term), other)
-            for term in x.args
-            if term.deps & SCORE
-            for other in x.args
-            if other is not term
-        )
+    if x.op != "sum" or len(x.args) < 2:
+        return False
+    within = [_applied_to(term) for term in x.args]
+    once = twice = 0
+    for nodes in within:
+        once, twice = once | nodes, twice | once & nodes
+    return any(
+        _parts(term) & (twice | once & ~own) for term, own in zip(x.args, within, strict=True)
     )
 
 
-def _parts(x: Node) -> set[Node]:
-    """What a float is a choice or a sum of, in any order, and these."""
-    found, left = {x}, [x]
-    while left:
-        part = left.pop()
-        new = set(part.args[1:] if part.op == "select" else linear(part)[1]) - found
-        found |= new
-        left += new
+# Sets of nodes that depend on the score, as bits by number: programs have hundreds of terms.
+
+
+def _bit(x: Node) -> int:
+    return 1 << x.number if x.deps & SCORE else 0
+
+
+@_fact
+def _made_of(x: Node) -> int:
+    """What is below a node, and itself."""
+    return functools.reduce(operator.or_, map(_made_of, x.args), _bit(x)) if x.deps & SCORE else 0
+
+
+def _summands(x: Node) -> tuple[Node, ...]:
+    """Of a float that is a sum or a choice."""
+    return x.args if x.op == "sum" else x.args[1:] if x.op == "select" else ()
+
+
+@_fact
+def _parts(x: Node) -> int:
+    """What a float is a sum or a choice of, in any order, and itself."""
+    return functools.reduce(operator.or_, map(_parts, _summands(x)), _bit(x))
+
+
+@_fact
+def _applied_to(x: Node) -> int:
+    """What the functions are applied to that are parts of a float. Not those of bounded ones, as
+    tanh: they cancel nothing that is large."""
+    found = 0
+    if summands := _summands(x):
+        parts = map(_applied_to, summands)
+    elif math.isfinite(max(map(abs, bounds(x)))):
+        return 0
+    else:
+        functions = x.args if x.op == "product" else (x,)
+        parts = (_made_of(a) for f in functions if not _summands(f) for a in f.args)
+    for part in parts:
+        found |= part
     return found
-
-
-def _is_within(nodes: set[Node], x: Node) -> bool:
-    """Whether one of these depends on the score and is what a function is applied to that is a part
-    of `x`."""
-    nodes = {node for node in nodes if node.deps & SCORE}
-    first = min((node.number for node in nodes), default=math.inf)
-    left = [a for part in _parts(x) for a in (part.args if part.op == "product" else (part,))]
-    left = [a for a in left if a.op not in ("select", "sum")]
-    found = set[Node]()
-    while left:
-        # What a node is made of was there before it.
-        new = {a for a in left.pop().args if a.number >= first} - found
-        if not new.isdisjoint(nodes):
-            return True
-        found |= new
-        left += new
-    return False
 
 
 @_fact
