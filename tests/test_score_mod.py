@@ -144,13 +144,13 @@ def test_gradient_of_a_whole_capture_beside_hidden_keys(name, size):
 @pytest.mark.parametrize("size", [2, 100])
 @pytest.mark.parametrize("loops", [False, True])
 def test_whole_captures_that_others_divide(size, loops):
-    capture = jnp.linspace(0.5, 0.7, size, dtype=jnp.float32)
+    capture = jnp.linspace(0.5, 0.7, size, dtype=jnp.float32) / size
 
     def make(capture):
         widths = jnp.array([0.7, 1.3, 0.9, 1.1], jnp.float32)
 
         def score_mod(score, b, h, q, kv):
-            waves = jnp.sum(capture * jnp.cos(0.01 * (q - kv).astype(jnp.float32)))
+            waves = jnp.sum(capture * jnp.cos(0.3 * (q - kv).astype(jnp.float32)))
             if loops:
                 waves = jax.lax.fori_loop(0, h + 1, lambda i, x: jnp.tanh(x), waves)
             return (score + waves) / widths[h % 4]
