@@ -166,7 +166,8 @@ def test_printed_loads_make_the_gradient(compiled_gradients, name, key):
 
 def test_gradients_in_branches(tmp_path):
     """Of elements that one of them reads, whatever another makes of its own."""
-    table = jnp.asarray(np.random.default_rng(5).standard_normal((SIZES.heads, SIZES.q_len)))
+    table = np.random.default_rng(5).standard_normal((SIZES.heads, SIZES.q_len))
+    table = jnp.asarray(table, jnp.float32)
 
     def function(s, b, h, q, kv, table=table):
         def outer(s):

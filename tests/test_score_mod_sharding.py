@@ -242,7 +242,7 @@ _HOLDING_OTHERS = {
         0, 3, lambda n, x: jnp.sin(x) + t[h, n], s
     ),
     "loop from a constant": lambda t, s, b, h, q, kv: jax.lax.fori_loop(
-        0, 3, lambda n, x: x.at[n].set(s * t[h, n]), jnp.zeros(3)
+        0, 3, lambda n, x: x.at[n].set(s * t[h, n]), jnp.zeros(3, s.dtype)
     ).sum(),
     "loop beside the score": lambda t, s, b, h, q, kv: (
         s + jax.lax.fori_loop(0, 2, lambda n, x: x * t[h, n], t[0, 0])

@@ -311,7 +311,7 @@ def test_traced_scale_beside_unseen_queries(attend):
     """Their NaN reaches no derivative by the scale."""
     query, key, value = random_qkv(2)
     lengths = jnp.array([3, 5], jnp.int32)
-    unseen = (np.arange(query.shape[1])[None] >= lengths[:, None])[..., None, None]
+    unseen = (np.arange(query.shape[1], dtype=np.int32)[None] >= lengths[:, None])[..., None, None]
 
     def derivatives(query):
         def loss(scale):
