@@ -197,9 +197,12 @@ class MultiheadAttention(eqx.Module):
         Examples:
           A causal window over a batch::
 
-              attention = jaxflash.equinox.MultiheadAttention(8, 512, num_kv_heads=2, key=key)
+              attention = jaxflash.equinox.MultiheadAttention(
+                  8, 512, num_kv_heads=2, key=jax.random.key(0)
+              )
               one = lambda x: attention(x, x, x, local_window_size=(127, 0))
-              y = jax.vmap(one)(x)  # from (batch, T, 512) to (batch, T, 512)
+              x = jnp.ones((4, 256, 512))
+              y = jax.vmap(one)(x)
         """
         if deterministic is not None:
             # The caller of this frame is the named scope.

@@ -1,12 +1,24 @@
-"""Every block of Python in the README and the documentation runs, page by page."""
+"""Every block of Python in the README, the documentation and the docstrings runs."""
 
+import ast
+import functools
 import os
 import pathlib
 import re
 import subprocess
 import sys
+import textwrap
+import warnings
 
+import equinox
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from flax import linen
+
+import jaxflash
+from jaxflash import masks
 
 _ROOT = pathlib.Path(__file__).parents[1]
 _BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -55,6 +67,51 @@ def test_page(page, tmp_path):
         text=True,
     )
     assert done.returncode == 0, f"{page}, by its own lines:\n{done.stderr}"
+
+
+# What is indented below a line that ends with two colons.
+_EXAMPLE = re.compile(r"^( *)(?:\S.*)?::\n((?:(?:\1 +\S.*)?\n)+)", re.MULTILINE)
+
+
+def _docstrings():
+    """What the examples of each docstring are, together."""
+    for file in sorted((_ROOT / "jaxflash").rglob("*.py")):
+        module = ast.parse(file.read_text())
+        for node in ast.walk(module):
+            if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef):
+                examples = _EXAMPLE.finditer(f"{ast.get_docstring(node) or ''}\n")
+                program = "\n".join(textwrap.dedent(example[2]) for example in examples)
+                if program:
+                    name = getattr(node, "name", "module")
+                    yield pytest.param(program, id=f"{file.stem}.{name}")
+
+
+@pytest.fixture
+def given():
+    """What the examples of the docstrings take for granted."""
+    query = jnp.ones((2, 16, 8, 64))
+    half = jnp.ones((2, 16, 2, 64))
+    ours, theirs = (
+        module(2, 8, key=jax.random.key(0))
+        for module in (jaxflash.equinox.MultiheadAttention, equinox.nn.MultiheadAttention)
+    )
+    return dict(
+        functools=functools, warnings=warnings, jax=jax, jnp=jnp, linen=linen, eqx=equinox,
+        jaxflash=jaxflash, masks=masks,
+        query=query, key=half, value=half, q=query, k=half, v=half, s=8,
+        ids=jnp.zeros((2, 16), jnp.int32), is_padding=np.zeros((2, 16), bool),
+        length=128, prefix_lengths=jnp.array([3, 5], jnp.int32),
+        prefix_lm=masks.causal(), batch=2, heads=8, x=query, layers=jnp.ones(3),
+        layer=lambda weights, x, mask: weights * x,
+        ours=ours, theirs=theirs,
+        eqx_parameters=lambda m: (m.query_proj, m.key_proj, m.value_proj, m.output_proj),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("program", list(_docstrings()))
+def test_docstring(program, given):
+    with warnings.catch_warnings():
+        exec(compile(program, "<docstring>", "exec"), given)
 
 
 def test_figures_of_the_readme():
