@@ -135,6 +135,7 @@ def test_pages_are_found():
     """The marks of a block are what the pattern takes them for."""
     assert "README.md" in _PAGES
     assert "docs/frameworks.md" in _PAGES
+    assert {"_api.dot_product_attention", "masks.module"} <= {x.id for x in _docstrings()}
     for page in (_ROOT / "README.md", *(_ROOT / "docs").rglob("*.md")):
         text = page.read_text()
         assert len(_BLOCK.findall(text)) == len(re.findall(r"```\s*(?:python|py)\b", text)), page
