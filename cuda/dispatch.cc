@@ -467,7 +467,7 @@ size_t jaxflash_backward_workspace_bytes(const Problem* problem) {
 }
 
 size_t jaxflash_batch_sum_workspace_bytes(const Problem* problem, int32_t batch_sum) {
-  return jaxflash::batch_sum_workspace(*problem, batch_sum).bytes;
+  return jaxflash::batch_sum_workspace_bytes(*problem, batch_sum);
 }
 
 int32_t jaxflash_variants(const Variant** variants) {

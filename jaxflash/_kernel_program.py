@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import jax.numpy as jnp
 
 from jaxflash import _dense_mask, _dropout, _scores
-from jaxflash import _extension as extension
 from jaxflash._dense_mask import DenseMask, PassName
 from jaxflash._printer import CAPTURE_DTYPES, MAX_CAPTURES, NotPrintable
 from jaxflash._printer.request import Request
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 _MAX_SINGLE_HEAD_DIM = 128
 # cuda/problem.h: kMaxBatchSum.
 _MAX_SUMMED_BATCH = 4
-_FEW_BYTES = 64 << 20
 # Up to this head size steps are short, and the kernel of a gradient of its own was faster than sums
 # of what the backward kernel stores, of eight batch elements: docs/experiments.md.
 _TOO_QUICK_HEAD_DIM = 64
@@ -279,7 +277,7 @@ def _request(
         wanted=wanted,
         sizes=_sizes(operands, wanted),
         storable=_storable(operands, wanted),
-        sums_batch=bool(wanted) and _sums_batch(spec, operands),
+        sums_batch=bool(wanted) and _sums_batch(operands),
         sums_diagonals=bool(wanted) and _sums_diagonals(spec, operands),
     )
     of_neighbours = _paired(request.capture_types, operands)
@@ -339,41 +337,12 @@ def _storable(operands: Operands, wanted: Sequence[int]) -> tuple[int, ...]:
     return tuple(i for i in wanted if is_storable(operands.captures[i]))
 
 
-def _sums_batch(spec: AttentionSpec, operands: Operands) -> bool:
-    """Whether the backward kernel may add up what it stores for all batch elements: they take the
-    same steps, and what is not added up yet does not need too much memory."""
-    *batch, q_len, q_heads, _ = operands.query.shape
-    kv_len, kv_heads, _ = operands.key.shape[-3:]
-    count = math.prod(batch)
-    if not all(isinstance(n, int) for n in (count, q_len, kv_len)):
-        return False
-    if spec.predicate is not None or any(x is not None for x in _of_each_element(operands)):
-        return False
-    if not (1 < count <= _MAX_SUMMED_BATCH and _has_single_blocks(operands)):
-        return False
-    # In order, blocks would wait for those that add up.
-    sizes = operands.query.shape[-1], operands.value.shape[-1]
-    if spec.deterministic_backward or max(sizes) <= _TOO_QUICK_HEAD_DIM:
-        return False
-    needed = extension.batch_sum_workspace_bytes(
-        batch=count,
-        q_len=q_len,
-        kv_len=kv_len,
-        q_heads=q_heads,
-        kv_heads=kv_heads,
-        batch_sum=count,
+def _sums_batch(operands: Operands) -> bool:
+    """Whether the backward kernel may add up what it stores for all batch elements."""
+    count = math.prod(operands.query.shape[:-3])
+    return (
+        isinstance(count, int) and 1 < count <= _MAX_SUMMED_BATCH and _has_single_blocks(operands)
     )
-    # A bias for each head, and its gradient, in 16 bits.
-    return needed <= max(4 * q_heads * q_len * kv_len, _FEW_BYTES)
-
-
-def _of_each_element(operands: Operands) -> Iterator[Any]:
-    """What may leave out other rows and keys in each batch element."""
-    yield from (operands.mask, operands.mask_value, operands.rows_hull, operands.keys_hull)
-    yield from (operands.query_seq_lengths, operands.key_value_seq_lengths)
-    yield from (operands.query_segment_ids, operands.key_segment_ids)
-    yield from (operands.query_positions, operands.key_positions)
-    yield from (operands.query_boundaries, operands.key_boundaries)
 
 
 def _sums_diagonals(spec: AttentionSpec, operands: Operands) -> bool:

@@ -478,12 +478,7 @@ class Backward(Pass):
         )
         if (batch_sum := self._batch_sum(operands)) > 1:
             workspace += extension.batch_sum_workspace_bytes(
-                batch=parts,
-                q_len=q_len,
-                kv_len=kv_len,
-                q_heads=q_heads,
-                kv_heads=kv_heads,
-                batch_sum=batch_sum,
+                batch=parts, kv_len=kv_len, kv_heads=kv_heads, batch_sum=batch_sum
             )
         results = (
             *(self.result(operands, x, x.shape[-3:], x.dtype) for x in (query, key, value)),

@@ -132,11 +132,10 @@ def test_workspace_of_short_sequences():
 
 
 @pytest.mark.parametrize(
-    ("shape", "kv_heads", "sums"),
-    [((4, 4096, 16, 128), 16, True), ((4, 512, 8, 128), 8, True), ((4, 4096, 16, 128), 2, False)],
+    ("shape", "kv_heads"), [((4, 4096, 16, 128), 16), ((4, 512, 8, 128), 8), ((4, 4096, 16, 64), 2)]
 )
-def test_workspace_of_sums_over_the_batch(shape, kv_heads, sums):
-    """What is not added up yet is no larger than a bias and its gradient, unless both are small."""
+def test_workspace_of_sums_over_the_batch(shape, kv_heads):
+    """Beside the sum, two numbers for each tile of 128 keys and its batch element and head."""
     batch, length, heads, head_dim = shape
     query = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     key = jax.ShapeDtypeStruct((batch, length, kv_heads, head_dim), jnp.bfloat16)
@@ -148,6 +147,5 @@ def test_workspace_of_sums_over_the_batch(shape, kv_heads, sums):
     operands = bias, query, key, key
     with_bias, call = _workspace(jax.grad(loss, (0, 1, 2, 3)), *operands)
     without, _ = _workspace(jax.grad(loss, (1, 2, 3)), *operands)
-    assert f"kSumsBatch = {str(sums).lower()};" in call
-    assert (with_bias > without) == sums
-    assert with_bias - without <= max(2 * bias.size * bias.dtype.itemsize, 64 << 20)
+    assert "kSumsBatch = true;" in call
+    assert with_bias - without == batch * kv_heads * (length // 128) * 8

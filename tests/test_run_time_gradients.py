@@ -153,13 +153,13 @@ def test_stored_gradient_on_hopper(head_dim, name, mask):
     assert compiled.spilled <= without.spilled + more + MORE_SPILLS, (compiled, without)
 
 
-@covering("head_dim, name", [96, 128], list(_STORED))
-def test_stored_sum_over_the_batch_on_hopper(head_dim, name):
-    """What is added up at the end of a tile takes none of the registers of its steps."""
+@covering("head_dim, name, mask", [64, 96, 128], list(_STORED), BAND_OR_RANGES)
+def test_stored_sum_over_the_batch_on_hopper(head_dim, name, mask):
+    """Turns take none of the registers of those that compute."""
     program, _ = _storing(name, head_dim, batch=1)
     assert "kSumsBatch = true" in program.source
     start = -1 if program.start_capture is None else program.start_capture
-    options = dict(pass_name="backward", head_dim=head_dim, start_capture=start, **H200)
+    options = dict(pass_name="backward", head_dim=head_dim, mask=mask, start_capture=start, **H200)
     compiled = compile_program(program.source, **options)
     without = compile_program(
         program.source.replace("kSumsBatch = true", "kSumsBatch = false"), **options

@@ -216,21 +216,25 @@ def test_gradients_that_the_backward_kernel_stores():
         assert "gradient_loads = dense<[0, 1, 2, 0, 1, 1, 0, 0]>" in call
         assert "kStoresGradient = true" in call
         assert "xui8>, tensor<4x8x16x16xbf16>)" in call
-    # Of the sum over the batch, where all batch elements take the same steps.
-    for options in ({}, dict(is_causal=True), dict(local_window_size=(5, 2))):
+    # Of the sum over the batch.
+    lengths = jnp.array([16, 3, 0, 9], jnp.int32)
+    for options in (
+        {},
+        dict(is_causal=True),
+        dict(local_window_size=(5, 2)),
+        dict(key_value_seq_lengths=lengths),
+        dict(mask=jnp.ones((4, 1, 16, 16), bool)),
+        dict(segment_ids=jnp.zeros((4, 16), jnp.int32)),
+        dict(deterministic_backward=True),
+        dict(head_dim=64),
+    ):
         call = gradient((1, 8, 16, 16), **options)
         assert "gradient_loads = dense<[0, 1, 2, 0, 1, 1, 0, 1]>" in call
         assert "kSumsBatch = true" in call
         assert "xui8>, tensor<1x8x16x16xbf16>)" in call
-    # Sums over heads, another dtype, batch elements that differ, what another kernel does faster.
-    lengths = jnp.array([16, 3, 0, 9], jnp.int32)
-    mask = jnp.ones((4, 1, 16, 16), bool)
+    # Sums over heads, another dtype, blocks that have no tile to themselves.
     for args, options in (
-        (((1, 8, 16, 16),), dict(key_value_seq_lengths=lengths)),
-        (((1, 8, 16, 16),), dict(mask=mask)),
-        (((1, 8, 16, 16),), dict(head_dim=64)),
-        (((1, 8, 16, 16),), dict(deterministic_backward=True)),
-        (((1, 8, 16, 16),), dict(segment_ids=jnp.zeros((4, 16), jnp.int32))),
+        (((1, 8, 16, 16),), dict(head_dim=192)),
         (((4, 1, 16, 16),), {}),
         (((4, 8, 16, 16), jnp.float32), {}),
         (((4, 8, 16, 16), jnp.float16), {}),

@@ -21,16 +21,6 @@ __device__ __forceinline__ void add_release(uint32_t* address, uint32_t value) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
-// Both; returns what was there before.
-__device__ __forceinline__ uint32_t add_acquire_release(uint32_t* address, uint32_t value) {
-  uint32_t before;
-  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
-               : "=r"(before)
-               : "l"(address), "r"(value)
-               : "memory");
-  return before;
-}
-
 __device__ __forceinline__ void red_add_f32(float* address, float value) {
   asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(address), "f"(value) : "memory");
 }

@@ -110,34 +110,14 @@ inline size_t backward_workspace_bytes(const Problem& problem) {
 
 // Keys of a tile of the kernels that store d score.
 inline constexpr int32_t kSumTileKeys = 128;
-// Halves of such a tile: each is stored and added up by itself.
+// Halves of such a tile: each is stored and added by itself.
 inline constexpr int32_t kSumParts = 2;
 
-// d score of tiles of keys until it is added up. The same keys of all batch elements of a sum are a
-// group, which has a slot, behind the rest of the workspace.
-struct BatchSumWorkspace {
-  int32_t slots;
-  size_t tiles;     // 16 bits (slots, batch_sum, query heads of a key head, T, kSumTileKeys)
-  size_t counters;  // uint32 (slots, kSumParts, 2): batch elements that are there; groups that are
-                    // added up. Of all that have had the slot
-  size_t bytes;
-};
-
-// Slots for what the blocks of the largest GPU are at, and for as many groups as are added up while
-// others are begun: with half of them blocks waited, 5.7 ms instead of 4.9.
-inline BatchSumWorkspace batch_sum_workspace(const Problem& problem, int32_t batch_sum) {
-  BatchSumWorkspace layout = {};
-  if (batch_sum <= 1 || problem.kv_heads == 0) return layout;
-  const auto round_up = [](int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; };
+// uint32 (prod B, key heads, tiles of keys, kSumParts), behind the rest of the workspace.
+inline size_t batch_sum_workspace_bytes(const Problem& problem, int32_t batch_sum) {
+  if (batch_sum <= 1) return 0;
   const int64_t key_tiles = (int64_t{problem.kv_len} + kSumTileKeys - 1) / kSumTileKeys;
-  const int64_t groups = key_tiles * problem.kv_heads * (batch_size(problem) / batch_sum);
-  const int64_t at_once = 2 * ((kMaxSharingBlocks + batch_sum - 1) / batch_sum);
-  layout.slots = static_cast<int32_t>(groups < at_once ? groups : at_once);
-  const int64_t rows = int64_t{problem.q_heads / problem.kv_heads} * problem.q_len;
-  layout.counters =
-      static_cast<size_t>(round_up(layout.slots * batch_sum * rows * kSumTileKeys * 2, 256));
-  layout.bytes = layout.counters + static_cast<size_t>(layout.slots) * kSumParts * 2 * 4;
-  return layout;
+  return static_cast<size_t>(batch_size(problem) * problem.kv_heads * key_tiles) * kSumParts * 4;
 }
 
 }  // namespace jaxflash

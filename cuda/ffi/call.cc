@@ -560,17 +560,9 @@ ffi::Error CaptureGradientResults::take(const BackwardAttributes& attributes,
                      load.stored ? "stored, " : "", load.narrow ? "as narrow" : "F32",
                      ", cannot be ", text_of(result));
     }
-    if (load.sums_batch) {
-      if (!batch_sum(dims, full)) {
-        return invalid("a stored gradient is the sum over the last of at most ", kMaxBatchSum,
-                       " batch elements of ", text_of(full.dims), ", got ", text_of(dims));
-      }
-      const bool alike = problem.band.q_lengths == nullptr && problem.band.kv_lengths == nullptr &&
-                         problem.ranges.keys_of_row == nullptr;
-      if (!alike) {
-        return invalid("batch elements of a stored sum have no lengths and ranges, got ",
-                       problem.ranges.keys_of_row == nullptr ? "lengths" : "ranges");
-      }
+    if (load.sums_batch && !batch_sum(dims, full)) {
+      return invalid("a stored gradient is the sum over the last of at most ", kMaxBatchSum,
+                     " batch elements of ", text_of(full.dims), ", got ", text_of(dims));
     }
     results_.push_back({load, result});
   }

@@ -389,16 +389,14 @@ void define_sizes(nb::module_& m) {
       "Bytes of workspace that the backward pass of one problem needs.");
   m.def(
       "batch_sum_workspace_bytes",
-      [](int64_t batch, int64_t q_len, int64_t kv_len, int64_t q_heads, int64_t kv_heads,
-         int32_t batch_sum) {
+      [](int64_t batch, int64_t kv_len, int64_t kv_heads, int32_t batch_sum) {
         Problem problem = {};
         problem.num_batch_axes = 1;
         problem.batch_extent[0] = batch;
-        set_sizes(q_len, kv_len, q_heads, kv_heads, 0, 0, &problem);
+        set_sizes(0, kv_len, kv_heads, kv_heads, 0, 0, &problem);
         return jaxflash_batch_sum_workspace_bytes(&problem, batch_sum);
       },
-      nb::kw_only(), nb::arg("batch"), nb::arg("q_len"), nb::arg("kv_len"), nb::arg("q_heads"),
-      nb::arg("kv_heads"), nb::arg("batch_sum"),
+      nb::kw_only(), nb::arg("batch"), nb::arg("kv_len"), nb::arg("kv_heads"), nb::arg("batch_sum"),
       "What its workspace has beside where it stores a gradient that is the sum of that many batch "
       "elements.");
 }

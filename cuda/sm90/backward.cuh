@@ -90,8 +90,8 @@ KeyTileOrder key_tile_order(const BackwardParams& params, const BackwardWorkspac
   const Problem& problem = params.problem;
   const uint32_t key_tiles = key_tiles_of<Tile>(problem);
   const uint32_t heads = static_cast<uint32_t>(batch_size(problem) * problem.kv_heads);
-  const bool sums = Tile::kBlocks == 1 && !is_empty(problem, params.stored);
-  const uint32_t elements = sums ? params.stored.batch_sum : 1;
+  const bool in_step = Tile::kBlocks == 1 && adds_in_step(problem, params.stored);
+  const uint32_t elements = in_step ? params.stored.batch_sum : 1;
   const bool limited_left = problem.band.left < kUnlimited;
   const bool limited_right = problem.band.right < kUnlimited;
   // Rows that see keys up to a limit: the first keys are seen by most rows. Longest first, unless
@@ -155,15 +155,11 @@ Status backward_args(const BackwardParams& params, const BackwardWorkspace& work
     if (!status.ok()) return status;
   }
   if (!Traits::kPaired && !is_empty(problem, params.stored)) {
-    Status status = encode_stored(args.stored_map, params, workspace.bytes, Tile::kRows);
+    Status status = encode_stored(args.stored_map, problem, params.stored, Tile::kRows);
     if (!status.ok()) return status;
     args.stored = params.stored;
-    if (params.stored.batch_sum > 1) {
-      const BatchSumWorkspace sums = batch_sum_workspace(problem, params.stored.batch_sum);
-      char* const tiles = batch_sum_tiles(params, workspace.bytes);
-      args.sums = {tiles, reinterpret_cast<uint32_t*>(tiles + sums.counters), sums.slots,
-                   Divisor(sums.slots)};
-    }
+    args.sum = {batch_sum_steps(params, workspace.bytes), !stores_alike(problem, params.stored),
+                adds_in_step(problem, params.stored) || fits_cache(problem, params.stored)};
   }
   for (int axis = 0; axis < kBatchDims; ++axis) {
     args.q_batch_step[axis] = maps.q.batch_step[axis];

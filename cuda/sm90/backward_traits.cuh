@@ -22,15 +22,13 @@ enum BackwardBarrier : int {
   kDqComputed = 4,  // pairs: both warpgroups have computed dq
   kDqFull = 5,      // dq lies in shared memory; single blocks: 5, 6, one for each warpgroup
   kDqEmpty = 7,     // and has been read out; single blocks: 7, 8
-  kSumStored = 9,   // single blocks: all threads of a warpgroup have stored a sum; 9, 10
 };
 
-// Where d score is until it is added up: BatchSumWorkspace.
-struct BatchSums {
-  void* tiles;
-  uint32_t* counters;
-  int32_t slots;
-  Divisor by_slots;
+// Where batch elements add up what is stored.
+struct BatchSum {
+  uint32_t* steps;  // of each tile, those that are complete: batch_sum_workspace_bytes()
+  bool cleared;     // so is the sum: the first element adds to zeros
+  bool in_cache;    // the L2 has what is added to
 };
 
 struct BackwardArgs {
@@ -59,8 +57,8 @@ struct BackwardArgs {
   float* key_sums[kMaxKeySums];        // see BackwardParams; likewise
   TensorMap starts;                    // where Tile::kLoadsStarts: boxes of kRows x 64 keys
   StoredGradient stored;               // see BackwardParams; no data: nothing is stored
-  TensorMap stored_map;                // boxes of kRows x 64 keys; of tiles where these are summed
-  BatchSums sums;                      // where stored.batch_sum is more than 1
+  TensorMap stored_map;                // boxes of kRows x 64 keys
+  BatchSum sum;                        // where stored.batch_sum is more than 1
   CaptureGradientArray diagonal_sums;  // see BackwardParams
 
   __device__ __forceinline__ bool ordered() const { return deterministic && !direct_dq; }
@@ -200,8 +198,6 @@ struct BackwardTraits {
     Barrier v_empty[Tile::kKeyStages];
     Barrier dkv_full;   // dk and dv are staged
     Barrier dkv_empty;  // and have been read out
-    // Of each consumer warpgroup: whether it has to add up a sum of batch elements.
-    Mailbox<bool, 1> sum_is_due[kSumParts];
 
     __device__ __forceinline__ void init_barriers() {
       for (int stage = 0; stage < Tile::kKeyStages; ++stage) {
@@ -210,7 +206,6 @@ struct BackwardTraits {
       }
       dkv_full.init(kConsumerThreads);
       dkv_empty.init(1);
-      for (auto& mailbox : sum_is_due) mailbox.init(kConsumerThreads / kSumParts / 32);
     }
   };
   static_assert(kPaired || (kKeys == kSumTileKeys && (kDqPartDims == 64 || kDqPartDims == 32)),

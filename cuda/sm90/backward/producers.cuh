@@ -408,7 +408,7 @@ struct BackwardProducers {
       const Turns turns(args.order, block);
       int row = block.first_row;
       int head = block.first_head();
-      gradient.begin_tile(args, block, position, part);
+      if constexpr (Score::kStoresGradient) gradient.begin_tile(args, block, part);
 #pragma unroll 1
       for (int step = block.steps(); step > 0; --step) {
         const int64_t head_index = int64_t{block.batch} * args.problem.q_heads + head;
@@ -448,7 +448,7 @@ struct BackwardProducers {
         block.advance(row, head);
       }
       announce_adds(args, block, lane < 4);
-      gradient.end_tile(args, smem, position, part);
+      if constexpr (Score::kStoresGradient) gradient.end_tile(args);
     }
   }
 

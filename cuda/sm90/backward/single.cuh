@@ -3,7 +3,6 @@
 
 #include "sm90/backward/consumers.cuh"
 #include "sm90/backward/scores.cuh"
-#include "sm90/backward/stored_gradient.cuh"
 
 namespace jaxflash::sm90 {
 
@@ -114,7 +113,6 @@ struct SingleConsumers {
     ConsumerSteps<Traits> steps(smem);
     Ring<Tile::kKeyStages> keys;
     TicketReader<Traits::kBlocks> reader;
-    BatchSum<Traits, Block, Score> batch_sum;
 
     for (;;) {
       const uint32_t position = reader.next(smem.tickets);
@@ -287,7 +285,6 @@ struct SingleConsumers {
       stage<Traits, Tile::kHeadDim>(smem.dq[group], dk, args.problem.scale, seen);
       fence_proxy_async();
       smem.dkv_full.arrive();
-      if constexpr (Score::kSumsBatch) batch_sum.add_up(args, smem, block, position, group);
     }
     named_barrier_sync(kDqEmpty + group, 128 + 32);  // the last arrival
   }

@@ -209,6 +209,16 @@ __device__ __forceinline__ void tensor_store(const TensorMap* map, uint32_t sour
       : "memory");
 }
 
+// The same, added to what is there in the map's dtype.
+__device__ __forceinline__ void tensor_reduce_add(const TensorMap* map, uint32_t source, int c0,
+                                                  int c1, int c2, int c3, int c4) {
+  asm volatile(
+      "cp.reduce.async.bulk.tensor.5d.global.shared::cta.add.tile.bulk_group"
+      " [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(map),
+      "r"(source), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+      : "memory");
+}
+
 // `bytes` (a multiple of 16) of contiguous memory; both addresses are multiples of 16.
 __device__ __forceinline__ void bulk_load(uint32_t destination, const void* source,
                                           uint32_t barrier, uint32_t bytes) {
