@@ -88,7 +88,7 @@ def lines(results: Results) -> list[Line]:
         other = bar.peer if bar else next(iter(timed), _NONE)
         # Ours of another case that was not timed in turns with it: from its own row.
         there = (row, other) if other in peers else (by_key.get((other, pass_name), {}), ours)
-        calls = _median(*there, "call"), _median(row, ours, "call")
+        their_call, our_call = _median(*there, "call"), _median(row, ours, "call")
         built.append(
             Line(
                 case=name,
@@ -97,7 +97,7 @@ def lines(results: Results) -> list[Line]:
                 ours=_median(row, ours, "device"),
                 peer=other,
                 yardstick=_median(*there, "device"),
-                call_ratio=calls[0] / calls[1] if all(calls) else None,
+                call_ratio=their_call / our_call if their_call and our_call else None,
                 others={peer: _median(row, peer, "device") for peer in timed if peer != other},
                 bar=bar,
                 kernel=row.get("kernel") or _NONE,

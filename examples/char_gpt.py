@@ -79,7 +79,7 @@ _GPU = dict(
 )
 
 
-def main(description: str, build: Build, attention: Callable, plain: Callable) -> None:
+def main(description: str | None, build: Build, attention: Callable, plain: Callable) -> None:
     """Trains with `attention`, samples, trains with `plain`, plots; fails if the two disagree."""
     options = _options(description)
     text = Text(options)
@@ -102,7 +102,7 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
-def parser(description: str, **small: Any) -> argparse.ArgumentParser:
+def parser(description: str | None, **small: Any) -> argparse.ArgumentParser:
     """Of the options of models, text and training; `small` are other defaults where there is no
     GPU."""
     defaults = _GPU if jax.default_backend() == "gpu" else {**_SMALL, **small}
@@ -135,7 +135,7 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     return options
 
 
-def _options(description: str) -> argparse.Namespace:
+def _options(description: str | None) -> argparse.Namespace:
     script = Path(sys.argv[0])
     own = parser(description)
     own.add_argument(
