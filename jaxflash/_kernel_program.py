@@ -26,13 +26,11 @@ if TYPE_CHECKING:
 _MAX_SINGLE_HEAD_DIM = 128
 # cuda/problem.h: kMaxBatchSum.
 _MAX_SUMMED_BATCH = 4
-# Up to this head size steps are short, and the kernel of a gradient of its own was faster than sums
-# of what the backward kernel stores, of eight batch elements: docs/experiments.md.
-_TOO_QUICK_HEAD_DIM = 64
 # From how many keys of a query on products start from what is proportional to the distance, where
 # they are on both sides: tiles that have both add it element by element, which takes longer than
-# without (0.294 ms against 0.287 for 1024 keys). Nor do the short steps of head size 64 gain.
+# without (0.294 ms against 0.287 for 1024 keys). Nor do the short steps of small heads gain.
 _LONG_OF_BOTH_SIDES = 2048
+_TOO_QUICK_HEAD_DIM = 64
 
 
 # (capture, axis whose index is the query head or None) of captures that are loaded; None where the
