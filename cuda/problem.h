@@ -165,7 +165,7 @@ struct CallSizes {
   int32_t kv_len;
   int32_t q_heads;
   int32_t kv_heads;
-  // All batch elements share what products start from: it is no larger than for one of them.
+  // All batch elements start from the same rows, where products start from something.
   bool starts_shared;
   int32_t sequences;  // packed in each batch element; 0: unknown, or no packing
 };

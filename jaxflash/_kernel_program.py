@@ -53,6 +53,7 @@ class KernelProgram(NamedTuple):
         capture_ranks: how many axes each of `captures` has, without batch axes.
         start_capture: the capture of which kernels can load what products start from in tiles, or
             None.
+        start_of_batch: see `_printer.cuda.Printed`.
         key_terms: whether what products start from depends on the "key" alone, or is proportional
             to the "distance"; None where it does not, or differs for heads that share those of
             keys.
@@ -67,6 +68,7 @@ class KernelProgram(NamedTuple):
     exact_length: int | None
     capture_ranks: tuple[int, ...]
     start_capture: int | None
+    start_of_batch: bool
     key_terms: Literal["key", "distance"] | None
     sequences: int
     head_axes: HeadAxes
@@ -230,6 +232,7 @@ def _program(
         printed.exact_length,
         ranks,
         start,
+        printed.start_of_batch,
         None if terms is None else ("distance" if terms.of_distance else "key"),
         _sequences(operands),
         _head_axes(printed, shapes_of_all, operands),

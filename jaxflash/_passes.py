@@ -364,9 +364,7 @@ class Forward(Pass):
             first = len(operands) - len(self.mask.axes) - len(self.program.capture_ranks)
             shape = operands[first + self.program.start_capture].shape
             batch_rank = operands[0].ndim - 3
-            # As an array with axes of its own for the batch would be larger.
-            starts_shared = math.prod(shape[:batch_rank]) == 1
-            starts_shared &= math.prod(shape) <= q_heads * q_len * kv_len
+            starts_shared = math.prod(shape[:batch_rank]) == 1 and not self.program.start_of_batch
         known = (n if isinstance(n, int) else 0 for n in sizes)
         return np.array([*known, starts_shared, self.program.sequences], np.int64)
 

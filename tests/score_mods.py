@@ -193,6 +193,14 @@ def _from_the_end(score, b, h, q, kv, table):
     return score + table[-1 - h, -kv - 1] + table[0, -2]
 
 
+def _matrix_of_element(score, b, h, q, kv, biases):
+    return score + biases[b, q, kv]
+
+
+def _matrix_by_number(score, b, h, q, kv, biases, numbers):
+    return score + biases[numbers[b], q, kv]
+
+
 def _both_ways(score, b, h, q, kv, table):
     return score + table[h, q, kv] + table[0, kv, q]
 
@@ -384,6 +392,17 @@ SCORE_MODS = {
         _row(_powers_of_two),
         _row(_wrapping_hash),
         _row(_from_the_end, lambda s, r: {"table": _normal(r, s.heads, s.kv_len)}),
+        _row(
+            _matrix_of_element,
+            lambda s, rng: {"biases": _normal(rng, s.batch, s.q_len, s.kv_len, dtype="bfloat16")},
+        ),
+        _row(
+            _matrix_by_number,
+            lambda s, rng: {
+                "biases": _normal(rng, 3, s.q_len, s.kv_len, dtype="bfloat16"),
+                "numbers": _integers(rng, 0, 3, s.batch),
+            },
+        ),
         _row(_both_ways, _square_table),
         _row(_out_of_bounds, lambda s, r: {"table": _normal(r, s.heads, 7)}),
         _row(_strided),

@@ -237,9 +237,10 @@ def test_shared_keys_in_shorter_boxes():
         compile_program(
             programs.registers(count), pass_name="forward", head_dim=128, shared_units=1, **H200
         )
-        for count in (8, 44)
+        for count in (8, 50)
     ]
-    assert [tile.spilled for tile in tiles] == [0, 0], tiles
+    assert tiles[0].spilled == 0, tiles
+    assert tiles[1].spilled <= 3 * MORE_SPILLS, tiles
     assert "<128, 128, 1, 128, 3," in tiles[0].tile
     assert "<128, 128, 1, 64, 6," in tiles[1].tile
 

@@ -57,13 +57,22 @@ class HiddenElements {
                                             bool some)
       : problem_(&problem), batch_(batch), which_(which), some_(some) {}
 
+  // They lie in this part of the array. Loaded each time: producers would spill.
+  __device__ __forceinline__ Interval hull() const {
+    if (!some_) return {0, 0};
+    const int2 hull =
+        __ldg(reinterpret_cast<const int2*>(problem_->ranges.hulls) + batch() * kHulls + which_);
+    return {hull.x, hull.y};
+  }
   __device__ __forceinline__ bool meet(Interval elements) const {
-    if (!some_) return false;
     const Interval hull = this->hull();
     return elements.begin < hull.end && elements.end > hull.begin;
   }
   __device__ __forceinline__ bool hold(int element) const {
-    if (!meet({element, element + 1})) return false;
+    return meet({element, element + 1}) && are(element);
+  }
+  // Of an element that is known to lie in the hull.
+  __device__ __forceinline__ bool are(int element) const {
     const Ranges& ranges = problem_->ranges;
     const bool of_rows = which_ == kHiddenRows;
     const int length = of_rows ? problem_->q_len : problem_->kv_len;
@@ -74,12 +83,6 @@ class HiddenElements {
   }
 
  private:
-  // They lie in this part of the array. Loaded each time: producers would spill.
-  __device__ __forceinline__ Interval hull() const {
-    const int2 hull =
-        __ldg(reinterpret_cast<const int2*>(problem_->ranges.hulls) + batch() * kHulls + which_);
-    return {hull.x, hull.y};
-  }
   // Forgotten, or the roles of a kernel share addresses and keep them: consumers of the backward
   // one at head size 64 spill 68 bytes.
   __device__ __forceinline__ int64_t batch() const { return forget(batch_); }
@@ -94,8 +97,10 @@ class HiddenElements {
 struct NoneHidden {
   NoneHidden() = default;
   __device__ __forceinline__ NoneHidden(const Problem&, int /*batch*/, RangeHull, bool) {}
+  __device__ __forceinline__ Interval hull() const { return {0, 0}; }
   __device__ __forceinline__ bool meet(Interval) const { return false; }
   __device__ __forceinline__ bool hold(int) const { return false; }
+  __device__ __forceinline__ bool are(int) const { return false; }
 };
 
 // From a row's number to its position among the keys.

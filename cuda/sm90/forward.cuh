@@ -76,8 +76,9 @@ TileOrder tile_order(const Problem& problem, const UnitShape& unit, int64_t batc
   const int64_t positions = int64_t{1} << unit.log2_positions;
   const int64_t units = (problem.q_len + positions - 1) / positions * (group / unit.heads);
   TileOrder order{};
-  order.head_tiles = static_cast<uint32_t>((units + Tile::kWarpGroups - 1) / Tile::kWarpGroups);
-  order.heads = static_cast<uint32_t>(batch * problem.kv_heads);
+  order.head_tiles = static_cast<uint32_t>((units + Tile::kUnits - 1) / Tile::kUnits);
+  order.heads =
+      static_cast<uint32_t>((batch + Tile::kBatches - 1) / Tile::kBatches * problem.kv_heads);
   order.blocks = std::min(order.head_tiles * order.heads, max_blocks);
   order.by_blocks = Divisor(order.blocks);
   order.by_head_tiles = Divisor(order.head_tiles);
@@ -152,6 +153,15 @@ Status forward_args(const ForwardParams& params, int start_capture, int multipro
     constexpr int kMostKeys = Tile::kHeldTiles * Tile::kKeys;
     if (problem.kv_len > kMostKeys) {
       return error_status("the score program was compiled for at most %d keys", kMostKeys);
+    }
+    const Capture& capture = params.captures.of[start_capture];
+    for (int axis = 0; axis < problem.num_batch_axes; ++axis) {
+      if (problem.batch_extent[axis] > 1 && capture.batch_stride[axis] != 0) {
+        return error_status(
+            "array %d of the score program was compiled as one for all batch "
+            "elements",
+            start_capture);
+      }
     }
   }
 
@@ -391,7 +401,7 @@ std::vector<ProgramKernel> forward_program_kernels(const ProgramTraits& program)
     using Tile = decltype(tile);
     if constexpr (Tile::kKeyTerms && kMath != Math::kBFloat16) return;
     constexpr int kCost = Tile::kLoadsStarts ? Choice::kFewerStartsCost : Choice::kFewerCost;
-    if (Tile::kWarpGroups > Choice::kFewerWarpGroups &&
+    if (Tile::kUnits > Choice::kFewerWarpGroups &&
         detail::takes_fewer_rows<Choice>(typename Choice::Tiles{}, units, kCost)) {
       return;
     }
@@ -401,6 +411,7 @@ std::vector<ProgramKernel> forward_program_kernels(const ProgramTraits& program)
     if (program.walks && Tile::kKeys % kRangeBlock != 0) return;
     if constexpr (Tile::kLoadsStarts) {
       if (program.start_capture < 0 || (program.ranges && Tile::kHeldTiles > 0)) return;
+      if (program.walks && Tile::kBatches > 1) return;
     } else if constexpr (Tile::kKeyTerms) {
       if ((program.start_capture != kKeyTerms && !of_distance) || program.ranges) return;
     } else {

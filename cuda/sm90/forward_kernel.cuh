@@ -53,8 +53,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       smem.k_empty[stage].init(4 * Traits::kWarpGroups);
       smem.v_full[stage].init(1);
       smem.v_empty[stage].init(4 * Traits::kWarpGroups);
+      smem.v_landed[stage].init(1);
     }
-    smem.v_landed.init(1);
     if constexpr (Traits::kHoldsStarts) smem.starts_read.init();
     smem.plans.init(Traits::kPlanReaders);
     if constexpr (Traits::Mask::kWalks) {

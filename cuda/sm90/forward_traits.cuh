@@ -62,14 +62,13 @@ struct ForwardArgs {
 };
 
 // The rows along the sequence that tile `index` of a kv head covers.
-template <int kWarpGroups>
+template <int kUnits>
 __device__ __forceinline__ Interval tile_rows(const ForwardArgs& args, int index) {
-  const int first_unit = index * kWarpGroups;
+  const int first_unit = index * kUnits;
   const auto position_of = [&](int unit) {
     return static_cast<int>(args.by_units.quotient(unit) << args.unit.log2_positions);
   };
-  return {position_of(first_unit),
-          position_of(first_unit + kWarpGroups - 1) + args.unit.positions()};
+  return {position_of(first_unit), position_of(first_unit + kUnits - 1) + args.unit.positions()};
 }
 
 // The query tiles of a call as KeyShares sees them.
@@ -90,7 +89,7 @@ class QuerySlices {
   }
   __device__ __forceinline__ Interval tiles(int slice) const {
     const Mask mask(args_.problem, batch(slice));
-    return covering_tiles<kKeys>(mask.keys(tile_rows<Tile::kWarpGroups>(args_, index(slice))));
+    return covering_tiles<kKeys>(mask.keys(tile_rows<Tile::kUnits>(args_, index(slice))));
   }
 
  private:
@@ -98,23 +97,23 @@ class QuerySlices {
 };
 
 // Where a tile's K and V come from, see key_source.cuh.
-template <int kKeys>
+template <int kKeys, int kBatches = 1>
 class ContiguousKeys;
 template <int kKeys>
 class PagedKeys;
 
 // Of each unit, what the products of a tile of keys start from: in each stage, or of each tile.
-template <int kStages, int kTiles, int kWarpGroups, int kBytes>
+template <int kStages, int kTiles, int kUnits, int kBytes>
 struct StartBuffers {
-  alignas(1024) uint8_t starts[kTiles][kWarpGroups][kBytes];
+  alignas(1024) uint8_t starts[kTiles][kUnits][kBytes];
   Counter starts_read;  // once for each tile of query rows and consumer warp
 };
-template <int kStages, int kWarpGroups, int kBytes>
-struct StartBuffers<kStages, 0, kWarpGroups, kBytes> {
-  alignas(1024) uint8_t starts[kStages][kWarpGroups][kBytes];
+template <int kStages, int kUnits, int kBytes>
+struct StartBuffers<kStages, 0, kUnits, kBytes> {
+  alignas(1024) uint8_t starts[kStages][kUnits][kBytes];
 };
-template <int kWarpGroups, int kBytes>
-struct StartBuffers<0, 0, kWarpGroups, kBytes> {};
+template <int kUnits, int kBytes>
+struct StartBuffers<0, 0, kUnits, kBytes> {};
 
 // Further columns of K, of each stage, and of Q: of eight rows, since all are the same.
 template <int kStages, int kBytes>
@@ -137,7 +136,8 @@ struct StagedTile {
 template <class Tile>
 inline constexpr bool draws_tiles = !Tile::kShares && Tile::kHeldTiles == 0;
 
-template <class Tile_, Math kMath_, class Mask_, class Keys_ = ContiguousKeys<Tile_::kKeys>>
+template <class Tile_, Math kMath_, class Mask_,
+          class Keys_ = ContiguousKeys<Tile_::kKeys, Tile_::kBatches>>
 struct ForwardTraits {
   using Tile = Tile_;
   using Mask = Mask_;
@@ -145,6 +145,9 @@ struct ForwardTraits {
   static constexpr Math kMath = kMath_;
 
   static constexpr int kWarpGroups = Tile::kWarpGroups;
+  static constexpr int kBatches = Tile::kBatches;
+  static constexpr int kUnits = Tile::kUnits;
+  static_assert(kWarpGroups == kBatches * kUnits);
   static constexpr int kThreads = 128 * (kWarpGroups + 1);
   static_assert(kWarpGroups >= 1 && kWarpGroups <= 4, "hardware barriers");
   // Registers of a thread: a block only redistributes what it is launched with, eight at a time,
@@ -170,8 +173,9 @@ struct ForwardTraits {
   static constexpr int kKBytes = kPanels * kKeyPanelBytes;
   static constexpr int kVBytes = kValuePanels * kKeyPanelBytes;
   // Where a 16-byte piece of a panel's row lies in it.
+  template <int kRowBytes>
   __device__ __forceinline__ static int swizzled(int row, int piece) {
-    return kPanelRowBytes == 128 ? piece ^ row % 8 : piece ^ row / 2 % 4;
+    return kRowBytes == 128 ? piece ^ row % 8 : piece ^ row / 2 % 4;
   }
 
   // What products start from, likewise: 64 rows of a unit, 64 keys of 16 bits wide.
@@ -203,8 +207,9 @@ struct ForwardTraits {
   static constexpr bool kShares = Tile::kShares;
   static constexpr bool kDraws = Mask::kVaries && draws_tiles<Tile>;
   static_assert(!kShares || (kDirect && kWarpGroups * 64 <= kMaxSharedRows));
+  static_assert(kBatches == 1 || (kHoldsStarts && !kShares && !Mask::kWalks));
   using Slices = QuerySlices<Tile, Mask>;
-  using Plan = TilePlan<Mask, kWarpGroups, kShares>;
+  using Plan = TilePlan<Tile, Mask>;
   // A tile is planned before Q of the one before it is loaded, which may be two ahead of the
   // consumers: with four slots the planning warp never waits for one. With two, a drawn tile waits
   // for less time in a block that is still busy, but a short one for its plan: a causal mask as an
@@ -215,11 +220,11 @@ struct ForwardTraits {
   static constexpr int kPlanReaders = 4 * kWarpGroups + (kDirect ? 2 : 3);
 
   struct SharedMemory
-      : StartBuffers<kLoadsStarts ? Tile::kStages : 0, Tile::kHeldTiles, kWarpGroups, kStartBytes>,
+      : StartBuffers<kLoadsStarts ? Tile::kStages : 0, Tile::kHeldTiles, kUnits, kStartBytes>,
         KeyTermBuffers<kKeyTerms ? Tile::kStages : 0, kTermBytes> {
     alignas(1024) uint8_t q[Tile::kQStages][kWarpGroups][kQBytes];
-    alignas(1024) uint8_t k[Tile::kStages][kKBytes];
-    alignas(1024) uint8_t v[Tile::kStages][kVBytes];
+    alignas(1024) uint8_t k[Tile::kStages][kBatches * kKBytes];
+    alignas(1024) uint8_t v[Tile::kStages][kBatches * kVBytes];
     Barrier q_full[Tile::kQStages][kWarpGroups];   // Q has landed
     Barrier o_full[Tile::kQStages][kWarpGroups];   // the output lies in Q's place
     Barrier q_empty[Tile::kQStages][kWarpGroups];  // and has been read out; or Q has been used up
@@ -227,7 +232,7 @@ struct ForwardTraits {
     Barrier k_empty[Tile::kStages];  // every consumer warp is through with it
     Barrier v_full[Tile::kStages];
     Barrier v_empty[Tile::kStages];
-    Barrier v_landed;  // a tile of V that the loader edits before it announces it
+    Barrier v_landed[Tile::kStages];  // V that the loader edits before it announces it
     Plans plans;
     float pin[kWarpGroups * 128];
     StagedTile staged[Tile::kStages];        // of K

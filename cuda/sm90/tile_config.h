@@ -24,7 +24,8 @@ enum class Output {
 // smaller heads are filled up with zeros by TMA.
 template <int kHeadDim_, int kValueDim_, int kWarpGroups_, int kKeys_, int kStages_, int kQStages_,
           Overlap kOverlap_, Output kOutput_, bool kTurns_, bool kShares_ = false,
-          bool kLoadsStarts_ = false, int kHeldTiles_ = 0, bool kKeyTerms_ = false>
+          bool kLoadsStarts_ = false, int kHeldTiles_ = 0, bool kKeyTerms_ = false,
+          int kBatches_ = 1>
 struct ForwardTile {
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kValueDim = kValueDim_;
@@ -42,6 +43,9 @@ struct ForwardTile {
   static constexpr int kHeldTiles = kHeldTiles_;
   // What is added for each key, or its part of it, comes as further columns of K, see KeyTerms.
   static constexpr bool kKeyTerms = kKeyTerms_;
+  // Batch elements whose rows a tile has, each with keys of its own.
+  static constexpr int kBatches = kBatches_;
+  static constexpr int kUnits = kWarpGroups / kBatches;  // of 64 rows, of each of them
   // Operands lie in panels as wide as a swizzle.
   static constexpr int kPanelColumns = kHeadDim <= 32 && kValueDim <= 32 ? 32 : 64;
 };
@@ -254,30 +258,37 @@ struct LongTilesForLongRows {
   }
 };
 
-// Whether a block for each of the query tiles of a batch element, as many times as multiprocessors
-// allow, which takes it for one batch element after the other and loads what its products start
-// from once, is faster than blocks that take whatever tile is next. `cost`: of a tile, in percent.
-constexpr bool holding_is_faster(const CallSizes& sizes, int64_t units, int warpgroups, int cost) {
+// How many tiles a block has where there is one for each of the query tiles of kBatches batch
+// elements, as many times as multiprocessors allow: it takes that tile for some elements after the
+// others, and loads what its products start from once. 0: that is not faster than blocks that take
+// whatever tile is next. `cost`: of a tile, in percent.
+template <class Tile>
+constexpr int64_t held_rounds(const CallSizes& sizes, int64_t units, int cost) {
   constexpr int64_t kMultiprocessors = 132;
-  constexpr int64_t kLeastRounds = 4;
-  const int64_t tiles = (units + warpgroups - 1) / warpgroups * sizes.kv_heads;
-  if (!sizes.starts_shared || tiles == 0 || tiles > kMultiprocessors) return false;
-  const int64_t batches = kMultiprocessors / tiles;  // at a time
-  const int64_t rounds = (sizes.batch + batches - 1) / batches;
-  const int64_t next = (sizes.batch * tiles + kMultiprocessors - 1) / kMultiprocessors;
-  return rounds >= kLeastRounds && rounds * cost < next * 100;
+  constexpr int64_t kLeastRounds = 2;
+  const int64_t tiles = (units + Tile::kUnits - 1) / Tile::kUnits * sizes.kv_heads;
+  if (!sizes.starts_shared || tiles == 0 || tiles > kMultiprocessors) return 0;
+  const int64_t at_a_time = kMultiprocessors / tiles * Tile::kBatches;
+  const int64_t rounds = (sizes.batch + at_a_time - 1) / at_a_time;
+  constexpr int64_t kUnitsAtOnce = kMultiprocessors * Tile::kWarpGroups;
+  const int64_t next = (sizes.batch * sizes.kv_heads * units + kUnitsAtOnce - 1) / kUnitsAtOnce;
+  return rounds >= kLeastRounds && rounds * cost < next * 100 ? rounds : 0;
 }
 
 // Of 384 rows two tiles of three warpgroups are full: 85 sequences take 0.178 ms with a soft cap
 // against 0.217, 0.179 with a bias against 0.210. Of 2048 rows those of four are full, too: 0.43
-// against 0.39 with a bias. The first two hold what products start from, for as many keys as there
-// is room for: 384 sequences of 384 take 0.157 ms against 0.192. At head size 64, where there is
-// room for one Q, that is slower: 85 sequences take 0.186 against 0.179.
+// against 0.39 with a bias. The first two hold what products start from: 384 sequences of 384 take
+// 0.137 ms against 0.190, and 0.153 in tiles of three warpgroups and 128 keys of one batch element,
+// which have 160 registers a thread: what counts is how many warps there are (docs/experiments.md).
+// At head size 64, where there is room for one Q, holding was slower: 85 sequences took 0.186
+// against 0.179.
 template <>
 struct ForwardProgramTiles<64, 64> {
+  template <int kBatches>
+  using Held = ForwardTile<32, 32, 4, 64, 4, 2, Overlap::kNone, Output::kStaged, false, false, true,
+                           6, false, kBatches>;
   using Tiles = ProgramTiles<
-      ForwardTile<32, 32, 3, 128, 3, 2, Overlap::kNone, Output::kStaged, false, false, true, 3>,
-      ForwardTile<32, 32, 3, 64, 6, 2, Overlap::kNone, Output::kStaged, false, false, true, 6>,
+      Held<4>, Held<2>,
       ForwardTile<64, 64, 4, 64, 3, 2, Overlap::kNone, Output::kStaged, false, false, true>,
       ForwardTile<64, 64, 3, 128, 2, 2, Overlap::kValues, Output::kStaged, false, false, true>,
       ForwardTile<64, 64, 3, 64, 4, 2, Overlap::kNone, Output::kStaged, false, false, true>,
@@ -296,12 +307,13 @@ struct ForwardProgramTiles<64, 64> {
     const bool fill_128 = (keys + 127) / 128 * 2 == (keys + 63) / 64;
     // Causal, 85 sequences of 384 take 0.144 ms in tiles of 128 keys, 0.128 in tiles of 64.
     if (Tile::kKeys == 128 && (one_sided || !fill_128)) return false;
-    // Not under a band that limits one side, where a block's tiles would all be long, or all short,
-    // nor where tiles of four warpgroups are fuller.
-    if (Tile::kHeldTiles > 0) {
-      if (one_sided) return false;
-      return keys > 192 && keys <= Tile::kHeldTiles * Tile::kKeys && fill_better(units, 3, 99, 4) &&
-             holding_is_faster(sizes, units, Tile::kWarpGroups, 85);
+    // Not under a band that limits one side, where a block's tiles would all be long, or all short.
+    if constexpr (Tile::kHeldTiles > 0) {
+      if (one_sided || keys <= 192 || keys > Tile::kHeldTiles * Tile::kKeys) return false;
+      constexpr int kCost = 80;
+      const int64_t rounds = held_rounds<Tile>(sizes, units, kCost);
+      const int64_t with_two = held_rounds<Held<2>>(sizes, units, kCost);
+      return rounds > 0 && (Tile::kBatches == 2 || with_two == 0 || rounds < with_two);
     }
     // With a bias 85 sequences of 384 take 0.169 ms in tiles of 128 keys against 0.178.
     return Tile::kKeys == 64 || (keys > 320 && keys <= 384);

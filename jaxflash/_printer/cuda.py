@@ -72,6 +72,7 @@ class Printed:
             computed exactly, or None without a limit.
         start_capture: the capture that products start from, if its row of a query is the one after
             that of the query before.
+        start_of_batch: see `Start.is_of_batch`.
         key_terms: see there; None where it is not, or nothing is added.
         head_axes: see `heads.head_axes`; sink and dropout count, too.
     """
@@ -82,6 +83,7 @@ class Printed:
     bounded: bool
     exact_length: int | None
     start_capture: int | None
+    start_of_batch: bool
     key_terms: KeyTerms | None
     head_axes: Mapping[int, int | None] | None
 
@@ -141,6 +143,7 @@ def print_program(request: Request) -> Printed:
         bounded=logits.bounded,
         exact_length=1 << 24 if graph.subtracts_positions else None,
         start_capture=start.neighbours.value[0] if start and start.follows_queries else None,
+        start_of_batch=start is not None and start.is_of_batch,
         key_terms=_key_terms(start, slopes),
         head_axes=head_axes(sections),
     )

@@ -45,6 +45,13 @@ class Start:
         *others, row, _ = self.neighbours.args
         return (row.op, row.value) == ("input", "q") and all(i.deps == 0 for i in others)
 
+    @property
+    def is_of_batch(self) -> bool:
+        """Whether batch elements may have rows of their own even in a capture that has no axes for
+        them: by their number, or by what another capture says."""
+        nodes = set[Node]().union(*map(below, self.neighbours.args))
+        return any(x.op == "load" or (x.op, x.value) == ("input", "b") for x in nodes)
+
 
 @dataclasses.dataclass(frozen=True)
 class Slopes:

@@ -89,7 +89,8 @@ struct BackwardProducers {
     }
     __syncwarp();
     if (!cut) return;
-    const UnseenRows<kTileRows, Traits::kPanelRowBytes> unseen(first, from.length, from.seen);
+    const UnseenRows<kTileRows, Traits::kPanelRowBytes> unseen(first, from.length,
+                                                               [&](int) { return from.seen; });
     landed.wait(landed_phase);
     landed_phase ^= 1;
     unseen.template clear<kPanels>(target);

@@ -21,8 +21,9 @@ class ConsumerBuffers {
         group_(group),
         lane_(lane),
         q_base_(descriptor(smem.q[0][group], 16)),
-        k_base_(descriptor(smem.k[0], 16)),
-        v_base_(descriptor(smem.v[0], Traits::kKeyPanelBytes)),
+        k_base_(descriptor(smem.k[0] + Traits::Plan::batch_index(group) * Traits::kKBytes, 16)),
+        v_base_(descriptor(smem.v[0] + Traits::Plan::batch_index(group) * Traits::kVBytes,
+                           Traits::kKeyPanelBytes)),
         v_ring_(v_ring),
         k_ring_(k_ring) {}
 
@@ -53,10 +54,10 @@ class ConsumerBuffers {
     return q_base_ + q_ring_.stage * descriptor_step(Traits::kWarpGroups * Traits::kQBytes);
   }
   __device__ __forceinline__ uint64_t k() const {
-    return k_base_ + k_ring_.stage * descriptor_step(Traits::kKBytes);
+    return k_base_ + k_ring_.stage * descriptor_step(Traits::kBatches * Traits::kKBytes);
   }
   __device__ __forceinline__ uint64_t v() const {
-    return v_base_ + v_ring_.stage * descriptor_step(Traits::kVBytes);
+    return v_base_ + v_ring_.stage * descriptor_step(Traits::kBatches * Traits::kVBytes);
   }
 
   // Further columns of Q and K, where they have any.
@@ -74,7 +75,8 @@ class ConsumerBuffers {
   // Where the product of the tile of K starts from, if that is loaded beside it.
   __device__ __forceinline__ uint32_t starts(int tile) const {
     if constexpr (Traits::kLoadsStarts) {
-      return shared_address(smem_.starts[Traits::start_buffer(k_ring_.stage, tile)][group_]);
+      const int buffer = Traits::start_buffer(k_ring_.stage, tile);
+      return shared_address(smem_.starts[buffer][Traits::Plan::index_in_batch(group_)]);
     } else {
       return 0;
     }

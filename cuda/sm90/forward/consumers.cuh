@@ -38,7 +38,7 @@ struct ForwardConsumers {
     output.hold();
     buffers.release_v();
     release_scores();
-    if (probabilities.normalize(output.softmax())) output.rescale();
+    probabilities.normalize(output.softmax(), [&] { output.rescale(); });
   }
 
   // P V of the tile before runs beside the softmax of the present one. Returns whether the next
@@ -56,7 +56,8 @@ struct ForwardConsumers {
     wgmma_wait<1>();
     product.hold();
     release_scores();
-    const bool rescale = probabilities.normalize(output.softmax());
+    bool rescale = false;
+    probabilities.normalize(output.softmax(), [&] { rescale = true; });
     // ptxas would move the wait above the exponentials; a store of what depends on all of them
     // cannot follow it.
     store_shared_volatile(pin, output.softmax().sum_of_sums());
@@ -92,10 +93,10 @@ struct ForwardConsumers {
                                                 const Next& next_tile, const LookAhead& look_ahead,
                                                 const Release& release_scores) {
     probabilities.prepare();
-    const bool rescale = probabilities.normalize(output.softmax());
+    probabilities.normalize(output.softmax(), [&] {
+      if (kWalks) output.rescale();  // otherwise o is still 0
+    });
     if (Tile::kOverlap != Overlap::kNone) probabilities.pack_tile();
-    // Otherwise o is still 0.
-    if (kWalks && rescale) output.rescale();
     bool landed = false;
     while (next_tile()) {
       product.load_start(tile);
@@ -146,7 +147,8 @@ struct ForwardConsumers {
     const auto begin_rows = [&](const Plan& plan) {
       const Unit& unit = plan.units[group];
       const RowPositions positions = rows.positions(unit);
-      scores.begin_rows(args, plan.mask, plan.batch, unit.head, positions);
+      const auto& batch = plan.batch_of(group);
+      scores.begin_rows(args, batch.mask, batch.number, unit.head, positions);
     };
     // Once keys have landed: the tile after theirs.
     const auto look_ahead = [&] {
@@ -211,8 +213,8 @@ struct ForwardConsumers {
       uint32_t waiting[kKeys / 4];  // see Probabilities::kWaits
       typename Probabilities::Kept kept;
       typename Probabilities::Shown shown;
-      Probabilities probabilities(scores, rows, plan, plan.units[group], thread, tile, whole, s, p,
-                                  waiting, kept, shown);
+      Probabilities probabilities(scores, rows, plan, group, thread, tile, whole, s, p, waiting,
+                                  kept, shown);
       float o[Tile::kValueDim / 2];
       typename Probabilities::Softmax softmax;
       Output output(o, softmax);

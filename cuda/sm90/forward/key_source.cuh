@@ -8,7 +8,7 @@ namespace jaxflash::sm90 {
 
 // A sequence's own rows of the arrays: a box is a panel of a tile. One lane does all.
 template <int kKeys>
-class ContiguousKeys {
+class ContiguousKeys<kKeys, 1> {
  public:
   static constexpr bool kByWarp = false;
 
@@ -16,8 +16,8 @@ class ContiguousKeys {
   __device__ __forceinline__ ContiguousKeys(const ForwardArgs&, const Plan& plan,
                                             const int32_t (&batch_step)[2])
       : kv_head_(plan.kv_head),
-        inner_(plan.inner * batch_step[0]),
-        outer_(plan.outer * batch_step[1]) {}
+        inner_(plan.batches[0].inner * batch_step[0]),
+        outer_(plan.batches[0].outer * batch_step[1]) {}
 
   // Panels of the tile that begins at `first_key` to `target`, announced at `landed`.
   template <int kPanels, int kPanelBytes>
@@ -37,6 +37,48 @@ class ContiguousKeys {
   int outer_;
 };
 
+// The same of kBatches batch elements, which follow one another: their tiles lie one behind the
+// other. Where each one's keys are is computed anew for each tile: producers are short of
+// registers.
+template <int kKeys, int kBatches>
+class ContiguousKeys {
+ public:
+  static constexpr bool kByWarp = false;
+
+  template <class Plan>
+  __device__ __forceinline__ ContiguousKeys(const ForwardArgs& args, const Plan& plan,
+                                            const int32_t (&batch_step)[2])
+      : args_(args),
+        batch_step_(batch_step),
+        kv_head_(plan.kv_head),
+        first_(plan.batches[0].number),
+        last_(plan.batches[kBatches - 1].number) {}
+
+  template <int kPanels, int kPanelBytes>
+  __device__ __forceinline__ void load(const TensorMap& map, const uint8_t* target, Barrier& landed,
+                                       int first_key) {
+    landed.arrive_expecting(kBatches * kPanels * kPanelBytes);
+#pragma unroll 1
+    for (int i = 0; i < kBatches; ++i) {
+      const int batch = min(first_ + i, last_);
+      const int inner = args_.by_inner_batch.remainder(batch) * batch_step_[0];
+      const int outer = args_.by_inner_batch.quotient(batch) * batch_step_[1];
+#pragma unroll 1
+      for (int panel = 0; panel < kPanels; ++panel) {
+        tensor_load(shared_address(target + (i * kPanels + panel) * kPanelBytes), &map,
+                    landed.address(), panel * 64, first_key, kv_head_, inner, outer);
+      }
+    }
+  }
+
+ private:
+  const ForwardArgs& args_;
+  const int32_t (&batch_step_)[2];
+  int kv_head_;
+  int first_;
+  int last_;  // behind the batch there are none
+};
+
 // Rows of a pool of pages: a box is a panel of a page, or of as much of it as divides a tile. Its
 // rows fill whole periods of the swizzle, so that a tile lies in shared memory as any other. Each
 // lane looks up a page of a set of neighbouring tiles, a set ahead, and the first one issues all
@@ -51,9 +93,9 @@ class PagedKeys {
                                        const int32_t (&)[2])
       : pages_(args.pages),
         table_(args.pages.in.table +
-               int64_t{plan.batch} * (args.problem.kv_len >> args.pages.in.log2_size)),
+               int64_t{plan.batches[0].number} * (args.problem.kv_len >> args.pages.in.log2_size)),
         kv_head_(plan.kv_head),
-        seen_(plan.seen),
+        seen_(plan.batches[0].seen),
         boxes_(kKeys >> args.pages.log2_box) {
     while (boxes_ << (log2_tiles_ + 1) <= 32) ++log2_tiles_;
     const int lane = threadIdx.x % 32;

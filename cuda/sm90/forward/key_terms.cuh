@@ -136,7 +136,7 @@ class KeyValues<Program, kKeys, true> {
   __device__ __forceinline__ void begin(const ForwardArgs& args, const Plan& plan,
                                         const typename Program::Head& head) {
     head_ = head;
-    terms_ = Terms(plan, diagonal_of(args.problem, plan.mask));
+    terms_ = Terms(plan, diagonal_of(args.problem, plan.batches[0].mask));
     over_scale_ = 1.f / args.scale_log2;
   }
   __device__ __forceinline__ void load(int first_key) {
@@ -174,9 +174,10 @@ class KeyTerms<Traits, Program, true> {
  public:
   template <class Plan>
   __device__ __forceinline__ void begin(const ForwardArgs& args, const Plan& plan) {
-    const int b = batch_number(args.captures, args.problem, plan.batch);
+    const int b = batch_number(args.captures, args.problem, plan.batches[0].number);
     const int h = head_number(args.captures, plan.kv_head * args.group);
-    values_.begin(args, plan, Program::head(args.captures, args.problem, plan.batch, b, h));
+    values_.begin(args, plan,
+                  Program::head(args.captures, args.problem, plan.batches[0].number, b, h));
   }
   __device__ __forceinline__ void load(int first_key) { values_.load(first_key); }
 

@@ -54,7 +54,7 @@ class OutputRows {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       sum[r] = softmax_.row_sum(r);
-      if (rows.position(plan.units[group], r) >= plan.mask.q_len()) sum[r] = 0.f;
+      if (rows.position(plan.units[group], r) >= plan.batch_of(group).mask.q_len()) sum[r] = 0.f;
       inverse[r] = rcp_approx(sum[r]);
       if constexpr (Scores::kHasSink) {
         // Of a part, the merge adds it.
@@ -183,7 +183,7 @@ class OutputStore {
       const int piece = column % 64 / 8 + lane / 16;
       stmatrix_x4(staged + column / 64 * Traits::kQPanelBytes +
                       staged_row * Traits::kPanelRowBytes +
-                      Traits::swizzled(staged_row, piece) * 16,
+                      Traits::template swizzled<Traits::kPanelRowBytes>(staged_row, piece) * 16,
                   packed);
     }
     fence_proxy_async();

@@ -43,7 +43,14 @@ class ScoreProduct {
   static constexpr bool kStarts = Scores::kStarts && !Traits::kKeyTerms;
 
   __device__ __forceinline__ ScoreProduct(Scores& scores, float (&s)[kKeys / 2], int thread)
-      : scores_(scores), s_(s), thread_(thread) {}
+      : scores_(scores), s_(s), thread_(thread) {
+    if constexpr (Tile::kLoadsStarts) {
+      const int row = thread / 32 * 16 + thread % 16;
+      const int piece = Traits::template swizzled<Traits::kStartRowBytes>(row, thread % 32 / 16);
+      // Through a shuffle, or the compiler would compute it anew for each tile of keys.
+      place_ = __shfl_sync(~0u, row * Traits::kStartRowBytes + piece * 16, thread % 32);
+    }
+  }
 
   // What the products of a tile start from: loaded ahead of waits, or behind them from `starts`,
   // where a producer has laid it; and computed behind them, beside P V of the tile before if ptxas
@@ -84,16 +91,16 @@ class ScoreProduct {
   __device__ __forceinline__ void hold() { sm90::hold(s_); }
 
  private:
-  // The thread's pairs of a unit's tile, packed. 16-byte pieces of a row are swizzled.
+  // The thread's pairs of a unit's tile, packed. 16-byte pieces of a row are swizzled, and panels
+  // aligned by more than a row.
   __device__ __forceinline__ void read(uint32_t starts) {
-    const int lane = thread_ % 32;
-    const uint32_t row = starts + (thread_ / 32 * 16 + lane % 16) * Traits::kStartRowBytes;
-    const uint32_t piece = ((lane / 16) ^ (lane % 8)) * 16;
+    const uint32_t first = starts + place_;
 #pragma unroll
     for (int i = 0; i < kKeys / 2; i += 8) {
       const int panel = i / 32;
+      const int piece = i % 32 / 4;
       uint32_t pairs[4];
-      ldmatrix_x4(row + panel * Traits::kStartPanelBytes + (piece ^ (i % 32 * 4)), pairs);
+      ldmatrix_x4((first ^ (piece * 16)) + panel * Traits::kStartPanelBytes, pairs);
 #pragma unroll
       for (int j = 0; j < 4; ++j) s_[i + 2 * j] = __uint_as_float(pairs[j]);
     }
@@ -102,6 +109,7 @@ class ScoreProduct {
   Scores& scores_;
   float (&s_)[kKeys / 2];
   int thread_;
+  uint32_t place_;  // of the thread's first piece in a unit's tile of starts
 };
 
 // The probabilities of a unit's rows: from scores s of the present tile, which become p for the
@@ -135,14 +143,15 @@ class Probabilities {
 
   // `whole`: whether the unit's rows see all of the tile, beside what its intervals say.
   __device__ __forceinline__ Probabilities(Scores& scores, const UnitRows& rows, const Plan& plan,
-                                           const Unit& unit, int thread, const int& tile,
+                                           int group, int thread, const int& tile,
                                            const bool& whole, float (&s)[kKeys / 2],
                                            uint32_t (&p)[kKeys / 4], uint32_t (&waiting)[kKeys / 4],
                                            Kept& kept, Shown& shown)
       : scores_(scores),
         rows_(rows),
         plan_(plan),
-        unit_(unit),
+        unit_(plan.units[group]),
+        mask_(plan.batch_of(group).mask),
         thread_(thread),
         tile_(tile),
         whole_(whole),
@@ -151,7 +160,7 @@ class Probabilities {
         waiting_(waiting),
         kept_(kept),
         shown_(shown),
-        full_(kKnown ? unit.full : Interval{0, 0}) {}
+        full_(kKnown ? unit_.full : Interval{0, 0}) {}
 
   // Of a tile whose products are under way, what needs no scores.
   __device__ __forceinline__ void prepare() {
@@ -159,14 +168,15 @@ class Probabilities {
     scores_.draw(kept_, key);
     if constexpr (kLooks) {
       if (!cut()) return;
-      scores_.look(shown_, plan_.mask, tile_ * kKeys, Fragment::column(thread_));
+      scores_.look(shown_, mask_, tile_ * kKeys, Fragment::column(thread_));
       const RowPositions positions = rows_.positions(unit_);
-      edge_ = cuts<kKeys>(plan_.mask, positions, key);
+      edge_ = cuts<kKeys>(mask_, positions, key);
     }
   }
 
-  // s becomes probabilities; true when o has to be rescaled.
-  __device__ __forceinline__ bool normalize(Softmax& softmax) {
+  // s becomes probabilities. Calls moved() where o has to be rescaled.
+  template <class Moved>
+  __device__ __forceinline__ void normalize(Softmax& softmax, const Moved& moved) {
     // What lambdas capture in place of `this`: see ForwardConsumers::consume.
     auto& s = s_;
     auto& p = kWaits ? waiting_ : p_;
@@ -200,33 +210,32 @@ class Probabilities {
     constexpr bool kRises = Scores::kFollowsDistance || (Scores::kRewrites && !Scores::kHasSlope);
     constexpr float kRoom = kRises && Traits::kMath == Math::kBFloat16 ? 56.f : 0.f;
     const auto advance = [&](const auto& logits) {
-      bool rescale = false;
-      if constexpr (!kBounded) rescale = softmax.advance(s, logits, kSlack, kRoom);
+      if constexpr (!kBounded) {
+        if (softmax.advance(s, logits, kSlack, kRoom)) moved();
+      }
       softmax.exponentials(s, logits, emit);
-      return rescale;
     };
-    const RowPositions positions = rows_.positions(unit_);
     if constexpr (Scores::kRewrites && !Scores::kStartsAll) {
       // A logit of -inf would not stay so: what is masked is masked after the rewriting.
       if constexpr (Scores::kHasDiagonals) {
         // Others are rewritten: no third copy of the exponentials.
         const bool inside = scores_.template begin_diagonals<kKeys>();
-        if (inside && !cut() && held(typename Scores::Inside{scores_})) return false;
+        if (inside && !cut() && held(typename Scores::Inside{scores_})) return;
         if (!kSpeculates && inside) {
           scores_.template rewrite<true>(s);
         } else {
           scores_.rewrite(s);
         }
       } else {
-        if (!cut() && held(scores_)) return false;
+        if (!cut() && held(scores_)) return;
         scores_.rewrite(s);
       }
-      hide(positions, key);
-      return advance(Logits{});
+      hide(key);
+      advance(Logits{});
     } else {
-      hide(positions, key);
-      if (held(scores_)) return false;
-      return advance(scores_);
+      hide(key);
+      if (held(scores_)) return;
+      advance(scores_);
     }
   }
 
@@ -250,10 +259,10 @@ class Probabilities {
   __device__ __forceinline__ bool cut() const {
     return (tile_ < full_.begin || tile_ >= full_.end) && !(Traits::Mask::kWalks && whole_);
   }
-  __device__ __forceinline__ void hide(const RowPositions& positions, int key) {
+  __device__ __forceinline__ void hide(int key) {
     if (cut()) {
       if constexpr (kLooks) scores_.hide(s_, shown_);
-      if (edge_) apply_mask(s_, plan_.mask, positions, key);
+      if (edge_) apply_mask(s_, mask_, rows_.positions(unit_), key);
     }
   }
 
@@ -261,6 +270,7 @@ class Probabilities {
   const UnitRows& rows_;
   const Plan& plan_;
   const Unit& unit_;
+  const typename Traits::Mask& mask_;
   int thread_;
   const int& tile_;
   const bool& whole_;

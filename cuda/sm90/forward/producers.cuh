@@ -50,6 +50,38 @@ class TilesAhead<true> {
   StagedTile ahead_{};
 };
 
+// A tile of V with keys that nobody sees, which is cleaned before it is announced.
+template <class Traits>
+class CleanedTile {
+  using Unseen = UnseenRows<Traits::Tile::kKeys, Traits::kPanelRowBytes, Traits::kBatches, 2>;
+
+ public:
+  // All lanes. `seen_of`: the SeenRows of a batch element.
+  template <class SeenOf>
+  __device__ __forceinline__ void find(int stage, int first_key, int length,
+                                       const SeenOf& seen_of) {
+    stage_ = stage;
+    unseen_ = Unseen(first_key, length, seen_of);
+  }
+  __device__ __forceinline__ bool waits() const { return stage_ >= 0; }
+  template <class SharedMemory>
+  __device__ __forceinline__ void announce(SharedMemory& smem) {
+    if (!waits()) return;
+    smem.v_landed[stage_].wait(phases_ >> stage_ & 1);
+    phases_ ^= 1u << stage_;
+    unseen_.template clear<Traits::kValuePanels>(smem.v[stage_]);
+    fence_proxy_async();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) smem.v_full[stage_].arrive();
+    stage_ = -1;
+  }
+
+ private:
+  int stage_ = -1;       // -1: there is none
+  uint32_t phases_ = 0;  // of v_landed, a bit for each stage
+  Unseen unseen_;
+};
+
 template <class Traits, class Scores>
 struct ForwardProducers {
   // TileOrder::batch_fastest
@@ -62,6 +94,8 @@ struct ForwardProducers {
   using SharedMemory = typename Traits::SharedMemory;
   static constexpr int kKeys = Tile::kKeys;
   static constexpr int kWarpGroups = Traits::kWarpGroups;
+  static constexpr int kBatches = Traits::kBatches;
+  static constexpr int kUnits = Traits::kUnits;
 
   // All lanes of the warp: the first ones work out a unit each, the very first the rest too.
   // `mirrored`: the first warpgroup takes the last unit.
@@ -78,9 +112,17 @@ struct ForwardProducers {
       kv_head = tile.head / batches;
       batch = tile.head - kv_head * batches;
     }
+    // Of the lane's unit, or of the last one.
+    bool exists = true;
+    if constexpr (kBatches > 1) {
+      batch = batch * kBatches + Plan::batch_index(min(lane, kWarpGroups - 1));
+      const int last = static_cast<int>(batch_size(problem)) - 1;
+      exists = batch <= last;
+      batch = min(batch, last);
+    }
     const int inner = args.by_inner_batch.remainder(batch);
     const int outer = args.by_inner_batch.quotient(batch);
-    const int first_unit = tile.index * kWarpGroups;
+    const int first_unit = tile.index * kUnits;
     const int positions = args.unit.positions();
     const auto position_of = [&](int unit) {
       return static_cast<int>(args.by_units.quotient(unit) << args.unit.log2_positions);
@@ -92,31 +134,36 @@ struct ForwardProducers {
       const RowOrder<kWarpGroups> order(smem.visits_of_strides, blocks_of(problem.q_len));
       if (lane < kWarpGroups) position = position_of(order.block(first_unit + lane));
     }
-    const Interval rows = tile_rows<kWarpGroups>(args, tile.index);
+    const Interval rows = tile_rows<kUnits>(args, tile.index);
     Interval covered;
     if constexpr (Traits::kShares) {
       covered = tile.tiles;
     } else {
       covered = covering_tiles<kKeys>(mask.keys(rows));
     }
-    const VisitsOf<Mask> tiles = visits_of<kKeys>(mask, rows, covered, position);
+    VisitsOf<Mask> tiles = visits_of<kKeys>(mask, rows, covered, position);
+    // What one of the batch elements visits, gaps of another or not.
+    if constexpr (kBatches > 1) tiles = {hull_of_lanes(covered), {0, 0}};
     if (lane == 0) {
       plan.kv_head = kv_head;
-      plan.batch = batch;
-      plan.inner = inner;
-      plan.outer = outer;
-      plan.mask = mask;
-      plan.seen = mask.seen_keys();
-      if constexpr (Mask::kVaries) plan.hides_keys = mask.hides_keys(plan.seen);
       plan.tiles = tiles;
     }
+    if (kBatches == 1 ? lane == 0 : lane < kWarpGroups && Plan::index_in_batch(lane) == 0) {
+      typename Plan::BatchElement& element = plan.batches[Plan::batch_index(lane)];
+      element.number = batch;
+      element.inner = inner;
+      element.outer = outer;
+      element.mask = mask;
+      element.seen = mask.seen_keys();
+      if constexpr (Mask::kVaries) element.hides_keys = mask.hides_keys(element.seen);
+    }
     if (lane < kWarpGroups) {
-      // Those after the last one of the kv head lie behind the sequence: they see no key, and TMA
-      // neither reads nor writes there.
+      // Those after the last one of the kv head, or of a batch element that is none, lie behind the
+      // sequence: they see no key, and TMA neither reads nor writes there.
       Unit& unit = plan.units[mirrored ? kWarpGroups - 1 - lane : lane];
-      if constexpr (!Mask::kWalks) position = position_of(first_unit + lane);
-      const int head =
-          kv_head * args.group + args.by_units.remainder(first_unit + lane) * args.unit.heads;
+      const int number = first_unit + Plan::index_in_batch(lane);
+      if constexpr (!Mask::kWalks) position = exists ? position_of(number) : problem.q_len;
+      const int head = kv_head * args.group + args.by_units.remainder(number) * args.unit.heads;
       const Interval unit_rows = {position, position + positions};
       unit.full = inner_tiles<kKeys>(mask.common_keys(unit_rows));
       Interval own = part_of<kKeys>(tiles, mask, unit_rows);
@@ -164,6 +211,7 @@ struct ForwardProducers {
       if (first_lane) {
 #pragma unroll 1
         for (int group = 0; group < kWarpGroups; ++group) {
+          const auto& batch = loaded.batch_of(group);
           Barrier& full = smem.q_full[ring.stage][group];
           smem.q_empty[ring.stage][group].wait(ring.phase ^ 1);
           full.arrive_expecting(Traits::kPanels * args.unit.rows() * Traits::kPanelRowBytes);
@@ -172,7 +220,7 @@ struct ForwardProducers {
             const uint8_t* target = smem.q[ring.stage][group] + panel * Traits::kQPanelBytes;
             tensor_load(shared_address(target), &args.q, full.address(), panel * 64,
                         loaded.units[group].position, loaded.units[group].head,
-                        loaded.inner * args.q_batch_step[0], loaded.outer * args.q_batch_step[1]);
+                        batch.inner * args.q_batch_step[0], batch.outer * args.q_batch_step[1]);
           }
         }
       }
@@ -203,7 +251,7 @@ struct ForwardProducers {
     for (uint32_t count = 0;; ++count) {
       const Plan& plan = smem.plans.receive(count);
       if (!plan.exists) return;
-      const auto tiles = way_over<kKeys>(plan.tiles, plan.mask, plan.position_of_lane());
+      const auto tiles = way_over<kKeys>(plan.tiles, plan.batches[0].mask, plan.position_of_lane());
       Keys keys(args, plan, args.k_batch_step);
       starts.begin(args, plan, smem, count);
       terms.begin(args, plan);
@@ -230,42 +278,47 @@ struct ForwardProducers {
     }
   }
 
-  // The whole warp: a tile with keys that nobody sees is cleaned before it is announced.
+  // The whole warp. A tile that is cleaned waits for its keys to land, and the warp for what a mask
+  // says of them: meanwhile the next one is on its way, if there is a buffer for it.
   __device__ __forceinline__ static void load_v(const ForwardArgs& args, SharedMemory& smem) {
     const int lane = threadIdx.x % 32;
     Ring<Tile::kStages> ring;
-    uint32_t landed_phase = 0;
+    CleanedTile<Traits> cleaned;
     for (uint32_t count = 0;; ++count) {
       const Plan& plan = smem.plans.receive(count);
       if (!plan.exists) return;
-      const SeenRows<typename Mask::Hidden> seen{
-          plan.seen, {args.problem, plan.batch, kHiddenKeys, plan.hides_keys}};
-      const auto tiles = way_over<kKeys>(plan.tiles, plan.mask, plan.position_of_lane());
+      const auto seen_of = [&](int i) {
+        const auto& batch = plan.batches[i];
+        return SeenRows<typename Mask::Hidden>{
+            batch.seen, {args.problem, batch.number, kHiddenKeys, batch.hides_keys}};
+      };
+      const auto tiles = way_over<kKeys>(plan.tiles, plan.batches[0].mask, plan.position_of_lane());
       Keys keys(args, plan, args.v_batch_step);
-      smem.plans.release(count);
       for (int tile = tiles.end - 1; tile >= tiles.begin;
            tile = tiles.before(tile), ring.advance()) {
         const int first_key = tile * kKeys;
-        const bool cut = seen.cut(first_key, kKeys, args.problem.kv_len);
-        Barrier& landed = cut ? smem.v_landed : smem.v_full[ring.stage];
-        smem.v_empty[ring.stage].wait(ring.phase ^ 1);
-        const uint8_t* target = smem.v[ring.stage];
+        bool cut = false;
+#pragma unroll
+        for (int i = 0; i < kBatches; ++i) {
+          cut = cut || seen_of(i).cut(first_key, kKeys, args.problem.kv_len);
+        }
+        Barrier& landed = cut ? smem.v_landed[ring.stage] : smem.v_full[ring.stage];
+        const Barrier& empty = smem.v_empty[ring.stage];
+        if (cleaned.waits() && !__all_sync(~0u, empty.completed(ring.phase ^ 1))) {
+          cleaned.announce(smem);
+        }
+        empty.wait(ring.phase ^ 1);
         if (Keys::kByWarp || lane == 0) {
-          keys.template load<Traits::kValuePanels, Traits::kKeyPanelBytes>(args.v, target, landed,
-                                                                           first_key);
+          keys.template load<Traits::kValuePanels, Traits::kKeyPanelBytes>(
+              args.v, smem.v[ring.stage], landed, first_key);
         }
         // No lane may fall a whole round of the ring behind: it would misread the parity.
         __syncwarp();
-        if (!cut) continue;
-        const UnseenRows<kKeys, Traits::kPanelRowBytes> unseen(first_key, args.problem.kv_len,
-                                                               seen);
-        landed.wait(landed_phase);
-        landed_phase ^= 1;
-        unseen.template clear<Traits::kValuePanels>(target);
-        fence_proxy_async();
-        __syncwarp();
-        if (lane == 0) smem.v_full[ring.stage].arrive();
+        cleaned.announce(smem);
+        if (cut) cleaned.find(ring.stage, first_key, args.problem.kv_len, seen_of);
       }
+      cleaned.announce(smem);
+      smem.plans.release(count);
     }
   }
 
@@ -278,12 +331,13 @@ struct ForwardProducers {
       if (threadIdx.x % 32 == 0) {
 #pragma unroll 1
         for (int group = 0; group < kWarpGroups; ++group) {
+          const auto& batch = plan.batch_of(group);
           smem.o_full[ring.stage][group].wait(ring.phase);
 #pragma unroll 1
           for (int panel = 0; panel * 64 < args.problem.value_dim; ++panel) {
             const uint8_t* source = smem.q[ring.stage][group] + panel * Traits::kQPanelBytes;
             tensor_store(&args.out, shared_address(source), panel * 64, plan.units[group].position,
-                         plan.units[group].head, plan.inner, plan.outer);
+                         plan.units[group].head, batch.inner, batch.outer);
           }
           bulk_commit_group();
           bulk_wait_group_read<0>();

@@ -339,6 +339,14 @@ __device__ __forceinline__ Interval intersection(Interval a, Interval b) {
   return {max(a.begin, b.begin), min(a.end, b.end)};
 }
 
+// What covers the intervals of all lanes of a warp, some of which may be empty.
+__device__ __forceinline__ Interval hull_of_lanes(Interval own) {
+  const bool some = own.begin < own.end;
+  const Interval hull{__reduce_min_sync(~0u, some ? own.begin : kMaxLength),
+                      __reduce_max_sync(~0u, some ? own.end : 0)};
+  return hull.begin < hull.end ? hull : Interval{0, 0};
+}
+
 // The tiles of kKeys keys inside an interval of keys, which begins at 0 or later.
 template <int kKeys>
 __device__ __forceinline__ Interval inner_tiles(Interval keys) {
@@ -408,11 +416,7 @@ template <int kKeys, class Mask>
 __device__ __forceinline__ VisitsOf<Mask> visits_of(const Mask& mask, Interval rows, Interval tiles,
                                                     int position) {
   if constexpr (Mask::kWalks) {
-    const Interval own = part_of<kKeys>({0, kMaxLength}, mask, {position, position + kRangeBlock});
-    const bool some = own.begin < own.end;
-    const Interval hull{__reduce_min_sync(~0u, some ? own.begin : kMaxLength),
-                        __reduce_max_sync(~0u, some ? own.end : 0)};
-    return hull.begin < hull.end ? hull : Interval{0, 0};
+    return hull_of_lanes(part_of<kKeys>({0, kMaxLength}, mask, {position, position + kRangeBlock}));
   } else {
     return {tiles, inner_tiles<kKeys>(mask.gap_of_keys(rows))};
   }
@@ -552,8 +556,23 @@ class RowOrder {
 };
 
 // A tile of query rows as the roles of its block see it. Intervals of tiles count key tiles.
-template <class Mask, int kWarpGroups, bool kShares>
-struct TilePlan : PartTargets<kShares, kWarpGroups> {
+template <class Tile, class Mask>
+struct TilePlan : PartTargets<Tile::kShares, Tile::kWarpGroups> {
+  // As large as for any mask: the host knows one layout for all of them.
+  static constexpr int kMaskBytes = 32;
+  static_assert(sizeof(Mask) <= kMaskBytes);
+
+  struct BatchElement {
+    int number;
+    int inner;  // its coordinates along the batch axes
+    int outer;
+    bool hides_keys;  // no row sees some keys, which lie between others
+    union {
+      Mask mask;
+      uint8_t mask_bytes[kMaskBytes];
+    };
+    Interval seen;  // keys that some row of the sequence sees
+  };
   struct Unit {
     int position;    // of the first row along the sequence
     int head;        // query head of the first row
@@ -565,28 +584,28 @@ struct TilePlan : PartTargets<kShares, kWarpGroups> {
 
   bool exists;  // false: the walk is over
   int kv_head;
-  int batch;
-  int inner;  // its coordinates along the batch axes
-  int outer;
-  bool hides_keys;  // no row sees some keys, which lie between others
-  // As large as for any mask: the host knows one layout for all of them.
-  static constexpr int kMaskBytes = 32;
-  static_assert(sizeof(Mask) <= kMaskBytes);
-  union {
-    Mask mask;
-    uint8_t mask_bytes[kMaskBytes];
-  };
+  BatchElement batches[Tile::kBatches];
   union {
     VisitsOf<Mask> tiles;  // of which some row of the block sees a key
     Visits<true> largest_visits;
   };
-  Interval seen;  // keys that some row of the sequence sees
-  Unit units[kWarpGroups];
+  Unit units[Tile::kWarpGroups];
 
+  // Of which batch element a unit is, and which of its units. The compiler does not know that there
+  // are no more of them: head size 64 takes 6 % longer where it computes that one is of the first.
+  __device__ __forceinline__ static int batch_index(int unit) {
+    return Tile::kBatches == 1 ? 0 : unit / Tile::kUnits;
+  }
+  __device__ __forceinline__ static int index_in_batch(int unit) {
+    return Tile::kBatches == 1 ? unit : unit % Tile::kUnits;
+  }
+  __device__ __forceinline__ const BatchElement& batch_of(int unit) const {
+    return batches[batch_index(unit)];
+  }
   // As in visits_of().
   __device__ __forceinline__ int position_of_lane() const {
     const int lane = threadIdx.x % 32;
-    return lane < kWarpGroups ? units[lane].position : kMaxLength;
+    return lane < Tile::kWarpGroups ? units[lane].position : kMaxLength;
   }
 };
 

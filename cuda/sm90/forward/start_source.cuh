@@ -24,27 +24,27 @@ class StartSource {
 template <class Traits, class Scores>
 class StartSource<Traits, Scores, true> {
   static_assert(Scores::kStarts);
-  static constexpr int kWarpGroups = Traits::kWarpGroups;
+  static constexpr int kUnits = Traits::kUnits;  // whose rows all batch elements of a tile share
 
  public:
   // `count`: of the block's tiles so far. Each lane finds the rows of a unit.
   template <class Plan, class SharedMemory>
   __device__ __forceinline__ void begin(const ForwardArgs& args, const Plan& plan,
                                         SharedMemory& smem, uint32_t count) {
-    const auto& unit = plan.units[min(static_cast<int>(threadIdx.x % 32), kWarpGroups - 1)];
+    const auto& unit = plan.units[min(static_cast<int>(threadIdx.x % 32), kUnits - 1)];
     int row = -64;  // of a unit without rows: outside of the map, where TMA reads zeros
     if (unit.position < args.problem.q_len) {
-      row = Scores::start_row(args, plan.batch, unit.head, unit.position);
+      row = Scores::start_row(args, plan.batches[0].number, unit.head, unit.position);
     }
     bool same = true;
-    for (int group = 0; group < kWarpGroups; ++group) {
-      const int of_unit = __shfl_sync(~0u, row, group);
-      same = same && of_unit == rows_[group];
-      rows_[group] = of_unit;
+    for (int unit = 0; unit < kUnits; ++unit) {
+      const int of_unit = __shfl_sync(~0u, row, unit);
+      same = same && of_unit == rows_[unit];
+      rows_[unit] = of_unit;
     }
     if constexpr (Traits::kHoldsStarts) {
       if (same && count > 0) return;
-      smem.starts_read.wait(count * 4 * kWarpGroups);
+      smem.starts_read.wait(count * 4 * Traits::kWarpGroups);
       held_ = 0;
     }
   }
@@ -63,20 +63,20 @@ class StartSource<Traits, Scores, true> {
     const int first_key = tile * Traits::Tile::kKeys;
     const int buffer = Traits::start_buffer(stage, tile);
     Barrier& landed = smem.k_full[stage];
-    landed.expect(kWarpGroups * Traits::kStartBytes);
+    landed.expect(kUnits * Traits::kStartBytes);
 #pragma unroll
-    for (int group = 0; group < kWarpGroups; ++group) {
+    for (int unit = 0; unit < kUnits; ++unit) {
 #pragma unroll
       for (int panel = 0; panel < Traits::kStartPanels; ++panel) {
-        tensor_load(shared_address(smem.starts[buffer][group]) + panel * Traits::kStartPanelBytes,
-                    &map, landed.address(), first_key + 64 * panel, rows_[group], 0, 0, 0);
+        tensor_load(shared_address(smem.starts[buffer][unit]) + panel * Traits::kStartPanelBytes,
+                    &map, landed.address(), first_key + 64 * panel, rows_[unit], 0, 0, 0);
       }
     }
   }
 
  private:
-  int rows_[kWarpGroups];  // where the units begin, among all rows of the capture
-  uint32_t held_;          // the first lane's: which tiles of keys they are there for
+  int rows_[kUnits];  // where the units begin, among all rows of the capture
+  uint32_t held_;     // the first lane's: which tiles of keys they are there for
 };
 
 }  // namespace jaxflash::sm90
