@@ -83,7 +83,7 @@ TileOrder tile_order(const Problem& problem, const UnitShape& unit, int64_t batc
   order.by_blocks = Divisor(order.blocks);
   order.by_head_tiles = Divisor(order.head_tiles);
   if constexpr (Tile::kHeldTiles > 0) {
-    // A block has the same tile of one batch element after the other.
+    // A block has the same tile of some batch elements after the others.
     const uint32_t tiles = order.head_tiles * problem.kv_heads;
     if (tiles <= max_blocks) order.blocks = std::min(order.blocks, max_blocks / tiles * tiles);
     return order;
@@ -157,10 +157,8 @@ Status forward_args(const ForwardParams& params, int start_capture, int multipro
     const Capture& capture = params.captures.of[start_capture];
     for (int axis = 0; axis < problem.num_batch_axes; ++axis) {
       if (problem.batch_extent[axis] > 1 && capture.batch_stride[axis] != 0) {
-        return error_status(
-            "array %d of the score program was compiled as one for all batch "
-            "elements",
-            start_capture);
+        return error_status("array %d of the score program was compiled as one for the batch",
+                            start_capture);
       }
     }
   }

@@ -277,11 +277,10 @@ constexpr int64_t held_rounds(const CallSizes& sizes, int64_t units, int cost) {
 
 // Of 384 rows two tiles of three warpgroups are full: 85 sequences take 0.178 ms with a soft cap
 // against 0.217, 0.179 with a bias against 0.210. Of 2048 rows those of four are full, too: 0.43
-// against 0.39 with a bias. The first two hold what products start from: 384 sequences of 384 take
-// 0.137 ms against 0.190, and 0.153 in tiles of three warpgroups and 128 keys of one batch element,
-// which have 160 registers a thread: what counts is how many warps there are (docs/experiments.md).
-// At head size 64, where there is room for one Q, holding was slower: 85 sequences took 0.186
-// against 0.179.
+// against 0.39 with a bias. The first two hold what products start from, the second also where the
+// first would spill, beside a mask: 384 sequences of 384 take 0.137 ms against 0.153 in tiles of
+// three warpgroups and 128 keys of one batch element. At head size 64, where there is room for one
+// Q, holding was slower: 85 sequences took 0.186 against 0.179.
 template <>
 struct ForwardProgramTiles<64, 64> {
   template <int kBatches>
@@ -310,6 +309,8 @@ struct ForwardProgramTiles<64, 64> {
     // Not under a band that limits one side, where a block's tiles would all be long, or all short.
     if constexpr (Tile::kHeldTiles > 0) {
       if (one_sided || keys <= 192 || keys > Tile::kHeldTiles * Tile::kKeys) return false;
+      // A round of 256 rows takes 85 % of one of tiles that hold nothing, of 192 rows 82 %. Of 320,
+      // where they need 15 rounds, 18 with two elements take 0.119 ms, and tiles of one took 0.154.
       constexpr int kCost = 80;
       const int64_t rounds = held_rounds<Tile>(sizes, units, kCost);
       const int64_t with_two = held_rounds<Held<2>>(sizes, units, kCost);

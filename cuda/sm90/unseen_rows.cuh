@@ -22,7 +22,8 @@ struct SeenRows {
   __device__ __forceinline__ bool unseen(int row) const {
     return row < valid.begin || row >= valid.end || hidden.hold(row);
   }
-  // The same without a branch, so that answers for several rows are loaded at the same time.
+  // The same, which asks about some row of the hull in any case, so that answers for several rows
+  // may be loaded at the same time.
   __device__ __forceinline__ bool unseen_at_once(int row) const {
     const Interval hull = hidden.hull();
     const bool are = hidden.are(min(max(row, hull.begin), max(hull.end, 1) - 1));
