@@ -51,9 +51,10 @@ class Case:
     is_causal: bool = False
     local_window_size: tuple[int, int] | None = None
     kv_lengths: tuple[int, ...] | None = None  # keys of each sequence; None: all
-    # "random": (B, 1, T, S); "causal": (1, 1, T, S); "padding": kv_lengths as (B, 1, 1, S);
-    # "prefix": a value, of the first quarter of the keys and the causal ones
-    mask: Literal["random", "causal", "padding", "prefix"] | None = None
+    # "random": (B, 1, T, S); "keys": random, too, (B, 1, 1, S); "causal": (1, 1, T, S);
+    # "padding": kv_lengths as (B, 1, 1, S); "prefix": a value, of the first quarter of the keys and
+    # the causal ones
+    mask: Literal["random", "keys", "causal", "padding", "prefix"] | None = None
     segments: int | None = None  # documents of one length in each sequence
     packed: tuple[int, ...] | None = None  # lengths of sequences in one axis of tokens
     page_size: int | None = None  # keys and values lie in pages of so many, anywhere in a pool
@@ -223,7 +224,12 @@ class Case:
 
 RANDOM_SHARE = 0.7  # of a random mask that is True
 PREFIX = 4  # one in so many keys
-_SHARES = {"random": RANDOM_SHARE, "causal": 0.5, "prefix": 0.5 + 0.5 / PREFIX**2}
+_SHARES = {
+    "random": RANDOM_SHARE,
+    "keys": RANDOM_SHARE,
+    "causal": 0.5,
+    "prefix": 0.5 + 0.5 / PREFIX**2,
+}
 _PRODUCTS = {"forward": 2, "backward": 5, "gradient": 7, "jvp": 6, "hvp": 22}
 PASSES = tuple(_PRODUCTS)
 TANGENTS = ("jvp", "hvp")
@@ -510,6 +516,7 @@ _PACKED = (
 MASKS = (
     _feature("mask/random", _bar(1.773, 1.0), _bar(4.771, 2.9), ("score/plain", "xla"),
              mask="random"),
+    _feature("mask/keys", beside=_PLAIN, mask="keys"),
     _feature("mask/causal", _bar(1.703, 0.56), _bar(4.775, 1.6), ("score/causal", "xla"),
              mask="causal"),
     _feature("mask/causal-8192", Bar(1 / 1.25, "mask/is-causal-8192"),

@@ -167,6 +167,8 @@ def _mask(case: Case, key: jax.Array, lengths: jax.Array | None) -> jax.Array | 
     kv_len = case.kv_len or case.q_len
     if case.mask == "random":
         return jax.random.bernoulli(key, RANDOM_SHARE, (case.batch or 1, 1, case.q_len, kv_len))
+    if case.mask == "keys":
+        return jax.random.bernoulli(key, RANDOM_SHARE, (case.batch or 1, 1, 1, kv_len))
     if case.mask == "causal":
         return jnp.tril(jnp.ones((1, 1, case.q_len, kv_len), bool))
     if case.mask == "prefix":

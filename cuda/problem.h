@@ -78,6 +78,10 @@ JAXFLASH_HOST_DEVICE inline int32_t blocks_of(int32_t length) {
 JAXFLASH_HOST_DEVICE inline int32_t block_words_of(int32_t length) {
   return (blocks_of(length) + 31) / 32;
 }
+// Pairs of Ranges::row_blocks and ::key_blocks: of a block's elements the hull of what they see,
+// what all of them see, and a gap that none of them sees; and two words with a bit for each element
+// that sees, or is seen by, nothing. Those count in what all see alone.
+enum RangeSummary : int { kHull, kCommon, kGap, kHidden, kSummaries };
 // Pairs of Ranges::hulls.
 enum RangeHull : int { kSeenKeys, kHiddenKeys, kHiddenRows, kWalkCounts, kHulls };
 // Blocks of 64 rows and 64 keys that a sequence's rows see something of, and how many more there
@@ -90,13 +94,12 @@ struct WalkCounts {
 inline constexpr int64_t kMaxRangeBlocks = int64_t{1} << 30;
 
 // Of each row the interval of keys that it sees, and of each key that of its rows: pairs (begin,
-// end), 8-byte aligned. Of each block of them three intervals: the hull, what all of it see, and a
-// gap that none of it sees. Rows and keys that see nothing count in what all see alone.
+// end), 8-byte aligned. Of each block of them a RangeSummary.
 struct Ranges {
   const int32_t* keys_of_row;  // (prod B, T, 2)
   const int32_t* rows_of_key;  // (prod B, S, 2)
-  const int32_t* row_blocks;   // (prod B, ceil(T / kRangeBlock), 3, 2)
-  const int32_t* key_blocks;   // (prod B, ceil(S / kRangeBlock), 3, 2)
+  const int32_t* row_blocks;   // (prod B, ceil(T / kRangeBlock), kSummaries, 2)
+  const int32_t* key_blocks;   // (prod B, ceil(S / kRangeBlock), kSummaries, 2)
   // (prod B, kHulls, 2), hulls: of all rows' intervals; of the keys that no row sees, of a score
   // program's mask those among them alone; of the rows that see no key. And WalkCounts.
   const int32_t* hulls;
@@ -399,10 +402,7 @@ struct RangeSummaryParams {
   int32_t* row_blocks;  // as in Ranges
   int32_t* key_blocks;
   int32_t* hulls;
-  // Workspace: (count, blocks of rows, then of keys), a bit for each element without an interval,
-  // and with visits (count, blocks of rows).
-  uint64_t* hidden;
-  WalkCounts* walks;
+  WalkCounts* walks;  // workspace, with visits: (count, blocks of rows)
 };
 
 // All of these for calls with segments alone: the summary is of the matches.

@@ -30,8 +30,7 @@ from jaxflash._spec import AttentionSpec
 _MASK_BLOCK_BYTES = 24
 # cuda/problem.h: bytes of SegmentBucket, two for each row and key.
 _SEGMENT_BYTES = 2 * 20
-# cuda/problem.h: of RangeSummaryParams::hidden, for each block, and ::walks, for each of rows.
-_HIDDEN_BYTES = 8
+# cuda/problem.h: of RangeSummaryParams::walks, for each block of rows.
 _WALK_BYTES = 8
 
 
@@ -195,7 +194,7 @@ class SummariseRanges(BatchCall):
     has_inside: bool
     has_visits: bool
     broadcasts = True
-    result_axes = (("rowblock", "six"), ("keyblock", "six"), ("eight",))
+    result_axes = (("rowblock", "eight"), ("keyblock", "eight"), ("eight",))
 
     @property
     def operand_axes(self):
@@ -217,7 +216,7 @@ class SummariseRanges(BatchCall):
             RANGE_SUMMARY_TARGET,
             operands,
             _summaries(rows, keys),
-            _summary_bytes(rows, keys),
+            _range_blocks(rows) * _WALK_BYTES,
             has_solid=np.bool_(self.has_solid),
             has_inside=np.bool_(self.has_inside),
             has_visits=np.bool_(self.has_visits),
@@ -238,19 +237,14 @@ class SegmentRanges(BatchCall):
             SEGMENT_RANGES_TARGET,
             operands,
             [((rows, 2), jnp.int32), ((keys, 2), jnp.int32), *_summaries(rows, keys)],
-            # Buckets, what a summary takes, and a byte for whether an interval is solid.
-            (rows + keys) * (_SEGMENT_BYTES + 1) + _summary_bytes(rows, keys),
+            # Buckets, and a byte for whether an interval is solid.
+            (rows + keys) * (_SEGMENT_BYTES + 1),
         )
 
 
 def _summaries(rows, keys):
-    shapes = (_range_blocks(rows), 6), (_range_blocks(keys), 6), (8,)
+    shapes = (_range_blocks(rows), 8), (_range_blocks(keys), 8), (8,)
     return [(own, jnp.int32) for own in shapes]
-
-
-def _summary_bytes(rows, keys):
-    row_blocks, key_blocks = _range_blocks(rows), _range_blocks(keys)
-    return (row_blocks + key_blocks) * _HIDDEN_BYTES + row_blocks * _WALK_BYTES
 
 
 def _range_blocks(length):

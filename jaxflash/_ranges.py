@@ -55,8 +55,10 @@ class Ranges(NamedTuple):
 
     keys_of_row: Any  # (*B, T, 2)
     rows_of_key: Any  # (*B, S, 2)
-    row_blocks: Any  # (*B, ceil(T / 64), 6), of 64 rows: hull, what all of them see, a gap
-    key_blocks: Any  # (*B, ceil(S / 64), 6), likewise of 64 keys
+    # (*B, ceil(T / 64), 8), of 64 rows: hull, what all of them see, a gap, and as bits of two words
+    # which see nothing.
+    row_blocks: Any
+    key_blocks: Any  # (*B, ceil(S / 64), 8), likewise of 64 keys
     # (*B, 8), hulls: of all rows; of keys that no row sees, of a program's mask those among them
     # alone; of rows that see no key. The last pair: blocks of 64 rows and 64 keys of which rows see
     # something, and how many more lie in the hulls of blocks of rows, outside of their gaps.
@@ -524,7 +526,9 @@ def summarised(intervals: ElementIntervals) -> tuple[Any, Any, Any]:
         if keys_inside is not None and row_visits is not None:
             walk = _count_walk(row_blocks[:, :2], keys_inside[:, 2:], row_visits[..., 0])
         hulls = jnp.stack((begin, end, *hidden_keys, *_hidden(keys), *walk))
-        return _with_inside(row_blocks, keys_inside), _with_inside(key_blocks, rows_inside), hulls
+        row_blocks = (_with_inside(row_blocks, keys_inside), _hidden_words(keys))
+        key_blocks = (_with_inside(key_blocks, rows_inside), _hidden_words(rows))
+        return *(jnp.concatenate(x, axis=-1) for x in (row_blocks, key_blocks)), hulls
 
     *batch, _, _ = intervals.keys_of_row.shape
     if intervals.row_visits is not None:
@@ -548,6 +552,12 @@ def _hidden(intervals, begin: Any = 0, end: Any = _FAR):
     is_hidden = (number >= begin) & (number < end) & (intervals[:, 0] >= intervals[:, 1])
     first = jnp.min(jnp.where(is_hidden, number, _FAR))
     return first, jnp.max(jnp.where(is_hidden, number + 1, 0))
+
+
+def _hidden_words(intervals):
+    """A bit for each interval that is empty, two words for 64 of them."""
+    is_hidden = intervals[:, 0] >= intervals[:, 1]
+    return _of_bits(_in_groups(is_hidden, -1, BLOCK, False).reshape(-1, 2, _WORD).astype(jnp.int32))
 
 
 def _count_walk(hulls, gaps, visits):

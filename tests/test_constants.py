@@ -48,7 +48,6 @@ def test_constants_are_those_of_the_headers():
         ("mask_sharers", _dense_mask._SHARERS),
         ("mask_block_bytes", _batch_calls._MASK_BLOCK_BYTES),
         ("segment_bytes", _batch_calls._SEGMENT_BYTES),
-        ("hidden_bytes", _batch_calls._HIDDEN_BYTES),
         ("walk_bytes", _batch_calls._WALK_BYTES),
         ("workspace_rows", _passes._WORKSPACE_ROWS),
     )

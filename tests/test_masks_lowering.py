@@ -389,7 +389,7 @@ def test_ranges_are_made_where_they_lie(name):
         (call,) = compiled_custom_calls(text, target)
         assert "s32[2,64,2]" in call
         if target == summary:
-            assert "s32[2,1,6]" in call
+            assert "s32[2,1,8]" in call
             assert "s32[2,8]" in call
     assert "all-gather" not in text
 
@@ -480,7 +480,7 @@ def test_vmap_of_summaries():
 
     (call,) = custom_calls(lowered(keys), _ffi.RANGE_SUMMARY_TARGET)
     assert "tensor<2x3x128x2xi32>, tensor<2x3x70x2xi32>, tensor<2x3x128xi1>" in call
-    assert "tensor<2x3x2x6xi32>" in call
+    assert "tensor<2x3x2x8xi32>" in call
 
 
 _LARGEST = 2**31 - 1

@@ -82,6 +82,7 @@ def test_hulls(name, path, elements, monkeypatch):
         intervals = np.asarray(intervals)
         assert (intervals[..., 0] <= of_heads[..., 0])[nonempty].all()
         assert (intervals[..., 1] >= of_heads[..., 1])[nonempty].all()
+    _check_hidden(ranges)
     if operands.query_seq_lengths is None and operands.key_value_seq_lengths is None:
         _check_inside(ranges, visible)
 
@@ -94,7 +95,7 @@ def _check_inside(ranges, visible, is_longest: bool = False) -> None:
         shown, hidden = of_heads.all(1), ~of_heads.any(1)
         blocks = np.asarray(blocks)
         for batch, number in np.ndindex(blocks.shape[:2]):
-            _, _, begin, end, gap_begin, gap_end = blocks[batch, number]
+            _, _, begin, end, gap_begin, gap_end, *_ = blocks[batch, number]
             rows = slice(64 * number, 64 * (number + 1))
             part = shown[batch, rows]
             assert part[:, begin : max(end, begin)].all()
@@ -105,6 +106,18 @@ def _check_inside(ranges, visible, is_longest: bool = False) -> None:
                 lengths = [len(list(run)) if key else 0 for key, run in itertools.groupby(whole)]
                 assert max(end - begin, 0) == min(64 * max(lengths), columns.size - begin)
     _check_visits(ranges, visible, is_longest)
+
+
+def _check_hidden(ranges) -> None:
+    """The last two words of a block say of each element whether its interval is empty."""
+    of_rows, of_keys = (
+        (ranges.keys_of_row, ranges.row_blocks),
+        (ranges.rows_of_key, ranges.key_blocks),
+    )
+    for intervals, blocks in (of_rows, of_keys):
+        is_empty = np.asarray(intervals[..., 0] >= intervals[..., 1])
+        words = np.asarray(blocks)[..., -2:].reshape(*is_empty.shape[:-1], -1)
+        np.testing.assert_array_equal(_bits(words, is_empty.shape[-1]), is_empty)
 
 
 def _check_visits(ranges, visible, is_exact: bool) -> None:
@@ -171,7 +184,7 @@ def _left_out(blocks, visits, others: int) -> int:
     count = 0
     bits = _bits(np.asarray(visits)[..., 0], -(-others // 64))
     for of_rows, shown in zip(np.concatenate(blocks), np.concatenate(bits), strict=True):
-        begin, end, _, _, gap_begin, gap_end = of_rows
+        begin, end, _, _, gap_begin, gap_end, *_ = of_rows
         for i in range(begin // 64, -(-min(end, others) // 64) if begin < end else 0):
             count += not shown[i] and not gap_begin <= 64 * i < 64 * (i + 1) <= gap_end
     return count

@@ -69,17 +69,21 @@ class HiddenElements {
     return elements.begin < hull.end && elements.end > hull.begin;
   }
   __device__ __forceinline__ bool hold(int element) const {
-    return meet({element, element + 1}) && are(element);
+    return meet({element, element + 1}) && (bits<32>(element / 32 * 32) >> element % 32 & 1) != 0;
   }
-  // Of an element that is known to lie in the hull.
-  __device__ __forceinline__ bool are(int element) const {
+  // A bit for each of kCount elements, 16 or 32, from `first` on, a multiple of kCount; also
+  // outside of the hull.
+  template <int kCount>
+  __device__ __forceinline__ uint32_t bits(int first) const {
+    using Word = Conditional<kCount == 32, uint32_t, uint16_t>;
     const Ranges& ranges = problem_->ranges;
     const bool of_rows = which_ == kHiddenRows;
     const int length = of_rows ? problem_->q_len : problem_->kv_len;
-    const int32_t* intervals = of_rows ? ranges.keys_of_row : ranges.rows_of_key;
-    const int2 interval =
-        __ldg(reinterpret_cast<const int2*>(intervals) + batch() * length + element);
-    return interval.x >= interval.y;
+    if (!some_ || first >= length) return 0;
+    const int32_t* blocks = of_rows ? ranges.row_blocks : ranges.key_blocks;
+    const int64_t block = batch() * blocks_of(length) + first / kRangeBlock;
+    const auto* words = reinterpret_cast<const Word*>(blocks + (block * kSummaries + kHidden) * 2);
+    return __ldg(words + first % kRangeBlock / kCount);
   }
 
  private:
@@ -100,7 +104,10 @@ struct NoneHidden {
   __device__ __forceinline__ Interval hull() const { return {0, 0}; }
   __device__ __forceinline__ bool meet(Interval) const { return false; }
   __device__ __forceinline__ bool hold(int) const { return false; }
-  __device__ __forceinline__ bool are(int) const { return false; }
+  template <int kCount>
+  __device__ __forceinline__ uint32_t bits(int) const {
+    return 0;
+  }
 };
 
 // From a row's number to its position among the keys.

@@ -33,24 +33,26 @@ class RangeMask {
     return both(band_.keys(rows), hull(ranges().row_blocks, problem_->q_len, rows));
   }
   __device__ __forceinline__ Interval common_keys(Interval rows) const {
-    return both(band_.common_keys(rows), shared<1>(ranges().row_blocks, problem_->q_len, rows));
+    return both(band_.common_keys(rows),
+                shared<kCommon>(ranges().row_blocks, problem_->q_len, rows));
   }
   __device__ __forceinline__ Interval rows(Interval keys) const {
     return both(band_.rows(keys), hull(ranges().key_blocks, problem_->kv_len, keys));
   }
   __device__ __forceinline__ Interval common_rows(Interval keys) const {
-    return both(band_.common_rows(keys), shared<1>(ranges().key_blocks, problem_->kv_len, keys));
+    return both(band_.common_rows(keys),
+                shared<kCommon>(ranges().key_blocks, problem_->kv_len, keys));
   }
   __device__ __forceinline__ Interval gap_of_keys(Interval rows) const {
     if constexpr (kOfProgram) {
-      return shared<2>(ranges().row_blocks, problem_->q_len, rows);
+      return shared<kGap>(ranges().row_blocks, problem_->q_len, rows);
     } else {
       return {0, 0};
     }
   }
   __device__ __forceinline__ Interval gap_of_rows(Interval keys) const {
     if constexpr (kOfProgram) {
-      return shared<2>(ranges().key_blocks, problem_->kv_len, keys);
+      return shared<kGap>(ranges().key_blocks, problem_->kv_len, keys);
     } else {
       return {0, 0};
     }
@@ -125,27 +127,27 @@ class RangeMask {
   }
   // Of the blocks that meet `part`, all of them inside `length`, their intervals of one kind: the
   // hull of all, or what they share.
-  template <int kKind, class Merge>
+  template <RangeSummary kKind, class Merge>
   __device__ __forceinline__ Interval summary(const int32_t* blocks, int length, Interval part,
                                               Interval neutral, const Merge& merge) const {
     const int count = (length + kRangeBlock - 1) / kRangeBlock;
     int left = (min(part.end, length) - 1) / kRangeBlock - part.begin / kRangeBlock;
     // In 32 bits, see kMaxRangeBlocks, and one by one: planning warps have few registers.
     const uint32_t first = static_cast<uint32_t>(batch_) * count + part.begin / kRangeBlock;
-    const auto* next = reinterpret_cast<const int2*>(blocks) + first * 3 + kKind;
+    const auto* next = reinterpret_cast<const int2*>(blocks) + first * kSummaries + kKind;
 #pragma unroll 1
-    for (; left >= 0; --left, next += 3) {
+    for (; left >= 0; --left, next += kSummaries) {
       const int2 interval = __ldg(next);
       neutral = merge(neutral, Interval{interval.x, interval.y});
     }
     return neutral;
   }
   __device__ __forceinline__ Interval hull(const int32_t* blocks, int length, Interval part) const {
-    return summary<0>(blocks, length, part, {kMaxLength, 0}, [](Interval a, Interval b) {
+    return summary<kHull>(blocks, length, part, {kMaxLength, 0}, [](Interval a, Interval b) {
       return Interval{min(a.begin, b.begin), max(a.end, b.end)};
     });
   }
-  template <int kKind>
+  template <RangeSummary kKind>
   __device__ __forceinline__ Interval shared(const int32_t* blocks, int length,
                                              Interval part) const {
     return summary<kKind>(blocks, length, part, {0, kMaxLength}, both);

@@ -51,10 +51,13 @@ struct RangeBlock {
       seen = {max(seen.begin, whole.begin), min(seen.end, whole.end)};
       gap = interval_at(inside, 2 * at + 1);
     }
+    const Interval hidden_words = {static_cast<int>(hidden), static_cast<int>(hidden >> 32)};
     int32_t* summary = of_rows ? params.row_blocks : params.key_blocks;
-    store_interval(summary, 3 * at, hull);
-    store_interval(summary, 3 * at + 1, seen.begin < seen.end ? seen : Interval{0, 0});
-    store_interval(summary, 3 * at + 2, gap);
+    store_interval(summary, kSummaries * at + kHull, hull);
+    store_interval(summary, kSummaries * at + kCommon,
+                   seen.begin < seen.end ? seen : Interval{0, 0});
+    store_interval(summary, kSummaries * at + kGap, gap);
+    store_interval(summary, kSummaries * at + kHidden, hidden_words);
   }
 };
 
@@ -125,7 +128,6 @@ __global__ void __launch_bounds__(kRangeSummaryThreads)
   if (counts_walk) counts = walk.count(block.hull);
   if (threadIdx.x % 32 != 0) return;
   block.store(params, number, of_rows, own);
-  params.hidden[work] = block.hidden;
   if (counts_walk) params.walks[number * row_blocks + own] = counts;
 }
 
@@ -175,7 +177,7 @@ __device__ __forceinline__ Found joined_over_block(Found found) {
   return found;
 }
 
-// The hull of hidden elements of a block of them among `part`.
+// The hull of hidden elements, a bit each, of a block of them among `part`.
 __device__ __forceinline__ Interval hull_of_hidden(uint64_t hidden, int block, Interval part) {
   const int first = block * kRangeBlock;
   const int begin = max(part.begin - first, 0), end = min(part.end - first, kRangeBlock);
@@ -192,12 +194,16 @@ __global__ void __launch_bounds__(kRangeSummaryThreads)
   const int64_t number = blockIdx.x;
   const int row_blocks = blocks_of(params.rows), key_blocks = blocks_of(params.keys);
   const bool of_mask = params.keys_inside != nullptr;
-  const uint64_t* hidden = params.hidden + number * (row_blocks + key_blocks);
+  const auto hidden_of = [](const int32_t* blocks, int64_t block) {
+    const Interval words = interval_at(blocks, kSummaries * block + kHidden);
+    return uint64_t{static_cast<uint32_t>(words.end)} << 32 | static_cast<uint32_t>(words.begin);
+  };
   SequenceSummary found{{kMaxLength, 0}, {kMaxLength, 0}, 0, 0};
   for (int block = threadIdx.x; block < row_blocks; block += kRangeSummaryThreads) {
     const int64_t at = number * row_blocks + block;
-    SequenceSummary own{interval_at(params.row_blocks, 3 * at),
-                        hull_of_hidden(hidden[block], block, {0, params.rows}), 0, 0};
+    SequenceSummary own{interval_at(params.row_blocks, kSummaries * at + kHull),
+                        hull_of_hidden(hidden_of(params.row_blocks, at), block, {0, params.rows}),
+                        0, 0};
     if (params.row_visits != nullptr) {
       const WalkCounts walk = params.walks[at];
       own.visited = walk.visited;
@@ -209,7 +215,8 @@ __global__ void __launch_bounds__(kRangeSummaryThreads)
   const Interval among = of_mask ? found.seen : Interval{0, params.keys};
   Interval hidden_keys{kMaxLength, 0};
   for (int block = threadIdx.x; block < key_blocks; block += kRangeSummaryThreads) {
-    hidden_keys = joined(hidden_keys, hull_of_hidden(hidden[row_blocks + block], block, among));
+    const uint64_t hidden = hidden_of(params.key_blocks, number * key_blocks + block);
+    hidden_keys = joined(hidden_keys, hull_of_hidden(hidden, block, among));
   }
   hidden_keys = joined_over_block(hidden_keys);
   if (threadIdx.x != 0) return;

@@ -337,8 +337,8 @@ ffi::Error take_ranges(RangeArrays present, int64_t batch, ffi::RemainingArgs op
   };
   std::vector<Array> arrays = {{&ranges.keys_of_row, int64_t{2} * problem->q_len},
                                {&ranges.rows_of_key, int64_t{2} * problem->kv_len},
-                               {&ranges.row_blocks, 6 * row_blocks},
-                               {&ranges.key_blocks, 6 * key_blocks},
+                               {&ranges.row_blocks, 2 * kSummaries * row_blocks},
+                               {&ranges.key_blocks, 2 * kSummaries * key_blocks},
                                {&ranges.hulls, 2 * kHulls}};
   if (present.visits) {
     arrays.push_back({&ranges.row_visits, 2 * row_blocks * block_words_of(problem->kv_len), true});

@@ -71,11 +71,9 @@ nb::dict constants() {
   values["visit_word_bits"] = 8 * sizeof(*Ranges::row_visits);
   values["mask_word_bits"] = 8 * sizeof(*DenseMaskParams::words);
   values["mask_sharers"] = DenseMaskParams::kSharers;
-  // Of workspaces: for a block of rows and keys, for a row or a key, for a block of either, and for
-  // a block of rows.
+  // Of workspaces: for a block of rows and keys, for a row or a key, and for a block of rows.
   values["mask_block_bytes"] = sizeof(MaskBlock);
   values["segment_bytes"] = segment_buckets(1) * sizeof(SegmentBucket);
-  values["hidden_bytes"] = sizeof(*RangeSummaryParams::hidden);
   values["walk_bytes"] = sizeof(*RangeSummaryParams::walks);
   values["workspace_rows"] = kWorkspaceRows;
   return values;

@@ -86,29 +86,16 @@ ffi::Error segment_matches(CUstream_st* stream, ffi::Buffer<ffi::S32> q_ids,
   return to_error(jaxflash_segment_matches(&params, stream));
 }
 
-size_t summary_bytes(const RangeSummaryParams& params) {
-  const int64_t rows = blocks_of(params.rows), keys = blocks_of(params.keys);
-  return params.count * ((rows + keys) * sizeof(uint64_t) + rows * sizeof(WalkCounts));
-}
-
-// What a summary finds on its way; returns what lies behind it.
-uint8_t* take_summary(uint8_t* workspace, RangeSummaryParams* params) {
-  const int64_t blocks = blocks_of(params->rows) + int64_t{blocks_of(params->keys)};
-  params->hidden = reinterpret_cast<uint64_t*>(workspace);
-  params->walks = reinterpret_cast<WalkCounts*>(params->hidden + params->count * blocks);
-  return workspace + summary_bytes(*params);
-}
-
 // The results of a summary whose sizes are known.
 ffi::Error describe_summary(const Lead& lead, ffi::Buffer<ffi::S32> row_blocks,
                             ffi::Buffer<ffi::S32> key_blocks, ffi::Buffer<ffi::S32> hulls,
                             RangeSummaryParams* params) {
-  if (!lead.has_shape(row_blocks.dimensions(), {blocks_of(params->rows), 6}) ||
-      !lead.has_shape(key_blocks.dimensions(), {blocks_of(params->keys), 6}) ||
+  if (!lead.has_shape(row_blocks.dimensions(), {blocks_of(params->rows), 2 * kSummaries}) ||
+      !lead.has_shape(key_blocks.dimensions(), {blocks_of(params->keys), 2 * kSummaries}) ||
       !lead.has_shape(hulls.dimensions(), {2 * kHulls})) {
-    return invalid("summaries have the leading axes of the intervals, and 6 numbers of ",
-                   blocks_of(params->rows), " and ", blocks_of(params->keys), " blocks and ",
-                   2 * kHulls, " of hulls, got ",
+    return invalid("summaries have the leading axes of the intervals, and ", 2 * kSummaries,
+                   " numbers of ", blocks_of(params->rows), " and ", blocks_of(params->keys),
+                   " blocks and ", 2 * kHulls, " of hulls, got ",
                    text_of({{"blocks of rows", row_blocks.dimensions()},
                             {"of keys", key_blocks.dimensions()},
                             {"hulls", hulls.dimensions()}}));
@@ -184,9 +171,9 @@ ffi::Error range_summary(CUstream_st* stream, bool has_solid, bool has_inside, b
       error.failure()) {
     return error;
   }
-  take_summary(static_cast<uint8_t*>(workspace->untyped_data()), &params);
-  if (auto error = check_workspace("a summary", *workspace, summary_bytes(params));
-      error.failure()) {
+  params.walks = static_cast<WalkCounts*>(workspace->untyped_data());
+  const size_t walk_bytes = params.count * of_rows * sizeof(WalkCounts);
+  if (auto error = check_workspace("a summary", *workspace, walk_bytes); error.failure()) {
     return error;
   }
   return to_error(jaxflash_range_summary(&params, stream));
@@ -214,11 +201,9 @@ ffi::Error segment_ranges(
       error.failure()) {
     return error;
   }
-  // In this order they are all aligned.
   auto* const bytes = static_cast<uint8_t*>(workspace->untyped_data());
-  uint8_t* const behind_summary = take_summary(bytes, &summary);
-  matches.buckets = reinterpret_cast<SegmentBucket*>(behind_summary);
-  matches.keys_solid = behind_summary + bucket_bytes(matches);
+  matches.buckets = reinterpret_cast<SegmentBucket*>(bytes);
+  matches.keys_solid = bytes + bucket_bytes(matches);
   matches.rows_solid = matches.keys_solid + matches.count * matches.rows;
   summary.keys_solid = matches.keys_solid;
   summary.rows_solid = matches.rows_solid;

@@ -162,7 +162,7 @@ struct TangentLoader {
         __syncwarp();
         if (!cut) continue;
         const UnseenRows<kPieceKeys, Traits::kPanelRowBytes> unseen(first_key, args.problem.kv_len,
-                                                                    [&](int) { return seen; });
+                                                                    seen);
         smem.v_landed[i].wait(landed_phase);
         landed_phase ^= 1;
         unseen.template clear<Traits::kValuePanels>(stage);

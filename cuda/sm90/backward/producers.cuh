@@ -89,8 +89,7 @@ struct BackwardProducers {
     }
     __syncwarp();
     if (!cut) return;
-    const UnseenRows<kTileRows, Traits::kPanelRowBytes> unseen(first, from.length,
-                                                               [&](int) { return from.seen; });
+    const UnseenRows<kTileRows, Traits::kPanelRowBytes> unseen(first, from.length, from.seen);
     landed.wait(landed_phase);
     landed_phase ^= 1;
     unseen.template clear<kPanels>(target);

@@ -53,15 +53,14 @@ class TilesAhead<true> {
 // A tile of V with keys that nobody sees, which is cleaned before it is announced.
 template <class Traits>
 class CleanedTile {
-  using Unseen = UnseenRows<Traits::Tile::kKeys, Traits::kPanelRowBytes, Traits::kBatches, 2>;
-
  public:
-  // All lanes. `seen_of`: the SeenRows of a batch element.
-  template <class SeenOf>
-  __device__ __forceinline__ void find(int stage, int first_key, int length,
-                                       const SeenOf& seen_of) {
+  using Unseen = UnseenRows<Traits::Tile::kKeys, Traits::kPanelRowBytes, Traits::kBatches,
+                            Traits::Mask::kVaries>;
+
+  // All lanes.
+  __device__ __forceinline__ void set(int stage, const Unseen& unseen) {
     stage_ = stage;
-    unseen_ = Unseen(first_key, length, seen_of);
+    unseen_ = unseen;
   }
   __device__ __forceinline__ bool waits() const { return stage_ >= 0; }
   template <class SharedMemory>
@@ -278,30 +277,27 @@ struct ForwardProducers {
     }
   }
 
-  // The whole warp. A tile that is cleaned waits for its keys to land, and the warp for what a mask
-  // says of them: meanwhile the next one is on its way, if there is a buffer for it.
+  // The whole warp. A tile that is cleaned waits for its keys to land: meanwhile the next one is on
+  // its way, if there is a buffer for it.
   __device__ __forceinline__ static void load_v(const ForwardArgs& args, SharedMemory& smem) {
+    using Unseen = typename CleanedTile<Traits>::Unseen;
     const int lane = threadIdx.x % 32;
     Ring<Tile::kStages> ring;
     CleanedTile<Traits> cleaned;
     for (uint32_t count = 0;; ++count) {
       const Plan& plan = smem.plans.receive(count);
       if (!plan.exists) return;
-      const auto seen_of = [&](int i) {
-        const auto& batch = plan.batches[i];
-        return SeenRows<typename Mask::Hidden>{
-            batch.seen, {args.problem, batch.number, kHiddenKeys, batch.hides_keys}};
-      };
+      const auto& batch = plan.batches[Unseen::tile_of_lane()];
+      const SeenRows<typename Mask::Hidden> seen{
+          batch.seen, {args.problem, batch.number, kHiddenKeys, batch.hides_keys}};
       const auto tiles = way_over<kKeys>(plan.tiles, plan.batches[0].mask, plan.position_of_lane());
       Keys keys(args, plan, args.v_batch_step);
+      smem.plans.release(count);
       for (int tile = tiles.end - 1; tile >= tiles.begin;
            tile = tiles.before(tile), ring.advance()) {
         const int first_key = tile * kKeys;
-        bool cut = false;
-#pragma unroll
-        for (int i = 0; i < kBatches; ++i) {
-          cut = cut || seen_of(i).cut(first_key, kKeys, args.problem.kv_len);
-        }
+        const Unseen unseen(first_key, args.problem.kv_len, seen);
+        const bool cut = unseen.some();
         Barrier& landed = cut ? smem.v_landed[ring.stage] : smem.v_full[ring.stage];
         const Barrier& empty = smem.v_empty[ring.stage];
         if (cleaned.waits() && !__all_sync(~0u, empty.completed(ring.phase ^ 1))) {
@@ -315,10 +311,9 @@ struct ForwardProducers {
         // No lane may fall a whole round of the ring behind: it would misread the parity.
         __syncwarp();
         cleaned.announce(smem);
-        if (cut) cleaned.find(ring.stage, first_key, args.problem.kv_len, seen_of);
+        if (cut) cleaned.set(ring.stage, unseen);
       }
       cleaned.announce(smem);
-      smem.plans.release(count);
     }
   }
 
