@@ -22,7 +22,7 @@ from jaxflash._loops import Block, Blocks, blocks, cut, filled, loop, loop_over,
 from jaxflash._pages import Pages
 from jaxflash._sizes import is_one
 from jaxflash._spec import AttentionSpec, Operands, compute_dtype
-from jaxflash._tile import Tiles, captures_of
+from jaxflash._tile import Tile, Tiles, captures_of
 
 
 def forward(spec: AttentionSpec, operands: Operands):
@@ -117,7 +117,6 @@ def backward(
     q, k, v = operands.query, operands.key, operands.value
     dtype = compute_dtype(q.dtype)
     batch = q.shape[:-3]
-    kv_heads = k.shape[-2]
 
     def zeros(name):
         x = operands.named()[name]
@@ -133,24 +132,10 @@ def backward(
     fixed = {name: x for name, x in captures.items() if name not in wanted}
     moving = {name: x for name, x in captures.items() if name in wanted}
 
-    # Rows that see no key, all at once: p = exp(logits - inf) = 0, and no NaN of theirs remains.
-    alive = lse != -jnp.inf
     # Sums of p * dp over a row's keys are those of dout * out. Of few keys they take no longer, and
     # a program that has no other use for out does without it.
     sums_dp = is_one(columns.count) and columns.length <= _FEW_SUMMED_KEYS
-    if sums_dp:
-        delta = jnp.zeros_like(lse)
-    else:
-        delta = jnp.sum(dout.astype(dtype) * out.astype(dtype), axis=-1)
-    if dlse is not None:
-        delta = delta - dlse.astype(dtype)
-    delta = grouped(jnp.where(alive, delta, 0.0)[..., None], kv_heads)
-    lse_all = grouped(jnp.where(alive, lse, jnp.inf)[..., None], kv_heads)
-    q_all = grouped(q, kv_heads)
-    dout_all, q_alive = (
-        grouped(x if tiles.every_row_sees else jnp.where(alive[..., None], x, 0), kv_heads)
-        for x in (dout, q)
-    )
+    all_rows = _Rows.of(operands, None if sums_dp else out, lse, dout, dlse, tiles.every_row_sees)
     kept_scale = _dropout.kept_scale(spec.dropout_rate)
 
     def key_block(i, gradients):
@@ -162,9 +147,7 @@ def backward(
 
         def query_block(j, sums):
             row_block = rows[j]
-            q_block, dout_block, lse_block, delta_block = (
-                cut(x, row_block, -2) for x in (q_all, dout_all, lse_all, delta)
-            )
+            q_block, dout_block, lse_block, delta_block = all_rows.at(row_block)
             tile = tiles.at(row_block, column_block, fresh_rows=True)
             constants = tiles.captured(fixed, tile)
             logits, pull = jax.vjp(
@@ -188,7 +171,7 @@ def backward(
             }
             ds = ds.astype(q.dtype)
             if dk is not None:
-                dk = dk + product.over_rows(ds, cut(q_alive, row_block, -2))
+                dk = dk + product.over_rows(ds, cut(all_rows.seeing_query, row_block, -2))
             if dq is not None:
                 dq_block = product.pv(ds, tile.hide_keys(k_block))
                 dq = put(dq, row_block, -2, cut(dq, row_block, -2) + dq_block)
@@ -208,7 +191,7 @@ def backward(
         return sums._replace(key=dk, value=dv)
 
     sums = _Sums(
-        query=filled(0, q_all, q_all.shape, dtype) if "query" in wanted else None,
+        query=filled(0, all_rows.query, all_rows.query.shape, dtype) if "query" in wanted else None,
         key=zeros("key") if "key" in wanted else None,
         value=zeros("value") if "value" in wanted else None,
         captures={
@@ -321,24 +304,16 @@ def tangent(spec: AttentionSpec, operands: Operands, out, lse, tangents: dict[st
                 (t_scores, tiles.captured(t_captures, tile)),
             )
             p = jnp.exp(tile.hide(relative(logits, lse_block), -jnp.inf))
-            centre, seen, total, weighted = state
+            weighted = state.weighted
             if logits_move:
-                seen_here = jnp.sum(p, axis=-1, keepdims=True)
-                some = jnp.where(seen_here == 0.0, 1.0, seen_here)
-                mean = jnp.sum(tile.hide(p * t_logits, 0.0), axis=-1, keepdims=True) / some
-                # Any number would do; what is not one does not.
-                is_first = (seen == 0.0) & jnp.isfinite(mean)
-                centre = jnp.where(is_first, mean, centre)
-                seen = seen + seen_here
-                moved = tile.hide(p * (t_logits - centre), 0.0)
-                total = total + jnp.sum(moved, axis=-1, keepdims=True)
+                state, moved = state.with_logits(p, t_logits, tile)
                 weighted = weighted + product.pv(
                     tile.drop(moved).astype(wide), tile.hide_keys(v_block).astype(wide)
                 )
             if t_values is not None:
                 t_v_block = tile.hide_keys(t_values[column_block])
                 weighted = weighted + product.pv(tile.drop(p).astype(v.dtype), t_v_block)
-            return _Tangent(centre, seen, total, weighted)
+            return state._replace(weighted=weighted)
 
         zeros = filled(0, q_block, (*q_block.shape[:-1], 1), dtype)
         weighted = filled(0, q_block, (*q_block.shape[:-1], value_dim), dtype)
@@ -371,6 +346,54 @@ class _Tangent(NamedTuple):
     seen: Any  # (*B, K, G, rows, 1), sum of p
     total: Any  # (*B, K, G, rows, 1), sum of p * (tangent of the logit - centre)
     weighted: Any  # (*B, K, G, rows, h), that times value, plus p * (tangent of value)
+
+    def with_logits(self, p, t_logits, tile: Tile) -> tuple[_Tangent, Any]:
+        """These sums, but for `weighted`, with the keys of a tile; and their terms of `total`."""
+        seen = jnp.sum(p, axis=-1, keepdims=True)
+        some = jnp.where(seen == 0.0, 1.0, seen)
+        mean = jnp.sum(tile.hide(p * t_logits, 0.0), axis=-1, keepdims=True) / some
+        # Any number would do; what is not one does not.
+        is_first = (self.seen == 0.0) & jnp.isfinite(mean)
+        centre = jnp.where(is_first, mean, self.centre)
+        seen = self.seen + seen
+        moved = tile.hide(p * (t_logits - centre), 0.0)
+        total = self.total + jnp.sum(moved, axis=-1, keepdims=True)
+        return self._replace(centre=centre, seen=seen, total=total), moved
+
+
+class _Rows(NamedTuple):
+    """What the backward pass reads of query rows. Of those that see no key no NaN remains, and p =
+    exp(logits - inf) = 0."""
+
+    query: Any  # (*B, K, G, T, H), as it came
+    seeing_query: Any  # that, 0 in such rows
+    dout: Any  # (*B, K, G, T, h), likewise
+    lse: Any  # (*B, K, G, T, 1), infinity there
+    delta: Any  # (*B, K, G, T, 1), sums of dout * out, less dlse
+
+    @staticmethod
+    def of(operands: Operands, out, lse, dout, dlse, every_row_sees: bool) -> _Rows:
+        """Without `out` the sums are left out; without `dlse` that is 0."""
+        q, kv_heads = operands.query, operands.key.shape[-2]
+        alive = lse != -jnp.inf
+        if out is None:
+            delta = jnp.zeros_like(lse)
+        else:
+            delta = jnp.sum(dout.astype(lse.dtype) * out.astype(lse.dtype), axis=-1)
+        if dlse is not None:
+            delta = delta - dlse.astype(lse.dtype)
+        delta = grouped(jnp.where(alive, delta, 0.0)[..., None], kv_heads)
+        lse = grouped(jnp.where(alive, lse, jnp.inf)[..., None], kv_heads)
+        query = grouped(q, kv_heads)
+        dout, seeing_query = (
+            grouped(x if every_row_sees else jnp.where(alive[..., None], x, 0), kv_heads)
+            for x in (dout, q)
+        )
+        return _Rows(query, seeing_query, dout, lse, delta)
+
+    def at(self, block: Block):
+        """(query, dout, lse, delta) of a block of them."""
+        return (cut(x, block, -2) for x in (self.query, self.dout, self.lse, self.delta))
 
 
 class _Sums(NamedTuple):
