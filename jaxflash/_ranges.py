@@ -526,9 +526,9 @@ def summarised(intervals: ElementIntervals) -> tuple[Any, Any, Any]:
         if keys_inside is not None and row_visits is not None:
             walk = _count_walk(row_blocks[:, :2], keys_inside[:, 2:], row_visits[..., 0])
         hulls = jnp.stack((begin, end, *hidden_keys, *_hidden(keys), *walk))
-        row_blocks = (_with_inside(row_blocks, keys_inside), _hidden_words(keys))
-        key_blocks = (_with_inside(key_blocks, rows_inside), _hidden_words(rows))
-        return *(jnp.concatenate(x, axis=-1) for x in (row_blocks, key_blocks)), hulls
+        row_blocks = _with_inside(row_blocks, keys_inside, _hidden_words(keys))
+        key_blocks = _with_inside(key_blocks, rows_inside, _hidden_words(rows))
+        return row_blocks, key_blocks, hulls
 
     *batch, _, _ = intervals.keys_of_row.shape
     if intervals.row_visits is not None:
@@ -598,11 +598,12 @@ def _blocks(intervals, solid):
     )
 
 
-def _with_inside(blocks, inside):
-    """Blocks of intervals, their common parts cut to what a mask shows to all, with its gaps."""
+def _with_inside(blocks, inside, hidden):
+    """Blocks of intervals, their common parts cut to what a mask shows to all, with its gaps and
+    what is hidden."""
     hulls, common = jnp.split(blocks, 2, axis=-1)
     if inside is None:
         whole, gap = common, hulls[..., 1:].repeat(2, axis=-1)  # an empty one
     else:
         whole, gap = jnp.split(inside, 2, axis=-1)
-    return jnp.concatenate((hulls, _met(common, whole), gap), axis=-1)
+    return jnp.concatenate((hulls, _met(common, whole), gap, hidden), axis=-1)
