@@ -393,7 +393,7 @@ class _Rows(NamedTuple):
 
     def at(self, block: Block):
         """(query, dout, lse, delta) of a block of them."""
-        return (cut(x, block, -2) for x in (self.query, self.dout, self.lse, self.delta))
+        return tuple(cut(x, block, -2) for x in (self.query, self.dout, self.lse, self.delta))
 
 
 class _Sums(NamedTuple):
