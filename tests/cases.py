@@ -486,6 +486,7 @@ SCORE_MOD_ROWS = (
     _row("score-mod-log-of-times", score_mod="log-of-times"),
     _row("score-mod-padding", score_mod="padding", dtype="bfloat16", q_heads=4, kv_heads=2),
     _row("score-mod-quotients", score_mod="quotients", kv_len=40),
+    _row("score-mod-softsign", score_mod="softsign", kv_len=40),
     _row("score-mod-without-score", score_mod="ignores-the-score"),
     _row("score-mod-constant", score_mod="constant", is_causal=True),
     _row("score-mod-scalars", score_mod="scalar-arrays"),

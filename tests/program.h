@@ -9,7 +9,6 @@
 #define __device__
 #define __forceinline__ inline
 
-inline float __fdividef(float x, float y) { return x / y; }
 inline float __fdiv_rn(float x, float y) { return x / y; }
 inline float __fmul_rn(float x, float y) { return x * y; }
 inline float __sinf(float x) { return sinf(x); }
@@ -76,7 +75,10 @@ float load_of_pair(const T* data, int64_t pair, int odd) {
 inline float exp2_approx(float x) { return exp2f(x); }
 inline float log2_approx(float x) { return log2f(x); }
 inline float tanh_approx(float x) { return tanhf(x); }
-inline float rcp_approx(float x) { return 1.0f / x; }
+inline float flushed(float x) { return fabsf(x) < 0x1p-126f ? copysignf(0.0f, x) : x; }
+inline float divide_approx(float x, float y) { return x / y; }
+inline float divide_by_normal(float x, float y) { return flushed(flushed(x) / flushed(y)); }
+inline float rcp_approx(float x) { return flushed(1.0f / flushed(x)); }
 inline float max_nan(float x, float y) { return x != x || x > y ? x : y; }
 inline float min_nan(float x, float y) { return x != x || x < y ? x : y; }
 

@@ -152,6 +152,12 @@ def _quotients(score, b, h, q, kv, widths):
     return score + 0.1 * jnp.floor(product / 49.0) + 0.1 * bucket
 
 
+def _softsign(score, b, h, q, kv, table, keep, gain):
+    """With divisors from 2^126 on, whose products with what is beside them are infinite."""
+    score = 0.2 * score + jnp.where(keep[h, kv], table[h, kv], -1e38)
+    return gain[h] * (score / (1.0 + jnp.abs(score)))
+
+
 def _squared_distance(score, b, h, q, kv):
     return score - 1e-3 * (q - kv) ** 2 + 1e-5 * (q - kv) ** 3
 
@@ -378,6 +384,14 @@ SCORE_MODS = {
             },
         ),
         _row(_quotients, lambda s, r: {"widths": np.float32(49.0) + np.zeros(s.heads, np.float32)}),
+        _row(
+            _softsign,
+            lambda s, r: {
+                "table": _normal(r, s.heads, s.kv_len),
+                "keep": r.random((s.heads, s.kv_len)) < 0.7,
+                "gain": 20.0 + r.random(s.heads).astype(np.float32),
+            },
+        ),
         _row(_squared_distance),
         _row(_documents, _ids),
         _row(_documents_finite, _ids),

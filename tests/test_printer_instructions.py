@@ -53,6 +53,11 @@ def test_soft_cap_is_a_product_a_tanh_and_a_product():
         (lambda s, b, h, q, kv: jnp.where(q > kv, 4.0 * jnp.sin(s) * jnp.cos(s), 50.0), True),
         (lambda s, b, h, q, kv: jnp.where(q > kv, s, 50.0), False),
         (lambda s, b, h, q, kv: s, False),
+        (lambda s, b, h, q, kv: 50.0 * jax.nn.sigmoid(s), True),
+        (lambda s, b, h, q, kv: 50.0 - jnp.exp(s), False),
+        (lambda s, b, h, q, kv: jnp.minimum(s * s + jnp.abs(s), 50.0), True),
+        (lambda s, b, h, q, kv: jnp.minimum(s * s * s, 50.0), False),
+        (lambda s, b, h, q, kv: jnp.sqrt(jnp.minimum(s, 50.0)), False),
     ],
 )
 def test_bounded_logits(function, bounded):
@@ -75,6 +80,24 @@ def test_squares_of_squares_are_not_multiplied_out(of):
     printed, _ = print_function(function)
     assert len(_operations(printed)) < 40
     assert len(_operations(printed, "logit_and_slope")) < 80
+
+
+@pytest.mark.parametrize(
+    ("function", "quotient"),
+    [
+        (lambda s: jax.nn.sigmoid(s), "rcp_approx(x)"),
+        (lambda s: 3.0 / (1.0 + s * s), "rcp_approx(x)"),
+        (lambda s: -2.0 / (-1.0 - jnp.abs(s)), "rcp_approx(x)"),
+        (lambda s: s / (1.0 + jnp.abs(s)), "divide_by_normal(x, x)"),
+        (lambda s: 1e38 / (1.0 + jnp.abs(s)), "divide_by_normal(1e+38f, x)"),
+        (lambda s: s / jnp.abs(s), "divide_approx(x, x)"),
+        (lambda s: 1.0 / (2.0 + s), "divide_approx(1.0f, x)"),
+    ],
+)
+def test_quotients(function, quotient):
+    """Shorter by what is known not to be 0 or subnormal."""
+    printed, _ = print_function(lambda s, b, h, q, kv: function(s))
+    assert quotient in _operations(printed)
 
 
 def test_alibi_is_one_fma_and_the_distance():

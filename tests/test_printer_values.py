@@ -169,6 +169,14 @@ def _hidden_by(visible):
 _WIDTHS = jnp.array([7.0, 11.0, 13.0, 9.0], jnp.float32)
 _KEYS = jnp.linspace(-1.0, 1.0, SIZES.kv_len, dtype=jnp.float32)
 _TIMES = 3e7 + 2.0 * jnp.arange(SIZES.q_len, dtype=jnp.float32)
+
+
+def _share(s, kv):
+    """Of odds whose squares are infinite for every other key."""
+    log_odds = 0.4 * s + 60.0 * (kv % 2).astype(jnp.float32)
+    return jnp.exp(log_odds) / (1.0 + jnp.exp(log_odds))
+
+
 # What is said of each is of its sums, quotients and steps.
 _EXACT = {
     "threshold": lambda s, b, h, q, kv: s + _hidden_by((s > 0.5) & (q >= kv)),
@@ -210,6 +218,8 @@ _EXACT = {
         jax.nn.log_sigmoid(s + _hidden_by(q >= kv))
         + jax.nn.softplus(s + 1e-3 * _hidden_by(kv % 2 > 0))
     ),
+    "divided by large numbers": lambda s, b, h, q, kv: _share(s, kv),
+    "multiple of a quotient": lambda s, b, h, q, kv: s + 1.5 * _share(s, kv),
     "steep": lambda s, b, h, q, kv: 0.01 * jax.nn.softplus(1000.0 * s),
     "infinite factor": lambda s, b, h, q, kv: jnp.where(
         q > kv, (jnp.abs(jax.lax.stop_gradient(s)) + 1.0) * -jnp.inf, s

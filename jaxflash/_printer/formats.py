@@ -17,7 +17,8 @@ FLOAT_FORMATS = {
     "times": "{0} * {1}",
     "neg": "-{0}",
     "fma": "fmaf({0}, {1}, {2})",
-    "divide": "__fdividef({0}, {1})",
+    "divide": "divide_approx({0}, {1})",
+    "divide_by_normal": "divide_by_normal({0}, {1})",
     "quotient": "__fdiv_rn({0}, {1})",
     "rounded_times": "__fmul_rn({0}, {1})",  # not made one with an addition
     "abs": "fabsf({0})",

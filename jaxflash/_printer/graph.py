@@ -24,6 +24,7 @@ from jaxflash._printer.node import (
     absorbs,
     affine,
     as_terms,
+    bounds,
     chooses_constants,
     excludes,
     fits_float,
@@ -39,6 +40,9 @@ from jaxflash._printer.node import (
     rounds_down,
     wraps,
 )
+
+_LEAST_NORMAL = 2.0**-126
+_NEGLIGIBLE = 2.0**-24  # of a score
 
 # Of a monomial: products of more are instructions as they come, one within the other, so that a
 # square of a square of ... is not multiplied out.
@@ -366,7 +370,7 @@ class Graph:
         if y.op == "constant" and y.value != 0.0:
             result = self.scaled(x, 1.0 / y.value)
         elif y.deps & SCORE or y.op == "constant":
-            return self.atom("divide", x, y)
+            return self._divide_by_score(x, y)
         else:
             result = self.multiply(x, self.atom("reciprocal", y))
         # Of a multiple of something the quotient may be that itself, which is not rounded.
@@ -376,6 +380,16 @@ class Graph:
         if not (is_exact or is_multiple or x.deps & SCORE or result.op == "constant"):
             self._quotients.setdefault(result, lambda: self._rounded_quotient(x, y))
         return result
+
+    def _divide_by_score(self, x: Node, y: Node) -> Node:
+        """A quotient; with fewer instructions where the divisor is neither 0 nor subnormal."""
+        least, most = bounds(y)
+        if not (least >= _LEAST_NORMAL or most <= -_LEAST_NORMAL):
+            return self.atom("divide", x, y)
+        # A reciprocal that would be subnormal is 0.
+        if x.op == "constant" and abs(x.value) * _LEAST_NORMAL < _NEGLIGIBLE:
+            return self.scaled(self.atom("reciprocal", y), x.value)
+        return self.atom("divide_by_normal", x, y)
 
     def rounded(self, x: Node) -> Node:
         """`x`; what is made of a quotient without the score, with that as JAX rounds it, ahead of

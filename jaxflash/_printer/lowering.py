@@ -7,11 +7,20 @@ taken apart so that each place does what it can.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+import functools
+from collections.abc import Collection, Mapping, Sequence
 
 from jaxflash._printer import CAPTURE_DTYPES
 from jaxflash._printer.graph import Graph, along_diagonals
-from jaxflash._printer.node import COLUMN, ELEMENT, ROW, SCORE, Node, depends_on_difference
+from jaxflash._printer.node import (
+    COLUMN,
+    ELEMENT,
+    ROW,
+    SCORE,
+    Node,
+    depends_on_difference,
+    is_bounded,
+)
 from jaxflash._printer.starts import is_of_neighbours
 
 # Where a node is computed, from early to late.
@@ -21,6 +30,15 @@ PLACES: tuple[str, ...] = ("head", "row", "column", "element")
 def place_of(x: Node) -> str:
     """The earliest one that knows what a node depends on."""
     return {0: "head", ROW: "row", COLUMN: "column"}.get(x.deps, "element")
+
+
+def _is_not_a_quotient(x: Node) -> bool:
+    return x.op not in ("divide", "divide_by_normal", "reciprocal")
+
+
+def _may_be_large(x: Node) -> bool:
+    """Not the product of query and key by itself, nor the scale."""
+    return x.op != "input" and _is_not_a_quotient(x) and not is_bounded(x)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,11 +110,17 @@ class Lowering:
         """total + coefficient * term; the factors known earlier are multiplied first."""
         atom = self.graph.atom
         groups: dict[str, list[Node]] = {}
-        for factor in term.args if term.op == "product" else (term,):
+        factors = term.args if term.op == "product" else (term,)
+        # What is large may be infinite once it is multiplied, unless it is divided before.
+        if sum(map(_may_be_large, factors)) > 1:
+            factors = sorted(factors, key=_is_not_a_quotient)
+        for factor in factors:
             place = "score" if factor.deps & SCORE else place_of(factor)
             groups.setdefault(place, []).append(self.lowered(factor))
-        early = None if coefficient == 1.0 else self.graph.constant(coefficient)
         *before, last = (groups[place] for place in (*PLACES, "score") if place in groups)
+        if not before and len(last) > 1 and abs(coefficient) > 1.0:
+            last = [self._product(last)]
+        early = None if coefficient == 1.0 else self.graph.constant(coefficient)
         for factor in (factor for group in before for factor in group):
             early = self._scaled_by(early, factor)
         if total is None:
@@ -105,15 +129,17 @@ class Lowering:
             assert early is not None
             return early
         x, *rest = last
-        for factor in rest[1:]:
-            x = atom("times", x, factor)
         if rest:
+            x = self._product([x, *rest[1:]])
             return atom("fma", self._scaled_by(early, x), rest[0], total)
         if early is None:
             return atom("add", total, x)
         if early is self.graph.constant(-1.0):
             return atom("sub", total, x)
         return atom("fma", early, x, total)
+
+    def _product(self, factors: Sequence[Node]) -> Node:
+        return functools.reduce(functools.partial(self.graph.atom, "times"), factors)
 
     def _scaled_by(self, factor: Node | None, x: Node) -> Node:
         if factor is None:

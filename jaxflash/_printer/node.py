@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import math
@@ -324,7 +325,7 @@ def _applied_to(x: Node) -> int:
     found = 0
     if summands := _summands(x):
         parts = map(_applied_to, summands)
-    elif math.isfinite(max(map(abs, bounds(x)))):
+    elif is_bounded(x):
         return 0
     else:
         functions = x.args if x.op == "product" else (x,)
@@ -420,6 +421,8 @@ def bounds(x: Node) -> tuple[float, float]:
         return x.value, x.value
     if x.op in ("tanh", "sin", "cos", "erf"):
         return -1.0, 1.0
+    if x.op in ("exp2", "sqrt", "rsqrt"):
+        return 0.0, math.inf
     of_args = [bounds(arg) for arg in x.args] if x.op in _BOUNDED_BY_ARGS else []
     if x.op == "sum":
         constant, coefficients = x.value
@@ -430,10 +433,14 @@ def bounds(x: Node) -> tuple[float, float]:
         return constant + sum(least for least, _ in ends), constant + sum(most for _, most in ends)
     if x.op in ("product", "times"):
         least = most = 1.0
-        for of_arg in of_args:
-            ends = [_times(a, b) for a in (least, most) for b in of_arg]
+        for arg, power in collections.Counter(x.args).items():
+            ends = [_times(a, b) for a in (least, most) for b in _to_the(power, bounds(arg))]
             least, most = min(ends), max(ends)
         return least, most
+    if x.op == "abs":
+        return max(0.0, of_args[0][0], -of_args[0][1]), max(map(abs, of_args[0]))
+    if x.op == "reciprocal" and (of_args[0][0] > 0.0 or of_args[0][1] < 0.0):
+        return 1.0 / of_args[0][1], 1.0 / of_args[0][0]
     if x.op in ("min", "max"):
         of = min if x.op == "min" else max
         return of(least for least, _ in of_args), of(most for _, most in of_args)
@@ -442,7 +449,19 @@ def bounds(x: Node) -> tuple[float, float]:
     return -math.inf, math.inf
 
 
-_BOUNDED_BY_ARGS = ("sum", "product", "times", "min", "max", "select")
+_BOUNDED_BY_ARGS = ("sum", "abs", "reciprocal", "min", "max", "select")
+
+
+def is_bounded(x: Node) -> bool:
+    return math.isfinite(max(map(abs, bounds(x))))
+
+
+def _to_the(power: int, interval: tuple[float, float]) -> tuple[float, float]:
+    if power % 2 == 0:  # of the absolute value
+        least, most = interval
+        interval = max(0.0, least, -most), max(map(abs, interval))
+    least, most = (math.prod((end,) * power) for end in interval)
+    return least, most
 
 
 def _times(a: float, b: float) -> float:
