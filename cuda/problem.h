@@ -80,7 +80,7 @@ JAXFLASH_HOST_DEVICE inline int32_t block_words_of(int32_t length) {
 }
 // Pairs of Ranges::row_blocks and ::key_blocks: of a block's elements the hull of what they see,
 // what all of them see, and a gap that none of them sees; and two words with a bit for each element
-// that sees, or is seen by, nothing. Those count in what all see alone.
+// that sees, or is seen by, nothing. Of such an element the hull and the gap take no notice.
 enum RangeSummary : int { kHull, kCommon, kGap, kHidden, kSummaries };
 // Pairs of Ranges::hulls.
 enum RangeHull : int { kSeenKeys, kHiddenKeys, kHiddenRows, kWalkCounts, kHulls };

@@ -30,13 +30,13 @@ class UnseenRows {
   UnseenRows() = default;
   // The tile that this lane asks about.
   __device__ __forceinline__ static int tile_of_lane() {
-    return min(static_cast<int>(laneid()) / kParts, kTiles - 1);
+    return min(laneid() / kParts, kTiles - 1u);
   }
   // Of tiles that begin at `first`, a multiple of kRows. `seen`: of the array that tile_of_lane()
   // is of.
   template <class Hidden>
   __device__ __forceinline__ UnseenRows(int first, int length, const SeenRows<Hidden>& seen) {
-    const int part = first + static_cast<int>(laneid()) % kParts * kPartRows;
+    const int part = first + laneid() % kParts * kPartRows;
     const Interval inside = {part, min(part + kPartRows, length)};
     unseen_ = bits_within(inside, part) & ~bits_within(seen.valid, part) |
               seen.hidden.template bits<kPartRows>(part);

@@ -282,6 +282,7 @@ struct ForwardProducers {
   __device__ __forceinline__ static void load_v(const ForwardArgs& args, SharedMemory& smem) {
     using Unseen = typename CleanedTile<Traits>::Unseen;
     const int lane = threadIdx.x % 32;
+    const int kv_len = args.problem.kv_len;
     Ring<Tile::kStages> ring;
     CleanedTile<Traits> cleaned;
     for (uint32_t count = 0;; ++count) {
@@ -296,8 +297,13 @@ struct ForwardProducers {
       for (int tile = tiles.end - 1; tile >= tiles.begin;
            tile = tiles.before(tile), ring.advance()) {
         const int first_key = tile * kKeys;
-        const Unseen unseen(first_key, args.problem.kv_len, seen);
-        const bool cut = unseen.some();
+        // Where nothing but the ends of a sequence cuts tiles, most are whole: no more is asked.
+        Unseen unseen;
+        bool cut = Mask::kVaries || __any_sync(~0u, seen.cut(first_key, kKeys, kv_len));
+        if (cut) {
+          unseen = Unseen(first_key, kv_len, seen);
+          cut = unseen.some();
+        }
         Barrier& landed = cut ? smem.v_landed[ring.stage] : smem.v_full[ring.stage];
         const Barrier& empty = smem.v_empty[ring.stage];
         if (cleaned.waits() && !__all_sync(~0u, empty.completed(ring.phase ^ 1))) {
