@@ -79,11 +79,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   if (group < 2) {
     setmaxnreg_inc<Traits::kConsumerRegisters>();
     if constexpr (Traits::kPaired) {
-      using Consumers = PairConsumers<Traits, Mask, Score>;
       if (group == 0) {
-        Consumers::template consume<0>(args, smem);
+        PairConsumers<Traits, Mask, Score, PairRole::kValues>::consume(args, smem);
       } else {
-        Consumers::template consume<1>(args, smem);
+        PairConsumers<Traits, Mask, Score, PairRole::kKeys>::consume(args, smem);
       }
     } else {
       SingleConsumers<Traits, Mask, Score>::consume(args, smem, group);
