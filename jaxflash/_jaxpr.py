@@ -4,7 +4,9 @@ differentiated, told apart."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
+import inspect
 import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -57,6 +59,19 @@ def traced(function: Callable, types, mesh: Any = None) -> core.ClosedJaxpr:
     types = [jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=replicated) for t in types]
     with use_abstract_mesh(mesh):
         return jax.make_jaxpr(function)(*types)
+
+
+def in_place_of(users: Callable) -> Callable[[Callable], Callable]:
+    """Decorates what JAX traces instead of a user's function: its errors name that one, and where
+    it is defined."""
+
+    def decorate(function: Any) -> Callable:
+        signature = inspect.signature(function)  # errors name arguments as well
+        functools.update_wrapper(function, users, updated=())
+        function.__signature__ = signature
+        return function
+
+    return decorate
 
 
 def outside_of_explicit_meshes() -> contextlib.AbstractContextManager:

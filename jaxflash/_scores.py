@@ -206,13 +206,14 @@ def _built_in_program(built_in: _BuiltIn, types, dtype, mesh) -> Program:
 
 def _with_score_mod(built_in: _BuiltIn, types, score_mod: ScoreMod, dtype, mesh):
     """(program, arrays that score_mod captures)."""
-    score_mod = checked_score_mod(score_mod)
+    checked = checked_score_mod(score_mod)
 
+    @_jaxpr.in_place_of(score_mod)
     def function(score, b, h, q, kv, distance, *captures):
         score = built_in(score, h, q, kv, distance, *captures)
         if built_in.packing is not None:
             b, q, kv = built_in.packing.local(captures[-1], q, kv)
-        return score_mod(score, b, h, q, kv).astype(dtype)
+        return checked(score, b, h, q, kv).astype(dtype)
 
     program, captures = trace(function, types, dtype, mesh=mesh)
     parts = (*built_in.parts, "score_mod")

@@ -515,6 +515,15 @@ def test_errors_inside_the_function_are_its_own():
         )
 
 
+def test_errors_name_the_function():
+    def magnitude(score, b, h, q, kv):
+        return score if score > 0.0 else -score
+
+    place = r"magnitude at .*test_score_mod\.py:\d+ .* the argument score"
+    with pytest.raises(jax.errors.TracerBoolConversionError, match=place):
+        jaxflash.dot_product_attention(*random_qkv(), score_mod=magnitude)
+
+
 @pytest.mark.parametrize("result", [np.nan, np.inf, -np.inf])
 def test_not_finite(result):
     """NaN and infinity are seen by their rows alone; a row of -inf sees no key."""
