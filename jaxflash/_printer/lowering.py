@@ -118,7 +118,7 @@ class Lowering:
             place = "score" if factor.deps & SCORE else place_of(factor)
             groups.setdefault(place, []).append(self.lowered(factor))
         *before, last = (groups[place] for place in (*PLACES, "score") if place in groups)
-        if not before and len(last) > 1 and abs(coefficient) > 1.0:
+        if not before and len(last) > 1 and abs(coefficient) > 1.0:  # likewise
             last = [self._product(last)]
         early = None if coefficient == 1.0 else self.graph.constant(coefficient)
         for factor in (factor for group in before for factor in group):
